@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return one of the names that this module offers, when it is first used; functions check arguments."""
+    """Import one of the names that this module offers when it is first used; functions then check their arguments."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -80,4 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the names that the module offers, for completion in a notebook."""
     return sorted(__all__)

@@ -46,8 +46,8 @@ _ERRORS: dict[str, type[Exception]] = {
 
 def from_rank_0(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank. Collective.
-
-    Use it for what only one rank may do or must decide for all, such as writing a file.
+    A UserError or StorageLost is raised on every rank. Any other exception is raised on rank 0 alone, and the other
+    ranks then wait until the process group fails.
     """
     known_error: UserError | StorageLost | None = None
     message: dict[str, Any] = {}
@@ -70,10 +70,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, ordered by rank, on every rank. Collective.
-
-    No rank returns before all ranks have called it.
-    """
+    """Return the values of all ranks, ordered by rank, on every rank, after all have called it. Collective."""
     own = _encode(value)
     num_ranks = dist.get_world_size()
     length = torch.tensor([len(own)], device=own.device)
@@ -88,7 +85,7 @@ def gather(value: T) -> list[T]:
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:
-    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used."""
+    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used. Collective."""
     length = torch.tensor([len(message)], device=message.device)
     dist.broadcast(length, 0)
     size = _checked_size(int(length), 0, _MOST_BYTES)
@@ -99,7 +96,7 @@ def _broadcast(message: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(value: Json) -> torch.Tensor:
-    """Return the JSON text of a value, uint8 [bytes], on the device on which the process group exchanges tensors."""
+    """Return the JSON text, uint8 [bytes], on the device on which the process group exchanges tensors."""
     text = json.dumps(value).encode("ascii")
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
@@ -119,7 +116,6 @@ def _checked_size(size: int, rank: int, most_bytes: int) -> int:
 
 
 def _sent_by_a_stranger(rank: int, what: str) -> UserError:
-    """Return the error about a message that no rank of this run sends."""
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return UserError(
         f"rank {rank} sent {what}; a process that is not of this run may have joined its ranks at {place}: start the "

@@ -109,7 +109,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        """Raise ValueError if values of two sections contradict each other."""
         if self.data.seq_len > self.model.max_positions:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}; lower "
@@ -170,7 +169,6 @@ class Config(Section):
         return self
 
     def _check_modern(self) -> None:
-        """Raise ValueError if a value of the config is not supported together with `model.architecture: modern`."""
         if self.objective.name == "electric":
             raise ValueError(
                 "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
@@ -189,7 +187,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Raise ValueError if `train.init_generator_from` is missing or cannot be used with the rest of the config."""
+        """Refuse a frozen generator without `train.init_generator_from`, or another one with it and no `init_from`."""
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
             raise ValueError(
@@ -205,10 +203,7 @@ class Config(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train` with only those keys for initial weights that apply to the trained towers.
-
-        If the generator is frozen, it is not trained, so `init_generator_from`, which names its weights, is None.
-        """
+        """Return section `train` with only those keys for initial weights that apply to the trained towers."""
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})
@@ -216,17 +211,14 @@ class Config(Section):
     @property
     def cache_folder(self) -> Path:
         """Return the folder in which commands, and runs on one node, keep shards fetched from S3 and compiled code.
-
-        It is data.cache_dir, or cache/ in the run folder.
+        Runs on several nodes, which share the run folder, call `choose_cache_folder`
+        (data/shard_cache/cache_folder.py).
         """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
     @property
     def checkpoint_urls(self) -> tuple[str, ...]:
-        """Return the folders or S3 prefixes that every checkpoint is written to, the preferred one first.
-
-        The default is checkpoints/ in the run folder.
-        """
+        """Return the folders or S3 prefixes that every checkpoint is written to, the preferred one first."""
         return self.checkpoint.targets or (str(Path(self.run_dir) / CHECKPOINTS_DIR),)
 
     @property
@@ -237,13 +229,9 @@ class Config(Section):
         return NUMERICS
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
-        """Return the values that determine the results of a run, as a JSON tree.
-
-        A run cannot resume from a checkpoint if one of them has changed since.
-
-        Args:
-            numerics: numerics version of the run. A number below `self.numerics` gives the identity that an older
-                program recorded for this config; with 1, the lowest number, the identity has no key `numerics`.
+        """Return the values that determine the results of a run, as a JSON tree; if one changes, no run can resume.
+        All others (number of ranks, micro-batch, ZeRO stage, logging) may change at a restart. A `numerics` below
+        `self.numerics` (the default) gives the identity that an older program recorded for this config.
         """
         if numerics is None:
             numerics = self.numerics
@@ -271,9 +259,6 @@ class Config(Section):
         return identity
 
     def _optimizer_identity(self) -> dict[str, Any]:
-        """Return the keys of the section `optimizer` that are part of the identity of a run, with their values.
-        `implementation` is never one of them.
-        """
         excluded = {"implementation", "generator"}
         if self.optimizer.shape == "polynomial":
             excluded |= {"shape", "decay_steps"}  # so that runs of versions without these keys keep their identity
@@ -283,7 +268,7 @@ class Config(Section):
         return section
 
     def identity_sha256(self, numerics: int | None = None) -> str:
-        """Return the SHA-256 of `identity(numerics)` in hexadecimal."""
+        """Return the SHA-256 of `identity(numerics)` in hexadecimal; a checkpoint of another run has another one."""
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
@@ -293,8 +278,8 @@ class Config(Section):
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
     """Raise ValueError for LAMB or Muon at a ZeRO stage where it cannot work, or with another's implementation.
-
-    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters.
+    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces. Muon gathers its matrices at stages 1
+    and 2.
     """
     if config.name == "lamb":
         if zero_stage > 0:
@@ -330,18 +315,19 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
+    """Return section `model` without the keys that only `modern` reads if it is not used: older runs lack them."""
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
+    """Leave out keys of `_NEW_DEFAULTS` with their default, so that runs older than these keys keep their identity."""
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 
 def canonical_json(tree: Any) -> str:
-    """Return a JSON text that is equal for equal values: sorted keys, no spaces, ASCII only.
-
-    Digests of configs and manifests are computed from this text.
+    """Return a JSON text that is equal for equal values: sorted keys, no spaces, ASCII only. Digests are made from it.
+    Raises ValueError if the tree holds NaN or an infinity, which JSON does not have.
     """
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -36,7 +36,9 @@ RUN_FOLDERS = (
 
 
 def check_new_run(config: Config) -> None:
-    """Raise UserError for settings that are valid but almost certainly a mistake in a new run."""
+    """Raise UserError for valid settings that are almost certainly a mistake, such as a warm-up longer than the run.
+    Call it for new runs only: a run that has begun with such settings may go on.
+    """
     check_targets_are_separate(config)
     num_steps = config.train.num_steps
     warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
@@ -69,7 +71,10 @@ def check_new_run(config: Config) -> None:
 
 
 def check_targets_are_separate(config: Config) -> None:
-    """Raise UserError if two checkpoint targets are one place, or one holds something else of the run."""
+    """Raise UserError if two checkpoint targets are one place, or one holds something else of the run.
+    Links are followed. A start claims its number in every target; in a place that is named twice, the second claim
+    would always fail. This is checked at every start, because targets may change at a restart.
+    """
     targets = [(url, _place(url, config.checkpoint.endpoint_url)) for url in config.checkpoint_urls]
     for (url, place), (other_url, other_place) in itertools.combinations(targets, 2):
         if place == other_place:
@@ -118,7 +123,10 @@ def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys of a config that differ from their defaults, but that a run with this config does not use."""
+    """Return the keys that differ from their defaults but do nothing in this run: dotted key -> why, as a phrase.
+    Examples are keys of another objective, generator or architecture, and those of the evaluation without
+    `data.heldout`.
+    """
     unused = _unused_by_objective(config) | _unused_by_generator(config) | _unused_by_architecture(config)
     if not config.objective.draws_at_random:
         unused["objective.random_from"] = "objective.random_share is 0"
@@ -130,7 +138,6 @@ def keys_without_effect(config: Config) -> dict[str, str]:
 
 
 def _unused_by_objective(config: Config) -> dict[str, str]:
-    """Return the keys that the objective does not use, each with the reason, whatever their values are."""
     name = config.objective.name
     unused: dict[str, str] = {}
     if name == "mlm":
@@ -146,7 +153,6 @@ def _unused_by_objective(config: Config) -> dict[str, str]:
 
 
 def _unused_by_generator(config: Config) -> dict[str, str]:
-    """Return the keys that the kind of generator does not use, each with the reason, whatever their values are."""
     generator = config.objective.generator
     if generator == "trained":
         return {}

@@ -35,7 +35,10 @@ _RAISED_BY_CHECK = "value_error"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate the config file `path`, with overrides from the command line."""
+    """Read and validate the config file `path`, with overrides key.path=value from the command line (value: YAML).
+    A path configs/NAME that does not exist is taken from the files that come with the package. A later override
+    replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.
+    """
     layers = read_layers(Path(path), overrides)
     merged: Tree = {}
     for _, tree in layers:
@@ -47,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_section(path: Path, kind: type[S]) -> S:
-    """Read and validate a YAML file that holds one section, such as the file of `electra-dist compare`."""
+    """Read and validate a YAML file that holds one section (no `extends`), such as that of `electra-dist compare`."""
     path = find_config_file(path)
     tree = read_yaml(path)
     try:
@@ -58,7 +61,7 @@ def load_section(path: Path, kind: type[S]) -> S:
 
 
 def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return where each value of the resolved config comes from."""
+    """Return where each value of the resolved config comes from: dotted key -> file name, `--set` or `default`."""
     resolved = load_config(path, overrides).model_dump(mode="json")
     source_of_key = dict.fromkeys(_leaves(resolved), "default")
     for name, tree in read_layers(Path(path), overrides):
@@ -72,7 +75,6 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 def key_description(key: str) -> str:
     """Return the description of a key of a run's config, such as `train.micro_batch`; "" if there is no such key.
-
     A key of a schedule, such as `objective.temperature.tau`, has the description that it has in every schedule.
     """
     return _description(Config, key.split("."))
@@ -95,9 +97,7 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first fault of a failed validation, with the number of further faults at its end. An
-    unknown key is reported before other faults, because a misspelt key also makes the right one missing.
-    """
+    """Return one line about the first fault of a failed validation, with the number of further faults at its end."""
     faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
     unknown = [fault for fault in faults if fault["type"] == _UNKNOWN_KEY]
@@ -117,7 +117,6 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message for a key that does not exist: the nearest valid key, or the valid keys of its section."""
     *path, unknown = location
     section = _section(root, path)
     valid = [field.alias or name for name, field in section.model_fields.items()] if section else []
@@ -136,7 +135,7 @@ def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[ErrorDetails]) -> str:
-    """Return the message for a key, or a section, whose value is invalid."""
+    """Return the message for a key, or a section, with an invalid value; several types give several faults."""
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
     reason = " or ".join(_reason(fault) for fault in faults)
@@ -154,15 +153,14 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
+    """Return the path of the key at fault without the names of its types, which pydantic appends for a union."""
     parts = [str(part) for part in fault["loc"]]
     types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
     return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the last layer that holds the key at `location`, or of the last layer if none does. That is
-    the layer whose value counts, because a later layer replaces values of earlier ones.
-    """
+    """Return the name of the last layer that holds the key, whose value counts, or of the last layer if none does."""
     for name, tree in reversed(layers):
         if _contains(tree, location):
             return name
@@ -171,7 +169,6 @@ def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
 
 
 def _contains(tree: Tree, location: Sequence[str]) -> bool:
-    """Return whether a tree of keys holds the key at `location`, for example ["train", "micro_batch"]."""
     node: Any = tree
     for part in location:
         if not isinstance(node, dict) or part not in node:
@@ -181,7 +178,7 @@ def _contains(tree: Tree, location: Sequence[str]) -> bool:
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the config section at a path, or None if the path does not lead to a section."""
+    """Return the class of the config section at a path, or None; indices and names of elements are skipped."""
     section = root
     part_selects_element = False
     for part in location:
@@ -200,7 +197,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 
 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`."""
+    """Return the section class in a field's type, also of its elements or of its schedule; None for a plain value."""
     for part in (annotation, *get_args(annotation)):
         kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -209,7 +206,6 @@ def _section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the definition of a section's key; None if there is no such key."""
     for name, field in section.model_fields.items():
         if key == (field.alias or name):
             return field
@@ -217,12 +213,12 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
+    """Return the key's description as the end of an error message, such as ". micro_batch: Rows ..."; or ""."""
     description = _description(root, location)
     return f". {location[-1]}: {description}" if description else ""
 
 
 def _description(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the description of the key at `location`; "" if the path is empty or does not lead to a key."""
     if not location:
         return ""
     *path, key = location

@@ -47,7 +47,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML loader that refuses a mapping with the same key twice; PyYAML's own loader would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping of the file as a dict."""
         line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
             key = key_node.value
@@ -62,9 +61,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config_file(path: Path) -> Path:
-    """Find a config file: at `path` or, for a relative path configs/NAME, among the files of this package.
-
-    A file at `path` always has precedence.
+    """Return the config file at `path` or, for configs/NAME, among this package's files; `path` if neither exists.
+    Files of the package are found from every working directory, so that `--config configs/small.yaml` needs no
+    checkout.
     """
     if path.exists():
         return path
@@ -73,7 +72,7 @@ def find_config_file(path: Path) -> Path:
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the file of this package for a relative path configs/NAME."""
+    """Return the file of this package for a relative path configs/NAME, or None."""
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parent
@@ -86,10 +85,7 @@ def _shipped_file(path: Path) -> Path | None:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return the layers of a config, each as (name, tree of keys), in the order in which they are merged.
-
-    The name of a layer is the path of its file, or `--set` for an override.
-    """
+    """Return the layers of a config in the order of merging: (path of the file or `--set`, tree of keys) each."""
     layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
     chain: list[Path] = []
     next_path: Path | None = find_config_file(path)
@@ -103,7 +99,7 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if the next file of a chain of `extends` is already in the chain, or does not exist."""
+    """Raise UserError if the next file of a chain of `extends` is already in it, or does not exist."""
     names = " -> ".join(str(file) for file in (*chain, path))
     # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
     if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
@@ -113,7 +109,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the path of the file that a config file extends; None if it extends none."""
+    """Return the file that a config file extends: a path relative to its folder, or else a shipped configs/NAME."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -126,7 +122,7 @@ def _base_of(path: Path, name: object) -> Path | None:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Return the mapping in a YAML file."""
+    """Return the mapping in a YAML file; raise UserError if it is unreadable, no mapping, or has a key twice."""
     try:
         text = read_regular(path, _MOST_YAML_BYTES).decode()
     except FileNotFoundError:
@@ -148,12 +144,7 @@ def read_yaml(path: Path) -> Tree:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, a mapping has a key twice, a value does not have the form of its tag, or
-            the value is nested too deeply, has too many values, or has a character that cannot be written.
-    """
+    """Return the value of a YAML text; raise YAMLError for every fault, also for one that is too deep or too large."""
     try:
         tree = _load_yaml(text)
     except RecursionError:
@@ -165,7 +156,6 @@ def parse_yaml(text: str) -> Any:
 
 
 def _load_yaml(text: str) -> Any:
-    """Return the value of a YAML text, whose size is checked before any value is made."""
     loader = _UniqueKeyLoader(text)
     try:
         root = loader.get_single_node()
@@ -178,7 +168,10 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used."""
+    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used.
+    Nodes count again for each alias (`*name`) or merge key (`<<`) that names them: a short text whose aliases or
+    merges expand to a huge value is refused before they do.
+    """
     level = [root]
     num_values = 0
     for _ in range(_MAX_YAML_LEVELS):
@@ -200,6 +193,7 @@ def _check_nodes(root: yaml.Node) -> None:
 
 
 def _check_scalar(node: yaml.Node) -> None:
+    """Raise YAMLError for a character that cannot be written, or for a number of very many digits."""
     if _NO_CHARACTER.search(node.value):
         raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MOST_DIGITS:
@@ -207,7 +201,6 @@ def _check_scalar(node: yaml.Node) -> None:
 
 
 def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
-    """Return one line about a fault of a YAML file, with line and column where the parser knows them."""
     mark = getattr(error, "problem_mark", None)
     position = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)  # the parser counts from 0
     problem = getattr(error, "problem", error)
@@ -236,9 +229,8 @@ def parse_override(text: str) -> Tree:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
-
-    A section that both trees have is merged key by key.
+    """Return a new tree in which sections are merged key by key, and values of `above` replace those of `below`.
+    A complete schedule in `above` replaces the value below as a whole, because its keys depend on its shape.
     """
     merged = dict(below)
     for key, value in above.items():

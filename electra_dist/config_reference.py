@@ -42,7 +42,7 @@ def reference() -> str:
 
 
 def section_tables(path: str, section: type[BaseModel]) -> str:
-    """Return the Markdown table of a config section, followed by the tables of the sections within it."""
+    """Return the Markdown tables of a section, given with its dotted path such as `model.generator`, and below it."""
     parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
     for name, field in section.model_fields.items():
         inner = _section_of(field) or _optional_section_of(field)
@@ -55,7 +55,7 @@ def section_tables(path: str, section: type[BaseModel]) -> str:
 
 
 def plain_table(title: str, section: type[BaseModel], prefix: str = "") -> str:
-    """Return the Markdown table of the plain values of a section, without the sections within it."""
+    """Return the Markdown table of a section's plain values; `prefix` begins every key, for example `train.`."""
     return _table(title, _plain_fields(section), prefix)
 
 
@@ -64,7 +64,6 @@ def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: str = "") -> str:
-    """Return a heading and a Markdown table with key, type, default and description of each field."""
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
     lines += ["| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
@@ -80,7 +79,7 @@ def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: 
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the pydantic class of a field that is a section of the config; None if the field is a plain value."""
+    """Return the class of a field that is a section of the config; None for a plain value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
@@ -129,7 +128,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return the default value of a field as YAML would show it, in backquotes; "required" where there is none."""
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:

@@ -1,7 +1,8 @@
 """Define the exit codes of a training process and the errors that users and storage cause.
 
 The supervisor and the Slurm scripts import the exit codes. They decide whether to start a run again from the exit code
-of its ranks and from its ledger, the file that records its starts and ends.
+of its ranks and from its ledger, the file that records its starts and ends. Messages of errors are one line that names
+the place, what is wrong and the next step. Any function that reads or writes a store may raise StoreError.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _LONGEST_MESSAGE = 2000  # characters
 
 
 def error_line(error: Exception) -> str:
-    """Return the line that a process prints to stderr about an error that the user must fix.
-
-    It begins with "error: ".
+    """Return the line "error: ..." that a process prints to stderr about an error that the user must fix.
+    Line breaks and other characters that would damage the terminal are escaped; the middle of a long message is left
+    out.
     """
     message = str(error)
     if len(message) > _LONGEST_MESSAGE:
@@ -31,33 +32,21 @@ def error_line(error: Exception) -> str:
 
 
 class UserError(Exception):
-    """Error that only the user can correct, such as a wrong configuration or missing data.
-
-    The message is one line that says what is wrong, where, and what to do next. The process prints the message
-    without a traceback and ends with exit code 78.
-    """
+    """Error that only the user can correct; a process prints it without a traceback and ends with exit code 78."""
 
 
 class NodeError(UserError):
-    """Error of one node of a run that only the user can correct, such as a torch that does not fit its driver.
-
+    """Error of one node that only the user can correct, such as a torch that does not fit its driver.
     The first rank of each node that has it prints it, because rank 0 may run on another node.
     """
 
 
 class ManifestMismatch(UserError):
-    """Error for a corpus, or a file of it, that differs from what the run or the corpus's manifest requires.
-
-    The message names the file or the corpus, the difference, and the next step. A restart does not help.
-    """
+    """Error for a corpus, or a file of it, that is not the one that the run or the manifest requires."""
 
 
 class OtherNumerics(UserError):
-    """Error for a run folder or a checkpoint that was computed with another numerics version than the current one.
-
-    The numerics version (`config.NUMERICS`) is a number that is raised whenever the program changes its random
-    draws (masks, samples, dropout) or its rounding.
-    """
+    """Error for a run or checkpoint of another `config.NUMERICS`, that is, of other random draws or rounding."""
 
     def __init__(self, place: str, found: int, current: int) -> None:
         super().__init__(
@@ -68,45 +57,27 @@ class OtherNumerics(UserError):
 
 
 class StoreError(UserError):
-    """Error for a path or bucket that cannot be used: missing, access refused, or not writable.
-
-    The message names the URL and the next step.
-    """
+    """Error for a path or bucket that cannot be used: missing, access refused, or not writable."""
 
 
 class StoreMissing(StoreError):
-    """Error for an object or file that does not exist in a store; the message names it.
-
-    It is a separate class because a caller may expect it, for example when it looks for an optional file.
-    """
+    """Error for an object that does not exist in a store; a caller may expect it, as for an optional file."""
 
 
 class StoreAway(StoreError):
-    """Error for storage that is full, read-only or does not respond, and that may come back within minutes.
-
-    A run waits for it, up to `cluster.storage_patience_s`. The message names the path or URL, the reason and the
-    next step.
-    """
+    """Error for storage that is full, read-only or silent; a run waits for it, up to `cluster.storage_patience_s`."""
 
 
 class StoreExhausted(StoreAway):
-    """Error for an object in a store that could not be read or written correctly after all retries.
-
-    The message names the object, the last error and the next step.
-    """
+    """Error for an object in a store that could not be read or written correctly after all retries."""
 
 
 class StorageLost(Exception):
-    """Error for storage that stayed full, read-only or silent for longer than `cluster.storage_patience_s`.
-
-    It is no error of the user's: the run ends with exit code 75 and is started again later. The message names the
-    first failure, because later ones are often its consequences.
+    """Error for storage that stayed away for longer than `cluster.storage_patience_s`; the run ends with code 75.
+    It is not the user's error: the run is started again later. The message names the first failure, because later ones
+    are often its consequences.
     """
 
 
 class TornCheckpoint(Exception):
-    """Error for a checkpoint that cannot be used: its content differs from its manifest, or it is of another run.
-
-    The message says what is wrong. The code that loads checkpoints catches this error and tries another copy or an
-    earlier checkpoint.
-    """
+    """Error for a checkpoint that differs from its manifest or is of another run; a load then tries another one."""

@@ -5,8 +5,7 @@ the process may use none of them, the process keeps all cores that it may use. M
 afterwards is on the same NUMA node, because the kernel allocates memory near the core that first writes to it.
 
 How: the files by which the driver and the kernel describe GPUs are read, because a query of a faulty driver can hang.
-
-Cost: a few small files in /proc, /sys and /dev are read, once for each rank. The module does not import torch.
+They are in proc/, sys/ and dev/ below `root`, which tests replace. The module does not import torch.
 
 Limits: GPUs are numbered by their PCI address, as CUDA numbers GPUs of one model. Whether a part of a GPU (MIG) exists
 is not known, nor the cores near it.
@@ -23,7 +22,10 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...")."""
+    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...").
+    As in CUDA, the list ends before the first entry that is no GPU, a GPU that is named twice leaves none, and a
+    process sees the first MIG part only. Where the node's GPUs are not known, every entry counts as one of them.
+    """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
         return [str(number) for number in range(len(uuids))]
@@ -66,6 +68,7 @@ def _whole_uuid(beginning: str, uuids: list[str]) -> str:
 
 
 def _device_number(entry: str, uuids: list[str]) -> str:
+    """Return the number with which an entry begins, as C's strtoul reads it, or "" if no GPU has it."""
     match = re.match(r"\+?(\d+)", entry)
     if match is None or (uuids and int(match[1]) >= len(uuids)):
         return ""
@@ -73,9 +76,9 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """Bind this process to the cores near its GPU; threads and processes that it starts afterwards inherit this.
-
-    Call it before the process starts threads, because threads that run already keep their cores.
+    """Bind this process to the cores near its GPU, number `local_rank` of `visible_devices`; return its cores.
+    Call it before the process starts threads: those that run already keep their cores, later ones inherit the new
+    ones.
     """
     allowed = os.sched_getaffinity(0)
     near = cores_near_gpu(local_rank, environment, root) & allowed
@@ -85,10 +88,7 @@ def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Pa
 
 
 def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> set[int]:
-    """Return the numbers of the CPU cores of the NUMA node to which a rank's GPU is attached.
-
-    The GPU is the one that CUDA gives to the rank: number `local_rank` of `visible_devices`.
-    """
+    """Return the CPU cores of the NUMA node of a rank's GPU; an empty set if they are not known."""
     names = visible_devices(environment, root)
     if local_rank >= len(names):
         return set()
@@ -101,8 +101,9 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
 
 
 def _gpus(root: Path) -> dict[str, str]:
-    """Return the NVIDIA GPUs that this machine or container can open, as PCI address -> UUID, in order of
-    addresses.
+    """Return the NVIDIA GPUs that can be opened: PCI address -> UUID ("" if not reported), in order of addresses.
+    The driver lists the GPUs of the whole machine, but a container may have device files of some only. Where the
+    driver lists none, each device file counts, and its path stands for the address.
     """
     uuid_of_address = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
@@ -119,7 +120,7 @@ def _gpus(root: Path) -> dict[str, str]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Return the core numbers in a list of the kernel's notation, such as "0-3,8"; an empty set if it is malformed."""
+    """Return the core numbers in a list such as "0-3,8"; an empty set if it is malformed."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         return set()
     cores: set[int] = set()

@@ -48,11 +48,7 @@ _RECOVERY_ACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample:
-    """Readings of one GPU at one moment: load, memory, power, clock, temperature and errors.
-
-    A number is None, and `throttle` is empty, where the device does not report it, or where the GPU is lost (no
-    longer answers the driver).
-    """
+    """Readings of one GPU at one moment; None (`throttle`: empty) where it is lost or does not report the quantity."""
 
     uuid: str  # "" if it cannot be read
     name: str
@@ -68,11 +64,7 @@ class GpuSample:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHealth:
-    """Readings that show whether a GPU can be trusted with a run: errors, repaired memory, links and limits.
-
-    A reading that the device does not report is None; `recovery_action` and `nvlinks` are then empty. This class
-    only holds readings; `launcher/preflight/` decides which of them make a node unhealthy.
-    """
+    """Readings that show whether a GPU can be trusted with a run; None or empty where it does not report them."""
 
     index: int  # number of the GPU in the driver's order
     lost: str  # the driver's error if the GPU no longer answers, and then every other reading is unknown; otherwise ""
@@ -99,13 +91,10 @@ class _Device:
 
 
 class GpuProbe:
-    """Open connection to the NVIDIA driver that reads all GPUs of this node.
-
-    Create it with `GpuProbe.open`, and call `close` at the end.
-    """
+    """Open connection to the NVIDIA driver that reads all GPUs of this node, from `GpuProbe.open` to `close`."""
 
     def __init__(self) -> None:
-        """Get a handle of every GPU; call `GpuProbe.open` instead, which initialises NVML first."""
+        """Get a handle of every GPU of this job. A GPU whose handle the driver refuses is kept with the error."""
         devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -119,10 +108,7 @@ class GpuProbe:
 
     @staticmethod
     def open() -> GpuProbe | None:
-        """Connect to the NVIDIA driver; return None without nvidia-ml-py, without a driver or without GPUs.
-
-        The caller must call `close` at the end.
-        """
+        """Connect to the NVIDIA driver; return None without nvidia-ml-py, without a driver or without GPUs."""
         if pynvml is None:
             return None
         try:
@@ -144,10 +130,7 @@ class GpuProbe:
         return [_sample(device.handle) for device in self._devices]
 
     def health(self) -> list[GpuHealth]:
-        """Return the current health of all GPUs in the driver's order.
-
-        Lost GPUs, which no longer answer the driver, are included; their `lost` has the driver's error.
-        """
+        """Return the current health of all GPUs in the driver's order, with that of lost ones."""
         return [_health(device) for device in self._devices]
 
     def close(self) -> None:
@@ -156,7 +139,7 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the GPUs that CUDA shows to a program, in the driver's order."""
+    """Return those GPUs that CUDA_VISIBLE_DEVICES, if set, names by number, UUID, beginning of a UUID or MIG part."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
@@ -185,7 +168,6 @@ def _gpu_of_part(name: str) -> str:
 
 
 def _sample(handle: Any) -> GpuSample:
-    """Return the current readings of one GPU; those that it does not report are None."""
     rates = _query("nvmlDeviceGetUtilizationRates", handle)
     memory = _query("nvmlDeviceGetMemoryInfo", handle)
     power_mw = _query("nvmlDeviceGetPowerUsage", handle)
@@ -204,7 +186,7 @@ def _sample(handle: Any) -> GpuSample:
 
 
 def _throttle_reasons(handle: Any) -> tuple[str, ...]:
-    """Return why the GPU's clock is reduced, such as "power cap"; () if it is not, or if the reasons are unknown."""
+    """Return why the GPU's clock is reduced, such as "power cap"; reasons that are no limit or fault are left out."""
     mask = _query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if mask is None:  # Older drivers and libraries have only the older name of the function.
         mask = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -214,7 +196,6 @@ def _throttle_reasons(handle: Any) -> tuple[str, ...]:
 
 
 def _health(device: _Device) -> GpuHealth:
-    """Return the current health of one GPU."""
     handle = device.handle
     retired_pages = _query("nvmlDeviceGetRetiredPages", handle, pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)
     remapping = _query("nvmlDeviceGetRemappedRows", handle)
@@ -249,14 +230,12 @@ def _lost_error(handle: Any) -> str:
 
 
 def _uncorrected_errors(handle: Any, counter: int) -> int | None:
-    """Return the number of uncorrected memory errors, or None if the GPU does not count them."""
+    """Return the number of uncorrected memory errors since the driver was loaded, or in the life of the device."""
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
 def _recovery_action(handle: Any) -> str:
-    """Return how the driver wants this GPU to be recovered, such as "reboot the system", or "" if it asks for
-    nothing.
-    """
+    """Return how the driver (R570 or later) wants this GPU to be recovered, such as "reboot the system", or ""."""
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return ""
@@ -270,7 +249,7 @@ def _recovery_action(handle: Any) -> str:
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
-    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost."""
+    """Return whether each NVLink of the GPU is active; one that sleeps to save power is."""
     are_active = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         state = _query("nvmlDeviceGetNvLinkState", handle, link)
@@ -280,7 +259,9 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call a function of NVML and return its result, or None if there is none."""
+    """Call a function of NVML; return None if pynvml lacks it, the device does not report the quantity, or it is lost.
+    A lost GPU has the handle None.
+    """
     nvml_function = getattr(pynvml, function, None)
     is_lost = len(args) > 0 and args[0] is None
     if nvml_function is None or is_lost:
@@ -292,7 +273,6 @@ def _query(function: str, *args: Any) -> Any:
 
 
 def _flag(value: int | None) -> bool | None:
-    """Return NVML's 0 or 1 as a bool; None, which stands for an unknown value, stays None."""
     return None if value is None else bool(value)
 
 

@@ -39,8 +39,7 @@ SCHEDULE_TAG = "a schedule"
 
 class Schedule(BaseModel, Generic[Number]):
     """Value that changes over a run from one number to another: by an exponential, a line, a half cosine or a step.
-
-    The type parameter is the type of the key's plain number, with its limits. Read values with `value_at`.
+    The type parameter is the type of the key's plain number, with its limits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -67,7 +66,6 @@ class Schedule(BaseModel, Generic[Number]):
 
     @model_validator(mode="after")
     def _options_fit_shape(self) -> Schedule[Number]:
-        """Raise ValueError if tau or over does not go with the shape."""
         if self.shape == "exponential":
             if self.tau is None:
                 raise ValueError("shape exponential needs `tau`; add for example tau: 0.15, or set another shape")
@@ -79,6 +77,7 @@ class Schedule(BaseModel, Generic[Number]):
 
     @model_serializer
     def _canonical(self) -> dict[str, Any]:
+        """Return the schedule as a mapping that is equal for equal schedules: only the keys that its shape uses."""
         ends_and_shape = {"from": self.start, "to": self.end, "shape": self.shape}
         if self.shape == "exponential":
             return ends_and_shape | {"tau": self.tau}
@@ -89,11 +88,12 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 
 
 def _tag(value: Any) -> str:
+    """Return the tag of the type against which pydantic validates a key that may be scheduled."""
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 
 def refuse_boolean(value: Any) -> Any:
-    """Return a value of the config that is not a boolean; pydantic would take `true` for the number 1."""
+    """Return a config value; raise ValueError for a boolean, because pydantic would take `true` for the number 1."""
     if isinstance(value, bool):
         raise ValueError("a boolean is not a value of this key")
     return value
@@ -123,11 +123,7 @@ FractionOrSchedule = Annotated[
 
 
 def value_at(value: NumberOrSchedule, progress: float) -> float:
-    """Return the value of a config key at a point of the run.
-
-    Args:
-        progress: share of the run that is done, u = t / num_steps at step t (counted from 0), in [0, 1].
-    """
+    """Return the value of a config key after a share `progress` = t / num_steps, in [0, 1], of the run."""
     if not isinstance(value, Schedule):
         return value
     start = float(value.start)
@@ -147,7 +143,6 @@ def value_at(value: NumberOrSchedule, progress: float) -> float:
 
 def mean_value(value: NumberOrSchedule) -> float:
     """Return the mean of a config key's value over the whole run, the integral over u from 0 to 1.
-
     The mean over the steps of a run differs from it by at most |from - to| / num_steps.
     """
     if not isinstance(value, Schedule):

@@ -6,14 +6,11 @@ no special tokens. An unknown word becomes [UNK], as in BERT.
 
 How: a vocab.txt is read as transformers reads it: white space at the end of a line is no part of its token, and of
 several lines with one token the last one counts. Hugging Face's library `tokenizers` (BertNormalizer,
-BertPreTokenizer, WordPiece) encodes words with the tokens of a vocab.txt, which `corpus/vocab.py` can train. Words of
-more than 100 characters become [UNK]. BERT ends a word at every space and encodes each word independently of the
-others. The ids of a line are therefore the ids of its space-separated words, one after another. Words repeat, so a
-dictionary keeps the ids of words that were encoded before, and the library encodes new ones only. With a
-tokenizer.json the library encodes whole lines (`tokenizer_json.py`).
-
-Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
-most 100 MB.
+BertPreTokenizer, WordPiece) encodes words with the tokens of a vocab.txt. Words of more than 100 characters become
+[UNK]. BERT ends a word at every space and encodes each word independently of the others, so the ids of a line are
+those of its space-separated words, one after another. A dictionary of at most 100 MB keeps the ids of words that were
+encoded before, which makes encoding two to four times as fast. With a tokenizer.json the library encodes whole lines
+(`tokenizer_json.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class NamedDigest(NamedTuple):
 
 
 def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
-    """Raise ManifestMismatch if the content of a file does not have the SHA-256 that another file names."""
+    """Raise ManifestMismatch if the content of file `name` does not have the SHA-256 that another file names."""
     found = hashlib.sha256(data).hexdigest()
     if found != expected.sha256:
         raise ManifestMismatch(
@@ -58,13 +55,12 @@ def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
 
 class Vocabulary:
     """Vocabulary of a tokenizer: its tokens with their ids, and its five special tokens.
-
-    A vocabulary of WordPiece is a vocab.txt with one token per line; the line number, counted from 0, is the
-    token's id. A blank line, or one whose token comes again later, is an id that no text yields.
+    In a vocab.txt of WordPiece, the line number, counted from 0, is the token's id. A blank line, or one whose token
+    comes again later, is an id that no text yields. Any other tokenizer has a tokenizer.json of Hugging Face.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Check and index the content of a vocab.txt or of a tokenizer.json."""
+        """Index the content of a vocab.txt or a tokenizer.json; raise UserError if a special token is missing."""
         self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
         self._text = text.removesuffix("\n") + "\n"
         text = text.removeprefix(BYTE_ORDER_MARK)
@@ -84,7 +80,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
-        r"""Read a vocabulary from a UTF-8 file; `\r\n` also ends a line."""
+        r"""Read a vocabulary from a UTF-8 file; `\r\n` also ends a line. Raises UserError if it is none."""
         try:
             data = read_regular(path)
         except FileNotFoundError:
@@ -99,16 +95,10 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
-        """Return the vocabulary in the bytes of a vocab.txt, after a check of its digest where one is known.
-
-        Every vocab.txt that a run, a build, an export or a command reads comes through this function.
-
-        Args:
-            expected: the SHA-256 that the vocabulary must have; None if nothing names one, as for a model of another
-                program. Then only the special tokens are required.
-
-        Raises:
-            ManifestMismatch: the digest is another one.
+        r"""Return the vocabulary in the bytes (UTF-8) of a vocab.txt, after a check of its digest where one is known.
+        The digest may be that of the bytes or that of the text with `\n` line ends, because copying a file may change
+        these. Without `expected`, as for a model of another program, only the special tokens are required. Raises
+        ManifestMismatch for another digest, UserError if it is no vocabulary.
         """
         try:
             text = data.decode("utf-8")
@@ -138,10 +128,7 @@ class Vocabulary:
 
     @cached_property
     def shown_tokens(self) -> list[str]:
-        """Return the tokens in a form for people to read, in the order of their ids.
-
-        For any kind of vocabulary, a token that continues a word begins with ##, as in WordPiece.
-        """
+        """Return the tokens by id for people to read: one that continues a word begins with ##, bytes are decoded."""
         return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
     @property
@@ -151,10 +138,7 @@ class Vocabulary:
 
     @property
     def special(self) -> dict[str, int]:
-        """Return the ids of the five special tokens; the keys are their names in BERT: {"[PAD]": 0, ...}.
-
-        With a tokenizer.json the tokens themselves may have other names, such as <pad>.
-        """
+        """Return the ids of the five special tokens by their names in BERT, whatever they are called in the file."""
         if self.tokenizer_json is not None:
             return dict(self.tokenizer_json.special)
         return {token: self._ids[token] for token in SPECIAL_TOKENS}
@@ -176,18 +160,15 @@ def _lines_sha256(text: str) -> str:
 
 
 def _refuse_one_text(lines: Sequence[str]) -> None:
-    """Raise UserError if one text is given in place of a list, because its characters would be encoded."""
     if isinstance(lines, str):
         raise UserError(f"encode: the argument lines is {lines[:60]!r}, one text; pass a list of texts")
 
 
 class WordPieceTokenizer:
-    """Encoder of text lines to WordPiece ids, as BERT encodes them, without special tokens.
-
-    It caches the ids of words that it has encoded, and is not thread-safe.
-    """
+    """Encoder of text to WordPiece ids, as BERT encodes it, without special tokens. Not thread-safe (a cache)."""
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
+        """Build the tokenizer; with `lowercase`, text is lower-cased and stripped of accents, as for BERT uncased."""
         self.lowercase = lowercase
         model = tokenizers.models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS, continuing_subword_prefix="##"
@@ -201,10 +182,7 @@ class WordPieceTokenizer:
         self._shared_ids = list(range(vocabulary.size))
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives [].
-
-        A space always ends a word, so the ids of a line are those of its words, one after another.
-        """
+        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
         _refuse_one_text(lines)
         words_of_lines = [line.split(" ") for line in lines]
         all_words = set(itertools.chain.from_iterable(words_of_lines))
@@ -224,17 +202,13 @@ class WordPieceTokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
-
-        The ids equal `encode([text])[0]`.
+        The ids equal `encode([text])[0]`. It is slower than `encode`, because the cache has no offsets.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each word of one text, whose words are separated by spaces.
-
-        BERT encodes each word independently of the others, so these are the ids of the words by themselves.
-        """
+        """Return the ids of each word of one text, whose words are separated by spaces."""
         return self.encode(words)
 
     def split_lines(self, text: str) -> list[str]:
@@ -242,7 +216,7 @@ class WordPieceTokenizer:
         return text.splitlines()
 
     def _limit_memory(self, new_words: list[str]) -> None:
-        """Empty the cache of words if it has too many, and remove very long words from it, which rarely repeat."""
+        """Empty the cache if it has too many words, and remove very long new words, which rarely repeat."""
         if len(self._known) > _MAX_KNOWN_WORDS:
             self._known.clear()
         for word in new_words:
@@ -251,15 +225,11 @@ class WordPieceTokenizer:
 
 
 class JsonTokenizer:
-    """Encoder of text to the token ids of a tokenizer.json, with the interface of `WordPieceTokenizer`.
-
-    It never adds special tokens.
-    """
+    """Encoder of text to the token ids of a tokenizer.json, with the interface of `WordPieceTokenizer`."""
 
     lowercase = False  # any lower-casing is part of the tokenizer.json
 
     def __init__(self, tokenizer_json: TokenizerJson) -> None:
-        """Store the tokenizer, which does the encoding."""
         self._tokenizer = tokenizer_json
         first, second, both = tokenizer_json.encode(["a", "b", "a b"])
         # Byte-level tokens contain the space before a word, so the space must be there; WordPiece drops it.
@@ -275,9 +245,8 @@ class JsonTokenizer:
         return self._tokenizer.encode_with_offsets(text)
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each word of one text, whose words are separated by spaces.
-
-        The words are encoded together, because a token may contain the space before it.
+        """Return the ids of each word of one text, encoded together: a token may contain the space before its word.
+        A token with parts of two words, or with only the space after a word, counts to the first.
         """
         starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
         ids_of_words: list[list[int]] = [[] for _ in words]
@@ -287,7 +256,10 @@ class JsonTokenizer:
         return ids_of_words
 
     def split_lines(self, text: str) -> list[str]:
-        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends."""
+        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends.
+        Each line begins with the space in place of the line end before it, if the tokens of this tokenizer contain
+        spaces. Lines of white space are added to the line after them; those at the end of the text are left out.
+        """
         lines = []
         line_and_space = ""
         for line in text.splitlines():
@@ -303,7 +275,7 @@ TextTokenizer = WordPieceTokenizer | JsonTokenizer
 
 
 def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
-    """Create the tokenizer for a vocabulary: a `JsonTokenizer` for a tokenizer.json, else a `WordPieceTokenizer`."""
+    """Create the tokenizer for a vocabulary; only WordPiece uses `lowercase`, a tokenizer.json has its own rules."""
     if vocabulary.tokenizer_json is not None:
         return JsonTokenizer(vocabulary.tokenizer_json)
     return WordPieceTokenizer(vocabulary, lowercase)

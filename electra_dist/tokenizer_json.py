@@ -35,10 +35,7 @@ _CONTINUATION = "##"  # prefix of a token that continues a word in WordPiece
 
 
 def is_tokenizer_json(text: str) -> bool:
-    """Return whether the content of a vocabulary file is a tokenizer.json, and not a vocab.txt with a token per line.
-
-    A tokenizer.json is a JSON object with the key "model".
-    """
+    """Return whether the content of a vocabulary file is a tokenizer.json: a JSON object with the key "model"."""
     if not text.lstrip().startswith("{"):
         return False
     try:
@@ -49,9 +46,16 @@ def is_tokenizer_json(text: str) -> bool:
 
 
 class TokenizerJson:
-    """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text."""
+    """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
+
+    Attributes:
+        ids: Token -> id, with added and special tokens.
+        tokens: The tokens in the order of their ids.
+        special: Name of each special token in BERT, such as "[CLS]" -> id of the token in this role.
+    """
 
     def __init__(self, text: str, name: str) -> None:
+        """Load the file; raise UserError if a special token is missing, or can be reached by its name in a text."""
         content = json.loads(text)
         tokenizer = _load(text, name)
         self._text = text
@@ -78,7 +82,6 @@ class TokenizerJson:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
-
         Byte-level tokens contain the space before a word. The range leaves it out, unless the token is only space.
         """
         encoding = self._encoder.encode(text, add_special_tokens=False)
@@ -91,9 +94,8 @@ class TokenizerJson:
         return encoding.ids, offsets
 
     def shown_tokens(self) -> list[str]:
-        """Return the tokens in a form for people to read, in the order of their ids.
-
-        Byte-level tokens are decoded to characters, and get the prefix ## if they continue a word, as in WordPiece.
+        """Return the tokens by id, byte-level ones decoded to characters and with ## if they continue a word.
+        Bytes that are no whole character become U+FFFD. Special tokens and other tokenizers' tokens stay as they are.
         """
         is_byte_level = any(token.startswith(_WORD_START) for token in self.tokens)
         if not is_byte_level:
@@ -106,7 +108,9 @@ class TokenizerJson:
         return shown
 
     def for_hugging_face(self) -> str:
-        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes."""
+        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes.
+        If the file's post-processor makes other rows or token types than this project, it is replaced.
+        """
         tokenizer = tokenizers.Tokenizer.from_str(self._text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -133,10 +137,8 @@ class TokenizerJson:
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
-    """Return the tokens X and Y if a post-processor makes rows `X A Y` and `X A Y B Y`, like those of this project.
-
-    Returns:
-        (X, Y); None if it makes other rows.
+    """Return (X, Y) if a post-processor makes rows `X A Y` and `X A Y B Y`, like this project; None for other rows.
+    With `with_types`, B and the Y after it must have token type 1, and everything before them type 0.
     """
     if post_processor is None:
         return None
@@ -170,7 +172,10 @@ def _load(text: str, name: str) -> tokenizers.Tokenizer:
 def _encoder_of_text(
     tokenizer: tokenizers.Tokenizer, content: dict[str, Any], special: dict[str, int], name: str
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer that encodes the names of the five special tokens in a text like other text."""
+    """Return a tokenizer that encodes the names of the five special tokens in a text like other text.
+    The library can do so for all special tokens of a file together only. The others, such as markers of entities, are
+    therefore declared to be ordinary added tokens in `content`.
+    """
     others = [token for token in content.get("added_tokens") or () if token["special"]]
     others = [token for token in others if token["id"] not in special.values()]
     if others:
@@ -184,6 +189,7 @@ def _encoder_of_text(
 
 
 def _tokens_by_id(ids: dict[str, int]) -> list[str]:
+    """Return the tokens in the order of their ids, with a placeholder for an id without a token."""
     tokens = [f"<no token {token_id}>" for token_id in range(max(ids.values(), default=-1) + 1)]
     for token, token_id in ids.items():
         tokens[token_id] = token
@@ -191,7 +197,7 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Find the tokens that have the roles of BERT's five special tokens."""
+    """Return role -> id: the tokens that the file itself names have precedence over the names in `_NAMES`."""
     special = {}
     for role, names in _NAMES.items():
         known = [token for token in names if token in ids]
@@ -213,9 +219,7 @@ def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dic
 
 
 def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
-    """Return the tokens that a post-processor puts before a text, in the role [CLS], and after it, in the role
-    [SEP].
-    """
+    """Return the tokens that a post-processor puts around a text as {"[CLS]": token, "[SEP]": token}, or {}."""
     if post_processor is None:
         return {}
     kind = post_processor.get("type")
@@ -234,7 +238,7 @@ def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _decoded(token: str, byte_of: dict[str, int]) -> str:
-    """Decode a byte-level token to readable characters, in the notation of WordPiece."""
+    """Decode a byte-level token to readable characters: one that begins a word loses its space, others get ##."""
     text = token
     is_byte_level = all(character in byte_of for character in token)  # False for some added tokens
     if is_byte_level:

@@ -1,1 +1,1 @@
-"""Compares objectives at equal training FLOPs on one corpus: makes runs and scores, a table and a picture."""
+"""Compare objectives at equal training FLOPs on one corpus: make runs and scores, a table and a picture."""

@@ -1,4 +1,4 @@
-"""Scores checkpoints, and keeps each score in a JSON file of its own, so that nothing is scored twice.
+"""Score checkpoints, and keep each score in a JSON file of its own, so that nothing is scored twice.
 
 Guarantee: a score is stored with a digest of everything that it depends on: the config of the run, the corpus, the
 step, and the data and settings of the task. A stored score is used only if its digest is the current one; after a
@@ -30,10 +30,8 @@ from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_ob
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """Score of one checkpoint by one measure; the fields are the keys of its JSON file.
-
-    The score is a fraction: the result of a probe at the layer that the training data choose, the median over the
-    seeds of fine-tuning, the accuracy on minimal pairs, or the context AUC. It is None if every fine-tuning run
-    diverged, or if the held-out rows allow no context AUC; `failures` then gives the reason.
+    It is the result of a probe at the layer that the training data choose, the median over the seeds of fine-tuning,
+    the accuracy on minimal pairs, or the context AUC.
     """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
@@ -54,11 +52,7 @@ _SCORE = TypeAdapter(Score)
 
 
 def with_prefix(progress: Progress, prefix: str) -> Progress:
-    """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`.
-
-    The prefix shows which run or task a report is about: with "rte: ", the activity "predict" becomes "rte:
-    predict".
-    """
+    """Return a callback that calls `progress` with `prefix` before the activity: "predict" becomes "rte: predict"."""
 
     def report(activity: str, done: int, total: int) -> None:
         progress(f"{prefix}{activity}", done, total)
@@ -67,10 +61,9 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
 
 
 class Scores:
-    """Store of a comparison's scores: a folder with one JSON file for each checkpoint and task.
-
-    A stored score is used only if the config of the run, the corpus, the data and the settings are those from which
-    it was computed. Otherwise it counts as missing, and the next score replaces its file.
+    """Store of a comparison's scores: a folder with one JSON file for each checkpoint and measure.
+    An `entry` is the name of the run's objective in the config, or "random" for the initial weights, which have step
+    0.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -78,24 +71,11 @@ class Scores:
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no valid score yet.
-
-        A score from another config, corpus or data is not valid.
-
-        Args:
-            step: step of the checkpoint; 0 for the initial weights.
-        """
+        """Return those of the measures for which a checkpoint has no valid score yet."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
-        """Return the score of a checkpoint, or None if there is no valid one.
-
-        A stored score is valid if the config of the run, the corpus and the task's data and settings have not
-        changed since it was computed.
-
-        Args:
-            step: step of the checkpoint; 0 for the initial weights.
-        """
+        """Return the score of a checkpoint; None without one from the present config, corpus and data."""
         path = self._path(entry, cell, step, measure)
         if not path.exists():
             return None
@@ -110,12 +90,9 @@ class Scores:
             raise damaged_file(path, error, next_step) from None
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
-        """Score a checkpoint in several ways, and write each score as soon as it is complete.
-
-        An interrupt thus loses at most the score in progress. Existing scores are computed again and replaced.
-
-        Args:
-            step: step of the checkpoint; 0 for the initial weights.
+        """Score a checkpoint in several ways, and write each score at once, so that an interrupt loses at most one.
+        Existing scores are replaced. Raises UserError if the checkpoint cannot be read, or not be scored in one of the
+        ways.
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
@@ -148,11 +125,10 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of a score's JSON file, such as FOLDER/rtd-seed1/step-00000500-rte.json."""
+        """Return the path of a score's file; it is the same for every config, so that a new score replaces the old."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task."""
         # The identity is that of the numerics version that the run records, so scores of an older run stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(

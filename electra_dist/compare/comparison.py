@@ -1,4 +1,4 @@
-"""Makes a comparison of pretraining objectives, from the first run to the picture, and resumes an interrupted one.
+"""Make a comparison of pretraining objectives, from the first run to the picture, and resume an interrupted one.
 
 Guarantee: configs, corpus and tasks are checked completely before the first run starts. A run that fails, or a
 checkpoint that cannot be scored, does not stop the rest: it is listed among the failures in all results, and is tried
@@ -9,9 +9,6 @@ How: first the checkpoints of interrupted runs are scored, so that these results
 all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
 scored first. Then, for every objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of
 the next runs train at the same time. A run whose checkpoints have all their scores is not made again.
-
-Cost: that of the runs and scores. If all of them exist, a start takes only the time to check the inputs and to read
-the tasks' data.
 
 Limits: each call uses one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the
 first device while runs train.
@@ -46,19 +43,12 @@ Note = Callable[[str], None]  # called with one line of text for the user
 
 
 class Comparison:
-    """Make a comparison of pretraining objectives: its runs, the scores of their checkpoints, tables and pictures.
-
-    The constructor checks config, corpus and tasks. `run` does the work, and skips the runs and the scores that an
-    earlier, interrupted call has finished.
-    """
+    """A comparison of pretraining objectives: its runs, the scores of their checkpoints, tables and pictures."""
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
-        """Check config, corpus and tasks; then write one vocabulary file, and one config file per run.
-
-        They are written to the output folder of the comparison, or nothing is written if a check fails.
-
-        Args:
-            glue: folder of the GLUE tasks; None if every task has its own `data`.
+        """Check config, corpus and tasks; if all are valid, write the vocabulary and a config file for each run.
+        They go to the output folder. `glue` is the folder of the GLUE tasks; None if every task has its own `data`.
+        Raises UserError if something is not valid, or the folder of a run has checkpoints of another run.
         """
         self._compare = compare
         self._file = file
@@ -97,9 +87,9 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
-        """Make the scores that are missing, with the runs that they need, and write the results after each run.
-
-        A run that fails does not stop the others; `failures` lists it.
+        """Make the missing scores and the runs that they need, and write the results after each run.
+        Returns whether all runs are finished and all checkpoints scored; `failures` lists the others. `note` is called
+        with one line for the user after each run.
         """
         if self._compare.criterion is not None:
             num_scores = len(self.scores())
@@ -129,9 +119,7 @@ class Comparison:
         return not self._failures
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
-        """Score what interrupted runs have saved, and write the results if any score exists, also an earlier one.
-        Finished runs are left out, because they are scored later, while the next runs train.
-        """
+        """Score what interrupted runs have saved. Finished runs are scored later, while the next runs train."""
         for cell in cells:
             is_finished = cell.marks[-1] in saved_steps(cell)
             if not is_finished:
@@ -167,7 +155,7 @@ class Comparison:
         return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored."""
+        """Score a checkpoint by every measure that has no score of it yet; record a failure if that fails."""
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
@@ -179,22 +167,18 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether all checkpoints of a run have all their scores, so that the run is not needed any more. False
-        if the comparison has no measures, because then its only result is what the runs record themselves.
-        """
+        """Return whether a run is not needed any more; without measures it is, as its records are the only result."""
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
+        """Return the measures of a checkpoint; those with `at: ends` score only the initial and the last weights."""
         is_first_or_last = step in (0, cell.marks[-1])
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
     def scores(self) -> list[Score]:
-        """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.
-
-        A stored score that was computed with another config, corpus or data is left out.
-        """
+        """Read all valid scores: those of the initial weights, then those of each objective by seed and step."""
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name
         for cell in self.plan.of(first_objective):  # the initial weights are scored once per seed
@@ -213,11 +197,7 @@ class Comparison:
         return scores
 
     def failures(self) -> list[Failure]:
-        """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
-
-        First come runs that did not finish, and checkpoints that are missing or could not be scored; only those of
-        this process are known.
-        """
+        """Return the failures of runs and checkpoints in this process, then those of seeds of fine-tuning."""
         return [*self._failures.values(), *score_failures(self.scores())]
 
     def results(self) -> ComparisonResults:
@@ -233,10 +213,8 @@ class Comparison:
         )
 
     def write(self) -> list[Path]:
-        """Write compare.json, compare.md and the pictures from what exists by now, and return the paths.
-
-        compare.png shows the scores. curves.png shows what the runs have recorded at their evaluations; it is not
-        written before the first one. Existing files are replaced atomically, so a reader never sees half a file.
+        """Write compare.json, compare.md, compare.png (scores) and, after the first evaluation of a run, curves.png.
+        Existing files are replaced atomically, so a reader never sees half a file. Returns the paths.
         """
         results = self.results()
         failures = self.failures()
@@ -263,7 +241,7 @@ class Comparison:
 
 
 def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
-    """Return the name of a checkpoint, by which its failure is stored, as in "rtd-seed1 500" or "random-seed1 0"."""
+    """Return the name of a checkpoint for its failure, as in "rtd-seed1 500" or "random-seed1 0"."""
     return f"{entry}-seed{cell.seed} {step}"
 
 

@@ -1,4 +1,4 @@
-"""Defines the config of a comparison of pretraining objectives, a YAML file that names a base config.
+"""Define the config of a comparison of pretraining objectives, a YAML file that names a base config.
 
 The base config is that of an ordinary run. Every run of the comparison has its settings, and differs from it in the
 objective (with the changes that belong to the objective), the seed and the number of steps.
@@ -25,8 +25,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Entry(Section):
-    """One objective of a comparison, with changes to the config that all runs share (the base config).
-
+    """One objective of a comparison, with its changes to the base config.
     In the YAML file, a bare name such as `rtd` is short for {name: rtd, objective: rtd}.
     """
 
@@ -58,7 +57,7 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the config changes of one objective unchanged if none of their keys is reserved (`RESERVED`)."""
+        """Refuse keys that must be equal in all runs, or that the comparison or the entry's `objective` sets."""
         for key in value:
             for reserved_key in RESERVED:
                 is_reserved = key == reserved_key or key.startswith(f"{reserved_key}.")
@@ -74,9 +73,8 @@ class Entry(Section):
 
 class TaskEntry(Section):
     """One task on which encoders are scored, and how: by a probe or by fine-tuning, at which checkpoints.
-
-    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how:
-    tags` or `how: heads` a treebank.
+    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how: tags`
+    or `how: heads` a treebank.
     """
 
     task: str | None = Field(
@@ -127,7 +125,6 @@ class TaskEntry(Section):
 
 class Criterion(Section):
     """Criterion by which a comparison is judged, stated before its runs: a sentence, and a form that can be checked.
-
     It asks whether one objective is better than another one, on how many metrics, and by how many standard errors.
     """
 
@@ -154,9 +151,7 @@ class Criterion(Section):
 
 class CompareConfig(Section):
     """Config of a comparison: the objectives, the budget in training FLOPs, and the tasks that score the checkpoints.
-
-    Every objective is run once with each seed and gets the same budget, which is given as `steps` of the first
-    objective or as `flops`.
+    Every objective is run once with each seed and gets the same budget.
     """
 
     base: str = Field(
@@ -204,7 +199,6 @@ class CompareConfig(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompareConfig:
-        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing."""
         names = [entry.name for entry in self.objectives]
         has_repeated_name = len(set(names)) < len(names)
         if has_repeated_name or RANDOM in names:
@@ -241,7 +235,6 @@ class CompareConfig(Section):
         return [Path(path).stem for path in self.minimal_pairs]
 
     def _check_criterion(self, criterion: Criterion, names: list[str], columns: list[str]) -> None:
-        """Raise ValueError if a criterion names an unknown objective or column, or cannot be judged."""
         for key, name in (("arm", criterion.arm), ("baseline", criterion.baseline)):
             if name not in names:
                 raise ValueError(f"criterion.{key}: no objective `{name}`; set one of {', '.join(names)}")

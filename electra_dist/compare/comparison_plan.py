@@ -1,4 +1,4 @@
-"""Plans a comparison: determines its runs, which have equal training FLOPs and one complete config each.
+"""Plan a comparison: determine its runs, which have equal training FLOPs and one complete config each.
 
 Guarantee: the budget is a number of training FLOPs: `flops` of the comparison's config, or the FLOPs of `steps` steps
 of the first objective. model/flops.py counts them, as for MFU. Every run has the number of steps whose FLOPs are
@@ -26,11 +26,7 @@ from electra_dist.model.flops import run_flops, steps_of_flops
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of a comparison: an objective and a seed, with its complete config.
-
-    `marks` are the steps whose checkpoints are kept and scored, in ascending order; the last one is the last step
-    of the run.
-    """
+    """One run of a comparison: an objective and a seed, with its complete config."""
 
     entry: str  # name of the objective's entry
     seed: int
@@ -55,10 +51,8 @@ class Cell:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """All runs of a comparison, in the order in which they are made.
-
-    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be
-    compared as soon as one seed is complete. Each run has the same training FLOPs, `budget_flops`, up to half a
-    step.
+    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
+    as soon as one seed is complete.
     """
 
     budget_flops: float  # training FLOPs of every run, up to half a step
@@ -70,7 +64,10 @@ class Plan:
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
-    """Determine the runs of a comparison, each with its complete config and the steps at which it is scored."""
+    """Determine the runs of a comparison; a relative path of the base config starts at the folder of `file`.
+    Raises UserError if the base config or an objective's `set` is not valid, or a run has too few steps for its
+    shares.
+    """
     base = file.parent / compare.base
     # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
     objective_configs = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
@@ -103,9 +100,7 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Scale `optimizer.decay_steps` of a config to a run with another number of steps, so that the share stays
-    equal.
-    """
+    """Return the steps of the decay, at least 1, that are the same share of `num_steps` as in the config."""
     if config.optimizer.decay_steps is None:
         return None
     decay_share = config.optimizer.decay_steps / config.train.num_steps
@@ -113,7 +108,7 @@ def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
-    """Return the steps of a run whose checkpoints are scored, one for each share of `evaluate_at`."""
+    """Return the steps at the shares `evaluate_at`: of 1,000 with 0.25, 0.5 and 1.0 these are 250, 500 and 1,000."""
     steps = tuple(max(1, round(share * num_steps)) for share in compare.evaluate_at)
     if len(set(steps)) < len(steps):
         raise UserError(
@@ -124,12 +119,11 @@ def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: i
 
 
 def _run_name(entry: str, seed: int) -> str:
-    """Return the name of the run of one objective with one seed, as in `rtd-seed1`; its folder has the same name."""
     return f"{entry}-seed{seed}"
 
 
 def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) -> Config:
-    """Load the base config with the changes of one objective and, applied last, the settings of one run."""
+    """Load the base config with the changes of one objective and, applied last, `run_keys` (dotted key -> value)."""
     overrides = [_override("objective.name", entry.objective)]
     overrides += [_override(key, value) for key, value in entry.set.items()]
     overrides += [_override(key, value) for key, value in run_keys.items()]
@@ -140,5 +134,4 @@ def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) 
 
 
 def _override(key: str, value: object) -> str:
-    """Return the text of a config override, as in `train.num_steps=1000`; the value is JSON, which is also YAML."""
     return f"{key}={json.dumps(value)}"

@@ -1,4 +1,4 @@
-"""Makes the results of a comparison from its scores: tables, a Markdown page, a JSON file and the verdict.
+"""Make the results of a comparison from its scores: tables, a Markdown page, a JSON file and the verdict.
 
 Guarantee: everything follows from the scores that are passed, the config and the plan; nothing is read from disk.
 """
@@ -30,9 +30,7 @@ from electra_dist.model.parameter_counts import parameter_counts
 
 class ComparisonResults:
     """Results of a comparison, computed from the scores that exist; some runs or scores may still be missing.
-
-    `rows` are the rows of the table of scores, and `metric_of` maps each of its columns, except the average, to the
-    name of the metric.
+    `rows` are those of the table of scores; `metric_of` maps each column, except the average, to its metric.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class ComparisonResults:
         command: str,
         criterion_origin: str,
     ) -> None:
-        """Group the scores into rows, and judge the criterion."""
+        """Group the scores into rows and judge the criterion; `criterion_origin` says when it was stated, or is ""."""
         self._compare = compare
         self._plan = plan
         self._scores = scores
@@ -114,7 +112,6 @@ class ComparisonResults:
         return markdown(self._title, self.rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
 
     def _difference_records(self) -> list[dict[str, object]]:
-        """Return the differences of all objectives to the baseline, for compare.json."""
         records: list[dict[str, object]] = []
         for objective in self._compare.objectives:
             if objective.name == self._baseline:
@@ -127,7 +124,7 @@ class ComparisonResults:
 
 
 def _describe_run(cell: Cell) -> dict[str, object]:
-    """Return the entry of a run in the list `runs` of compare.json: folder, steps, FLOPs and parameters."""
+    """Return the entry of a run in compare.json; steps and FLOPs are those of the whole run, finished or not."""
     num_steps = cell.marks[-1]
     return {
         "objective": cell.entry,

@@ -1,4 +1,4 @@
-"""Judges a comparison by the criterion that its config states before the runs.
+"""Judge a comparison by the criterion that its config states before the runs.
 
 Guarantee: the verdict is a function of the scores and of the criterion alone. The criterion is recorded in the output
 folder when the comparison is started first, with the number of scores that existed by then, and so is each change of
@@ -30,10 +30,9 @@ class Verdict(NamedTuple):
 
 
 def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verdict:
-    """Return whether a criterion is met by the scores of the last checkpoints of a comparison's runs.
-
-    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors`
-    times its standard error. That is the larger one of the errors over the seeds and over the test examples.
+    """Return whether a criterion is met by the scores of the runs' last checkpoints; missing seeds leave it open.
+    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors` times
+    its standard error, which is the larger one of those over the seeds and over the test examples.
     """
     differences: dict[str, Difference] = {}
     passed = []
@@ -73,11 +72,7 @@ def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
 
 
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
-    """Append the criterion to the folder's record if it is new or changed; return a sentence on when it was stated.
-
-    The sentence also says how many scores existed then, so that a reader sees whether the criterion was stated
-    before the results were known.
-    """
+    """Append the criterion to the folder's record if it is new or changed; return a sentence on when it was stated."""
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")
     records = read_records(file, criterion_fault)

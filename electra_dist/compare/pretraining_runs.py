@@ -1,4 +1,4 @@
-"""Makes the pretraining runs of a comparison, each with a supervisor process of its own, as an ordinary run has.
+"""Make the pretraining runs of a comparison, each with a supervisor process of its own, as an ordinary run has.
 
 Guarantee: a run that crashes does not end any other run. A run counts as finished if the checkpoint of its last step
 is complete, whatever its exit code. If an earlier comparison was killed and its run still trains, this run is waited
@@ -31,10 +31,7 @@ _POLL_S = 0.5  # seconds between checks of a run
 
 
 def saved_steps(cell: Cell) -> set[int]:
-    """Return the steps of the complete checkpoints of a run, on all its checkpoint stores together.
-
-    A checkpoint whose writing has not finished does not count.
-    """
+    """Return the steps of the complete checkpoints of a run, on all its checkpoint stores together."""
     steps = set()
     for target in open_targets(cell.config):
         for step, _, _ in committed(target):
@@ -43,14 +40,11 @@ def saved_steps(cell: Cell) -> set[int]:
 
 
 class Pretrainings:
-    """Pool of the runs of a comparison, of which a limited number train at the same time.
-
-    Use it as a context manager, and call `result` for the runs in order. While `result` waits for its run, up to
-    `parallel - 1` of the next runs train, too: when one of these ends, the next one is started.
+    """Pool of the runs of a comparison, of which at most `parallel` train at the same time; a context manager.
+    Call `result` for the runs in order. While it waits, the next runs train beside its run.
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
-        """Prepare the pool; no run is started yet."""
         self._cells = cells
         self._ranks = ranks
         self._parallel = parallel
@@ -62,11 +56,15 @@ class Pretrainings:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the runs that this pool has started, and wait until their ranks have saved a checkpoint and ended."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Wait for a run to end, and meanwhile start it and the runs that may train beside it."""
+        """Start a run if necessary and wait for its end; return "" if it is finished, else the reason in one line.
+        `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log not be
+        written.
+        """
         self._start(cell)
         run = self._started[cell.name]
         while not run.done():
@@ -88,15 +86,15 @@ class Pretrainings:
             self._started[cell.name] = self._pool.submit(pretrain, cell, self._ranks, self._pause)
 
     def _pause(self) -> None:
+        """Sleep for half a second; raise _StoppedError at once if the pool is closed."""
         if self._stop.wait(_POLL_S):
             raise _StoppedError
 
 
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
-    """Start or continue a run, and wait until it ends; a finished run is not started again.
-
-    If an earlier comparison has started the run and its processes still train on this machine, the function waits
-    for them, and starts the run only if they end before its last step. It starts the run at most once per call.
+    """Start or continue a run, and wait until it ends; return "" if it is finished, else the reason in one line.
+    A run that an earlier comparison has started and that still trains is waited for. `pause` is called between checks;
+    if it raises, a run that this call has started saves a checkpoint and ends, and the exception passes on.
     """
     last_step = cell.marks[-1]
     # The value of an environment variable by which the run's processes on this machine are found.
@@ -124,7 +122,7 @@ class _StoppedError(Exception):
 
 
 def _current_step(cell: Cell) -> int:
-    """Return the optimizer step that rank 0 of a run has recorded in its heartbeat file; 0 if it has none yet."""
+    """Return the optimizer step in the heartbeat of rank 0; 0 if it has none yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:
             return beat.step
@@ -132,7 +130,7 @@ def _current_step(cell: Cell) -> int:
 
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-    """Start the supervisor process of a run, which starts and watches the ranks; return its exit code when it ends."""
+    """Start the supervisor of a run and return its exit code; if `pause` raises, it lets the ranks save and ends."""
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
@@ -153,7 +151,7 @@ def _log_file(cell: Cell) -> Path:
 
 
 def _last_error(log: Path, begin: int) -> str:
-    """Return the last line of a part of a log that starts with "error: ", or its last line if no line starts so."""
+    """Return the last line after `begin` bytes of the log that starts with "error: ", or else its last line."""
     last_line = "it has written nothing to the log"
     last_error = ""
     for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Reads the curves that the runs of a comparison have recorded at their own evaluations."""
+"""Read the curves that the runs of a comparison have recorded at their own evaluations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class RunCurves:
 
 def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
-
     A field that a run does not record, or whose value is not finite, has no points.
     """
     curves = []

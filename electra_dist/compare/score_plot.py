@@ -1,13 +1,10 @@
-"""Draws the scores of a comparison, and the curves of its runs, against training FLOPs as PNGs.
+"""Draw the scores of a comparison, and the curves of its runs, against training FLOPs as PNGs.
 
-The picture of the scores has one panel per task and one for their average, that of the curves one per value that the
-runs record.
-
-How: each objective has one color. A line joins the medians over the seeds, and a vertical bar at each of its points
-goes from the lowest to the highest seed. The objectives are drawn beside each other at each number of FLOPs, so that
-their bars do not cover one another. A task that is scored once only has one column for each objective, with a dot for
-every seed. A dashed line marks the median score of the encoder's initial weights, which are the same for all
-objectives.
+How: each task, and the average, has one panel, and each objective one color. A line joins the medians over the seeds,
+and a vertical bar at each of its points goes from the lowest to the highest seed. The objectives are drawn beside each
+other at each number of FLOPs, so that their bars do not cover one another. A task that is scored once only has one
+column for each objective, with a dot for every seed. A dashed line marks the median score of the encoder's initial
+weights, which are the same for all objectives.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the
 
 
 def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
-    """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white
-    background.
+    """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
+    `titles` maps each task to the title of its panel; there may be no rows yet. An existing file is replaced at once.
     """
     with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
         for axes, task in zip(panels, titles):
@@ -49,9 +46,8 @@ def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -
 
 
 def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
-    """Draw what runs have recorded at their evaluations against training FLOPs, and write the picture as a PNG.
-
-    Each value has a panel, and each run a line in it, in the color of its objective.
+    """Draw what runs have recorded at their evaluations: a panel for each value, a line for each run (at least one).
+    An existing file is replaced at once.
     """
     color_of = _colors(run.entry for run in curves)
     titles = {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
@@ -92,7 +88,7 @@ def _new_picture(titles: Iterable[str], legend_handles: Sequence[Line2D], path: 
 
 
 def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str, str]:
-    """Return the titles of the picture's panels: one per task, and one for the average if any row has it."""
+    """Return task -> title of its panel, such as "rte (accuracy)", and last the average if any row has it."""
     titles = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if any(AVERAGE in row.columns for row in rows):
         titles[AVERAGE] = "average"
@@ -100,12 +96,12 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
+    """Return objective -> color, in the order of `entries`; colors repeat if there are more objectives than colors."""
     names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
     return dict(zip(names, itertools.cycle(_COLORS)))
 
 
 def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
-    """Return the entries of the legend: each objective, and the initial weights if they have a score."""
     handles = []
     for objective, color in _colors(row.entry for row in rows).items():
         handles.append(Line2D([], [], color=color, linewidth=2, marker="o", markersize=5, label=objective))
@@ -115,7 +111,6 @@ def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the panel of one task: the score of the initial weights, the scores of all objectives, and the axes."""
     # The initial weights are a dashed line across the panel, to which the scores of training can be compared.
     for row in rows:
         if row.entry == RANDOM and task in row.columns:
@@ -132,7 +127,7 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
 
 
 def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dict[str, str]) -> None:
-    """Draw the panel of a task that is scored at one number of FLOPs only: one column of dots for each objective."""
+    """Draw a task that is scored at one number of FLOPs only: a column of dots for each objective, and the median."""
     objectives = list(color_of)
     for row in rows:
         column = objectives.index(row.entry)
@@ -146,7 +141,7 @@ def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dic
 
 
 def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the panel of a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars."""
+    """Draw a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars."""
     max_flops = max((row.flops for row in rows), default=0)
     right_end = 1.06 * max_flops if max_flops > 0 else 1
     color_of = _colors(row.entry for row in rows)
@@ -171,7 +166,7 @@ def _label_flops(axes: Axes) -> None:
 
 
 def _format_flops(flops: float, _: int | None) -> str:
-    """Format a tick of the FLOPs axis with two significant digits, as in "1.5e13"."""
+    """Format a tick with two significant digits, as in "1.5e13"; matplotlib also passes the tick's number."""
     if flops == 0:
         return "0"
     return f"{flops:.2g}".replace("e+", "e")

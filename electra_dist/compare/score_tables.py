@@ -1,4 +1,4 @@
-"""Makes tables of a comparison's scores: medians over seeds with their spread, and failures.
+"""Make tables of a comparison's scores: medians over seeds with their spread, and failures.
 
 Guarantee: if a score is computed from fewer seeds than the comparison has, it is shown with their number, and each
 failure is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is listed,
@@ -25,10 +25,7 @@ AVERAGE = "average"  # name of the last column
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Record of a run that did not finish, a checkpoint that could not be scored, or a failed seed of fine-tuning.
-
-    `seed` is that of the pretraining run; `what` describes in one line what has failed and why.
-    """
+    """Record of a run that did not finish, a checkpoint that could not be scored, or a failed seed of fine-tuning."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int
@@ -37,10 +34,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions.
-
-    It has the score of each seed of pretraining, and the median, the lowest and the highest of these.
-    """
+    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions."""
 
     median: float
     low: float
@@ -50,10 +44,7 @@ class ScoreSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """Row of the table: one objective after some number of steps, or the initial weights, which have step 0.
-
-    `columns` maps each task, and `AVERAGE`, to the scores of all seeds; a task without any score is left out.
-    """
+    """Row of the table: one objective after some number of steps, or the initial weights, which have step 0."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     step: int
@@ -62,10 +53,9 @@ class ScoreRow:
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """Group scores into the rows of the table: one for each objective and number of steps.
-
-    Objectives are in the order in which they first occur in the scores; the rows of an objective are ordered by
-    step. A row has, for each task, the median and the range of the scores of all seeds.
+    """Group scores into the rows of the table, by objective as they first occur and then by step.
+    `tasks` maps each task, in the order of the columns, to whether it counts in the average, which needs two such
+    tasks.
     """
     scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
     for score in scores:
@@ -82,7 +72,6 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[S
 
 
 def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -> dict[str, ScoreSummary]:
-    """Return the columns of one row: task, or `AVERAGE` -> summary of its scores over the seeds."""
     by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
     averaged_tasks = [task for task, is_averaged in tasks.items() if is_averaged]
     if len(averaged_tasks) > 1:
@@ -91,10 +80,7 @@ def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -
 
 
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """Return the failures that are stored in scores, such as "rte after 1,000 steps: degenerate: ...".
-
-    A score may have several failures, one for each failed seed of fine-tuning.
-    """
+    """Return the failures that are stored in scores, such as "rte after 1,000 steps: degenerate: ..."."""
     failures = []
     for score in scores:
         for reason in score.failures:
@@ -120,7 +106,9 @@ def markdown(
     notes: Sequence[str],
     sections: Sequence[str] = (),
 ) -> str:
-    """Return the table and the failures as the text of a Markdown page."""
+    """Return the table and below it the failures as a Markdown page.
+    `notes` are lines before the table, `sections` lines between the table and the failures.
+    """
     columns = _columns(rows)
     table_lines = [
         markdown_row(["objective", "steps", "FLOPs", *columns]),
@@ -149,10 +137,12 @@ def markdown(
 
 
 def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
+    """Return seed of pretraining -> score on one task; seeds without a score are left out."""
     return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return seed -> mean score over the tasks, ascending by seed; seeds that lack a score on a task are left out."""
     seeds_per_task = [set(by_seed) for by_seed in by_task]
     complete_seeds = set.intersection(*seeds_per_task)
     return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
@@ -164,7 +154,7 @@ def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    """Return the names of the table's score columns: each task with a score in at least one row, then the average."""
+    """Return the tasks with a score in any row, in the order in which they first occur, then the average."""
     names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
     if AVERAGE in names:
         names.remove(AVERAGE)
@@ -179,7 +169,7 @@ def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[st
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"."""
+    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" without any."""
     if summary is None:
         return "-"
     num_scores = len(summary.scores)

@@ -1,4 +1,4 @@
-"""Compares the scores of two objectives seed by seed, with standard errors and a paired t-test.
+"""Compare the scores of two objectives seed by seed, with standard errors and a paired t-test.
 
 How: two runs with the same seed read the same rows in the same order, so their scores are paired: the difference of
 each seed is formed first. Two errors are stated. The seed error is the standard error of the mean difference over the
@@ -44,18 +44,13 @@ class Difference:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the standard error of the difference: the larger one of those over seeds and over test examples.
-
-        If only one of them is known, it is returned; if neither is, the result is None.
-        """
+        """Return the larger one of the errors over seeds and over test examples; None if neither is known."""
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
 def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
-    """Return the difference of two objectives on a task at the end of their runs, paired by seed.
-
-    Returns:
-        The difference; None if no seed has a score of both objectives.
+    """Return the difference of two objectives on a task, paired by seed; None if no seed has a score of both.
+    `scores` are those of the last checkpoints.
     """
     entry_scores = _by_seed(scores, entry, task)
     baseline_scores = _by_seed(scores, baseline, task)
@@ -82,10 +77,7 @@ def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: 
 
 
 def difference_text(difference: Difference | None) -> str:
-    """Format a difference in percentage points, as in "+1.2 +- 0.4 (p 0.03)"; None gives "-".
-
-    The number after "+-" is the larger one of the errors over seeds and over test examples.
-    """
+    """Format a difference in percentage points with its standard error, as in "+1.2 +- 0.4 (p 0.03)"; "-" for None."""
     if difference is None:
         return "-"
     text = f"{100 * difference.mean:+.1f}"
@@ -99,11 +91,7 @@ def difference_text(difference: Difference | None) -> str:
 def difference_rows(
     scores: Sequence[Score], entries: Sequence[str], baseline: str, tasks: Sequence[str]
 ) -> list[list[str]]:
-    """Return the cells of the table of score differences, one row for each objective except the baseline.
-
-    The first cell of a row is the objective's name. Then follows, for each task, the objective's score minus the
-    baseline's score, or "-" if scores are missing.
-    """
+    """Return the rows of the table of differences: objective, then a text for each task; none for the baseline."""
     rows = []
     for entry in entries:
         if entry == baseline:
@@ -114,7 +102,7 @@ def difference_rows(
 
 
 def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> Table:
-    """Return a table for the terminal of each objective's differences to the baseline, with a note on the errors."""
+    """Return the differences as a table for the terminal, with the remark about errors below it."""
     table = Table(f"minus {baseline}", *tasks, title="differences at the end of the runs", caption=REMARK)
     for row in rows:
         table.add_row(*row)
@@ -132,7 +120,6 @@ def markdown_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Se
 
 
 def _by_seed(scores: Sequence[Score], entry: str, task: str) -> dict[int, Score]:
-    """Return seed -> the score of an objective on a task; seeds without a score are left out."""
     by_seed = {}
     for score in scores:
         if score.entry == entry and score.task == task and score.score is not None:
@@ -146,6 +133,7 @@ def _value(score: Score) -> float:
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
+    """Return the two-sided p-value of a paired t-test; if all differences are equal, 1 for a mean of 0, else 0."""
     if standard_error == 0.0:
         return 1.0 if mean == 0.0 else 0.0
     statistic = abs(mean) / standard_error
@@ -153,7 +141,7 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
-    """Return the standard error of a difference over the test examples; None if a score has no standard error."""
+    """Return the test error of a difference; None if a score has no standard error."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.standard_error for score in scores if score.standard_error is not None]

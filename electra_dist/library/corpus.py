@@ -1,10 +1,7 @@
 """Open a corpus, and read the rows of any step of a run on it.
 
-Guarantee: the rows of a step are those that a run with the same seed, window and global batch trains on in it, because
-the order, the verification and the reading are the run's own.
-
-Cost: the first batch of a window verifies its shards (10 to 40 ms for 16 MB); the rows of a step are then copied from
-mapped files. One batch may need rows of every shard of a window.
+Guarantee: the rows of a step are those that a run with the same seed, window and global batch trains on, because
+order, verification and reading are the run's own. The first batch of a shuffle window verifies its shards.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _WINDOW_SHARDS = 64
 
 
 class Corpus:
-    """Corpus from which the rows of any step of a run can be read, in the order in which the run reads them."""
+    """Corpus from which the rows of any step of a run can be read. Close it after use; it is not thread-safe."""
 
     def __init__(
         self,
@@ -53,12 +50,7 @@ class Corpus:
         cache_dir: Path,
         corpora: RunCorpora | None = None,
     ) -> None:
-        """Prepare to read batches in the order in which a run with this seed and this window reads them.
-
-        Args:
-            corpora: all corpora of a run in the order in which it reads them; with `data.phases`, `store` and
-                `manifest` present them as one corpus. None means a single corpus, that of `store` and `manifest`.
-        """
+        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` present all `corpora` as one."""
         only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
         self._corpora = corpora or RunCorpora(phases=(only_phase,))
         self._seed = seed
@@ -71,9 +63,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json. A run records it, and can be resumed only with a corpus of equal
-        digest.
-        """
+        """Return the digest of corpus.json (with `data.phases`, of all), with which alone a run can be resumed."""
         return self.manifest.fingerprint
 
     @property
@@ -82,12 +72,16 @@ class Corpus:
         return SpecialIds.from_tokens(self.manifest.tokenizer.special)
 
     def vocabulary(self) -> Vocabulary:
-        """Read the vocabulary of the corpus."""
+        """Read the vocabulary of the corpus. Raises UserError if it is not the one that corpus.json names."""
         return read_corpus_vocabulary(self._store, self.manifest.tokenizer)
 
     @checked
     def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
-        """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host."""
+        """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
+        Rank r of W ranks reads the r-th of W equal slices. Any step, counted from 0, can be asked for at any time; the
+        record of step t + 1 in metrics.jsonl is about the step of number t.
+        Raises StoreError if a shard cannot be read, ManifestMismatch if it is not the one that the manifest lists.
+        """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         distinct_shards = np.unique(shard_of_row)
         self._cache.keep_only(distinct_shards)
@@ -97,15 +91,16 @@ class Corpus:
 
     @checked
     def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
-        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`."""
+        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
+        Numbers follow the shards in corpus.json from 0, and with `data.phases` go on from corpus to corpus. A run's
+        receipts are checksums of them (`electra_dist.data.row_receipt`).
+        """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     @checked
     def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
-        """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a
-        thread.
-        """
+        """Yield what `batch` returns for one step after another without end; a thread reads ahead."""
         _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
@@ -115,7 +110,7 @@ class Corpus:
                     yield torch.from_numpy(loader.next().ids.astype(np.int64))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return how often each token id, [PAD] included, occurs in the corpus, int64 [V] for V ids."""
+        """Return how often each token id, [PAD] included, occurs, int64 [V]. The whole corpus is read for it."""
         with contextlib.closing(self._open_cache()) as cache:
             return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
 
@@ -138,9 +133,7 @@ class Corpus:
         return self._orders[global_batch]
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return two int64 arrays [global_batch]: the shard of each row of a step, and the row's number in that
-        shard.
-        """
+        """Return for each row of a step its shard and its number in the shard, int64 [global_batch] each, from 0."""
         first_position = _first_row(step, global_batch)
         positions = np.arange(first_position, first_position + global_batch)
         _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
@@ -148,7 +141,7 @@ class Corpus:
 
 
 def _first_row(step: int, global_batch: int) -> int:
-    """Return the place of the first row of a step in the sequence of all rows that a run reads."""
+    """Return the position of a step's first row; raise UserError if 64 bits do not hold the number."""
     first_position = int(step) * int(global_batch)
     if first_position >= 2**62:
         raise UserError(
@@ -169,11 +162,15 @@ def open_corpus(
 
     Args:
         source: folder or s3:// prefix of a corpus; or a run, as its folder or its config. For a run, its corpus is
-            opened (with `data.phases`, all its corpora as one), and arguments that are None are taken from its config.
-        seed: config key `seed`; 42 if it is None and `source` is a corpus.
-        shuffle_window_shards: config key `data.shuffle_window_shards`; 64 if it is None and `source` is a corpus.
-        endpoint_url: URL of an S3 service; AWS if it is None and `source` is a corpus.
-        cache_dir: folder for shards fetched from S3; ~/.cache/electra-dist if it is None and `source` is a corpus.
+            opened (with `data.phases`, all its corpora as one), and arguments that are None come from its config.
+        seed: config key `seed`; otherwise 42.
+        shuffle_window_shards: config key `data.shuffle_window_shards`; otherwise 64.
+        endpoint_url: URL of an S3 service; otherwise AWS.
+        cache_dir: folder for shards fetched from S3; otherwise ~/.cache/electra-dist.
+
+    Raises:
+        UserError: there is no such corpus.
+        ManifestMismatch: it has changed since the run began, or corpus.json contradicts the vocabulary.
     """
     config = None
     if isinstance(source, Config):
@@ -203,7 +200,7 @@ def open_corpus(
 
 
 def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
-    """Raise ManifestMismatch if a corpus of the run in `run_dir` has changed since the run began."""
+    """Raise ManifestMismatch if a corpus has changed since a run began in `run_dir`, which may be missing."""
     fingerprints = recorded_fingerprints(run_dir, len(corpora.phases))
     if fingerprints is None:
         return

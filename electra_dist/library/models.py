@@ -27,13 +27,18 @@ from electra_dist.scoring.text_scores import TextScore, TextScorer
 
 
 def build_towers(config: Config) -> ElectraTowers:
-    """Build generator and discriminator with their heads, with the weights that a run of this config starts from."""
+    """Build generator and discriminator with their heads, with the weights that a run of this config starts from.
+    Weights that `train.init_from` names are not loaded.
+    """
     return initial_weights.build_towers(config.model, config.seed, config.objective)
 
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:
-    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the
-    host.
+    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
+    Call it with the result of `step_input`; `load_weights` puts the weights of a run into it. Weights that
+    `train.init_from` names are not loaded, but those of a frozen generator are.
+    Raises ManifestMismatch if the corpus has another vocabulary size than the config, UserError if the sections
+    contradict each other or the weights of a frozen generator cannot be used.
     """
     num_tokens = corpus.manifest.tokenizer.vocab_size
     if num_tokens != config.model.vocab_size:
@@ -52,9 +57,9 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
     """Return the input of an objective for all rows of a step as one batch.
-
-    Args:
-        ids: int64 token ids [global_batch, seq_len], on the device of the module.
+    `ids` are int64 [global_batch, seq_len] on the module's device. The losses are means over the tokens of these rows.
+    Masks, samples and dropout are those of a run with this seed at this step (counted from 0); scheduled values are
+    those of the first step. Raises UserError for another tensor, or an id that is not in the vocabulary.
     """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
         raise UserError(
@@ -74,10 +79,9 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
 
 
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
-    """Copy the weights of a run's checkpoint into a module, and return the number of steps of that checkpoint.
-
-    Args:
-        step: number of steps after which the checkpoint was taken; None for the newest good one.
+    """Copy the verified weights of a run's checkpoint into a module built from its config; return the steps of it.
+    `step` names a checkpoint; None is the newest good one. Raises UserError if `run_dir` is not a run, has no
+    undamaged checkpoint (of that step), or has parameters of other names or shapes.
     """
     run = load_run_weights(Path(run_dir), step)
     prefix = "" if isinstance(module, Objective) else "towers."
@@ -97,20 +101,24 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: N
 
 def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
     """Load one tower of a pretrained model with its tokenizer.
-
-    Args:
-        step: number of steps after which a run's checkpoint was taken; None for the newest good one.
+    `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
+    `model` is the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml. A Hugging Face folder
+    holds one tower, which may be a generator even by default. `step` is as for `load_weights`.
     """
     return load_pretrained(str(model), tower, step=step)
 
 
 def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
-    """Return how plausible a model finds each text and each of its tokens, as `electra-dist score` prints it."""
+    """Return how plausible a model from `load` finds each text and its tokens, as `electra-dist score` prints it.
+    Raises UserError if the model came without its pretraining head.
+    """
     return list(TextScorer(model, device_of_choice()).score(texts))
 
 
 def replaced_probability(model: Pretrained, texts: Sequence[Text]) -> list[list[tuple[str, float]]]:
-    """Return the tokens of each text, each with the probability that it was replaced by another one."""
+    """Return the tokens of each text with the probability, in [0, 1], that each was replaced by another one.
+    Raises UserError if the model came without its pretraining head or does not detect replaced tokens.
+    """
     scorer = TextScorer(model, device_of_choice())
     scorer.check_detects_replaced()
     return [list(zip(text.tokens, text.replaced_probability or [], strict=True)) for text in scorer.score(texts)]

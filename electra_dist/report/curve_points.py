@@ -2,8 +2,6 @@
 
 Guarantee: a thinned curve has at most 1,202 points. The curve is cut into buckets of consecutive points, and the
 lowest and the highest point of each bucket are kept, so a spike of one step stays visible in a run of 400,000 steps.
-
-Cost: linear in the number of records, 170 bytes each.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ class RunCurves:
 
 
 def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
-    """Return the numbers of the records that the diagrams show, by kind: "train" and "eval".
-
-    Args:
-        records: of metrics.jsonl, oldest first; they are taken one by one, so that a stream is never held whole.
+    """Return the numbers of records of metrics.jsonl that the diagrams show, by kind: "train" and "eval".
+    Records are taken one by one, so that a stream is never held whole. `further_fields` of training records get a
+    column, too.
     """
     columns = {}
     for kind in ("train", "eval"):
@@ -56,23 +53,12 @@ def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) ->
 
 
 def series(run: RunCurves, line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a line: the optimizer steps and the values, float64 [n] each.
-
-    Records of another kind than the line's (training instead of evaluation, or the reverse) are left out, and so are
-    records in which the line's field is missing or not finite. n is 0 if that leaves none.
-    """
+    """Return the steps and the values, float64 [n] each, of the records in which a line's field is finite."""
     return run.columns[line.kind].points(line.field)
 
 
 def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a smoothed curve of at most 2,400 points: `smoothed` over the means of blocks of consecutive points.
-
-    A curve that is short enough keeps all its points.
-
-    Args:
-        steps: x values, [n], ascending.
-        values: y values, [n], all finite.
-    """
+    """Return a smoothed curve of at most 2,400 points; a longer one is averaged over blocks of points first."""
     if len(values) > MAX_SMOOTHED:
         steps = np.array([block.mean() for block in np.array_split(steps, MAX_SMOOTHED)])
         values = np.array([block.mean() for block in np.array_split(values, MAX_SMOOTHED)])
@@ -80,15 +66,9 @@ def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
-    """Return the values smoothed without lag: the mean of two exponential means, from the left and from the right.
-
-    An exponential mean is a running mean in which older values weigh less, so it lags behind its values. The two means
-    lag in opposite directions, and the lags cancel.
-
-    Args:
-        values: values of consecutive records, [n].
-        span: sets how fast weights fall: by the factor 1 - 2 / (span + 1) for each record further away. A short curve
-            uses n / 10 instead, at least 1, if that is less.
+    """Return the values [n] smoothed without lag: the mean of two exponential means, from the left and from the right.
+    Their lags are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) for each record further away; a
+    short curve uses n / 10 as span, at least 1, if that is less.
     """
     used_span = min(span, max(1.0, len(values) / 10))
     decay = 1 - 2 / (used_span + 1)
@@ -98,9 +78,7 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return a running mean, [n]: at each value the weighted mean of it and of all earlier ones. The weights are
-    divided by their sum, so that the first means are not pulled to zero.
-    """
+    """Return at each value the weighted mean of it and all earlier ones; weights fall by `decay` per step back."""
     means = np.empty(len(values))
     weighted_sum = 0.0
     weight_sum = 0.0
@@ -113,16 +91,7 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
     """Return fewer points that keep a curve's shape: both ends, and the lowest and highest point of each bucket.
-
-    The buckets are consecutive parts of the curve with about equally many points. A spike of one point stays visible.
-
-    Args:
-        steps: x values, [n], ascending.
-        values: y values, [n], all finite.
-
-    Returns:
-        Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets` points
-        is returned whole.
+    A curve of at most 2 * `num_buckets` points is returned whole.
     """
     if len(values) <= 2 * num_buckets:
         return steps, values

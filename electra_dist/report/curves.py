@@ -4,8 +4,6 @@ Guarantee: a curve keeps its shape although few of its points are drawn (`curve_
 CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and
 in dark mode. Text is kept as text. No global state of matplotlib is changed: pyplot is not imported, and no backend is
 chosen.
-
-Cost: 0.1 s per panel, after 1 s for importing matplotlib.
 """
 
 from __future__ import annotations
@@ -58,15 +56,10 @@ class DrawnPanel:
 
 
 def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
-    """Return a diagram of one run, or of several laid over each other; None if no record has a value to draw.
-
-    The <svg> element has no width, no height and no XML header, so that the page decides its size. A value that is not
-    finite is not drawn. Equal arguments give equal text. A diagram of several runs has one color for each run. Of
-    training steps it shows only the smoothed curves. It shows neither resumes nor baselines.
-
-    Args:
-        panel: what to draw, one of `PANELS`.
-        runs: at least one and at most `MAX_RUNS` runs.
+    """Return a diagram of one run, or of up to `MAX_RUNS` laid over each other; None without a value to draw.
+    The <svg> element has no width, height and XML header, so that the page decides its size. Equal arguments give
+    equal text. A diagram of several runs has one color for each; of training steps it shows only smoothed curves, and
+    neither resumes nor baselines.
     """
     lines = [line for line in panel.lines if not line.is_baseline]
     if not any(len(series(run, line)[0]) for run in runs for line in lines):
@@ -86,13 +79,8 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
-    """Return the <svg> element of an SVG file, changed so that the page decides its size and its colors.
-
-    The XML header, the width and the height are removed, and the placeholder colors that the diagram is drawn with are
-    replaced by CSS variables such as var(--ink).
-
-    Args:
-        title: title of the diagram, which screen readers read out; it must need no HTML escaping.
+    """Return the <svg> element of a file of matplotlib without XML header and size, with CSS variables as colors.
+    Screen readers read out `title`, which must need no HTML escaping.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
     # Only the first tag, that of the whole diagram, loses its width and height.
@@ -104,13 +92,9 @@ def svg_for_page(svg_file: str, title: str) -> str:
 
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
-    """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels.
-
+    """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels, and return its path.
     They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
     value that the run did not record leaves its diagram empty.
-
-    Returns:
-        `out`, as a path.
     """
     records = iter_records(Path(run_dir) / METRICS_FILE, whole_metrics_fault)
     run = RunCurves(name=Path(run_dir).name, columns=columns_of(records))
@@ -125,7 +109,9 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
-    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend."""
+    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend.
+    `colors` maps placeholder colors to those to draw with; None keeps them for `svg_for_page`.
+    """
     if colors is None:
         colors = {}
     for step in run.resumes:
@@ -141,7 +127,10 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
 
 
 def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram."""
+    """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram.
+    Training steps are solid, or dashed for the diagram's second line; evaluations are thin lines with points.
+    Baselines are not drawn, because they differ from run to run.
+    """
     lines = [line for line in panel.lines if not line.is_baseline]
     drawn_lines: dict[CurveLine, Line2D] = {}
     for number, run in enumerate(runs):
@@ -163,12 +152,13 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
+    """Draw a dashed line at the value that a guess without knowledge reaches, if the diagram has such a value."""
     if panel.chance is not None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 
 def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
-    """Draw one line of a diagram; draw nothing if the records have no value for it."""
+    """Draw one line of a diagram: evaluations as joined points, training steps unsmoothed, smoothed, or both."""
     steps, values = series(run, line)
     if not values.size:
         return
@@ -188,8 +178,8 @@ def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
 
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Set title, ranges and ticks of both axes. The axis of steps goes from 0 to the last step of all records, so that
-    it is the same in all diagrams of a page.
+    """Set title, ranges and ticks of both axes. Call it after everything is drawn, when the range of values is known.
+    The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
     """
     last_step = max(run.last_step for run in runs)
     if last_step > 0:
@@ -201,7 +191,7 @@ def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _format_y_axis(axes: Axes, scale: str) -> None:
-    """Set scale, ticks and number format of the y axis."""
+    """Set scale, ticks and number format of the y axis for a `Panel.scale`. Call it after everything is drawn."""
     if scale == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
@@ -219,14 +209,14 @@ def _format_y_axis(axes: Axes, scale: str) -> None:
 
 
 def _scientific(value: float) -> str:
-    """Return a number as text with three significant digits and a short exponent, such as 2.00e-4; "0" for 0."""
+    """Return a number with three significant digits and a short exponent, such as 2.00e-4; "0" for 0."""
     if value == 0:
         return "0"
     return f"{value:.2e}".replace("e-0", "e-")
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return which multiples of each power of ten get a tick on a log axis from `low` to `high`."""
+    """Return which multiples of each power of ten get a tick: the more, the shorter the axis (both ends positive)."""
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)

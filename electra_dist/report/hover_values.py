@@ -19,10 +19,8 @@ _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 
 def axis_positions(axes: Axes) -> dict[str, Any]:
     """Return the positions of the ends of both axes in the SVG, and the values at these ends, after drawing.
-
     "x" is [left, right, value at the left end, value at the right end], and "y" is the same for the bottom and the
-    top. "log" is whether the y axis is logarithmic. Positions are in the units of the viewBox, whose origin is the
-    upper left corner.
+    top. Positions are in the units of the viewBox, whose origin is the upper left corner.
     """
     width, height = (inches * _POINTS_PER_INCH for inches in SIZE_INCHES)
     box = axes.get_position()  # as shares of the figure, from the lower left corner
@@ -35,9 +33,7 @@ def axis_positions(axes: Axes) -> dict[str, Any]:
 
 def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
     """Return the values that a page shows under the pointer: of each line, at most 300 evenly spaced ones.
-
-    An element has "label", "color" (the name of a CSS variable), "steps" and "values". A line that is also drawn
-    smoothed has "smooth", its smoothed values at the same steps.
+    "color" is the name of a CSS variable. A line that is also drawn smoothed has "smooth", at the same steps.
     """
     lines = []
     for number, run in enumerate(runs):
@@ -64,4 +60,5 @@ def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]
 
 
 def _short(value: float) -> float:
+    """Return a number rounded to five significant figures, which keeps a page small."""
     return float(f"{value:.5g}")

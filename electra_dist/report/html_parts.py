@@ -16,7 +16,7 @@ from electra_dist.store.atomic_files import replacing
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page that needs no other file: its style and its script are within it."""
+    """Return a whole page that needs no other file; `title`, of the window, and `body`, of <main>, are HTML."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
@@ -31,7 +31,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def curves(runs: Sequence[RunCurves], note: str) -> str:
-    """Return the HTML section of all diagrams that have a value to draw, or a note if none has."""
+    """Return the HTML section of all diagrams of one or several runs; `note`, below them, is HTML."""
     cards = ""
     for panel in PANELS:
         drawn = draw_panel(panel, runs)
@@ -46,10 +46,7 @@ def curves(runs: Sequence[RunCurves], note: str) -> str:
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
     """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
-
-    Args:
-        head: text of the heading of each column; empty for no headings.
-        left: whether to align all columns to the left; otherwise only the first one is.
+    With `left` all columns are aligned to the left, otherwise only the first one.
     """
     lines = []
     if head:
@@ -62,10 +59,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = 
 
 
 def omitted(count: int, name: str) -> str:
-    """Return a note that `count` earlier rows of a table are not shown; empty if the count is 0.
-
-    `name` is the plural noun for the rows, such as "events".
-    """
+    """Return a note that `count` earlier rows (`name`: "events") of a table are not shown; "" if the count is 0."""
     if count <= 0:
         return ""
     return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'

@@ -3,8 +3,6 @@
 Guarantee: the card is made from the run's own records, and a figure that was not recorded is left out. It names no
 path, host or user, because cards are published. Its front matter is what Hugging Face's hub reads.
 
-Cost: about 1 s, for the picture of the curves.
-
 Limits: the card knows no results on tasks and no languages; the user adds them. It names the sources of the text only
 if the corpus has a build.json. An older README.md in the folder is replaced.
 """
@@ -54,12 +52,8 @@ _MEASURES = {
 
 
 def check_license(license_id: str) -> None:
-    """Raise an error unless a text has the form of a licence identifier of Hugging Face's hub, such as apache-2.0.
-
-    Only the form is checked, not whether the hub has this identifier.
-
-    Raises:
-        UserError: `license_id` has another form than lower-case letters, digits, dots and hyphens.
+    """Raise UserError unless a text has the form of a licence identifier of Hugging Face's hub, such as apache-2.0.
+    Only the form is checked: lower-case letters, digits, dots and hyphens.
     """
     if not _LICENSE_ID.fullmatch(license_id):
         raise UserError(
@@ -68,13 +62,9 @@ def check_license(license_id: str) -> None:
 
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
-    """Write README.md and, if the run has recorded steps, curves.png into each folder of an export.
-
-    Args:
-        export: what `export_run` returned.
-
-    Raises:
-        UserError: `license_id` is no identifier, metrics.jsonl is damaged, or a folder cannot be written.
+    """Write README.md and, if the run has recorded steps, curves.png into each folder of an export; return the cards.
+    `license_id` is the licence of the weights on Hugging Face's hub. Raises UserError if it is no identifier,
+    metrics.jsonl is damaged, or a folder cannot be written.
     """
     check_license(license_id)
     records = _shown_records(run_dir)
@@ -120,13 +110,8 @@ def model_card(
     sources: Mapping[str, Record] = MappingProxyType({}),
 ) -> str:
     """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
-
-    Args:
-        records: records of metrics.jsonl, oldest first, at least all evaluations and the newest training record; may
-            be empty.
-        versions: package -> version, of the run's newest start; may be empty.
-        phases: sizes of each phase's corpus, from environment.json; empty for a run without `data.phases`.
-        sources: "tokens" and "licence" of each source of the training corpus; may be empty.
+    `records` of metrics.jsonl are oldest first, with at least all evaluations and the newest training record.
+    `versions`, `phases` and `sources` (with "tokens" and "licence") come from environment.json. All may be empty.
     """
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
@@ -146,11 +131,11 @@ def model_card(
 
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
+    """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
     return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
 
 
 def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) -> str:
-    """Return the card's metadata, a YAML block between two lines of dashes, as the hub reads it."""
     metadata: dict[str, object] = {"license": license_id, "library_name": "transformers", "tags": ["electra"]}
     if model.architecture == "modern":
         metadata["tags"] = ["electra", "modernbert"]
@@ -160,9 +145,7 @@ def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) ->
 
 
 def _introduction(tower: str, export: Export) -> str:
-    """Return the first paragraph of a model card: objective, layers, width, vocabulary, and the steps of the
-    weights.
-    """
+    """Return the first paragraph: objective, layers, width, vocabulary, and the steps of the weights."""
     model = export.config.model
     shape = model.generator if tower == "generator" else model.discriminator
     if len(export.steps) == 1:
@@ -179,7 +162,6 @@ def _introduction(tower: str, export: Export) -> str:
 
 
 def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
-    """Return the section with the three lines that load the model and its tokenizer."""
     is_modern = model.architecture == "modern"
     auto_class = "AutoModelForTokenClassification" if is_modern else "AutoModelForPreTraining"
     if predicts_tokens:
@@ -199,7 +181,6 @@ def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
 
 
 def _training(export: Export, records: Sequence[Record], versions: Record, phases: Sequence[Record]) -> str:
-    """Return the section on the training: data, steps, tokens, FLOPs, optimizer and versions, as a table."""
     config = export.config
     state = export.state
     rows = [
@@ -226,7 +207,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
 
 
 def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the rows of the table of the training that name the training data: one for each corpus that was read."""
+    """Return a row of the table of the training for each corpus that was read before the exported step."""
     if not phases:
         return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
@@ -242,9 +223,7 @@ def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, 
 
 
 def _data_sources(sources: Mapping[str, Record]) -> str:
-    """Return the section with the share and the licence of each source of the corpus; empty if they are not
-    recorded.
-    """
+    """Return the section with the share and the licence of each source of the corpus; "" if they are not recorded."""
     if not sources:
         return ""
     all_tokens = sum(source["tokens"] for source in sources.values())
@@ -258,9 +237,7 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
-    """Return the number of tokens without padding in `rows_seen` rows; None if metrics.jsonl has no training
-    record.
-    """
+    """Return `rows_seen` times the tokens per row, without padding, of the newest training record; None without."""
     for record in reversed(records):
         if record["kind"] == "train" and record.get("rows_seen"):
             return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
@@ -268,7 +245,9 @@ def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
 
 
 def _evaluation(export: Export, records: Sequence[Record]) -> str:
-    """Return the section with the newest evaluation on held-out rows up to the step of the exported checkpoint."""
+    """Return the newest evaluation on held-out rows up to the exported step; "" without.
+    For a mean of several checkpoints, it says that the figures belong to the weights of one step and not to the mean.
+    """
     evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
     if not evaluations:
         return ""
@@ -285,13 +264,13 @@ def _evaluation(export: Export, records: Sequence[Record]) -> str:
 
 
 def _curves(records: Sequence[Record]) -> str:
+    """Return the section that shows the picture of the curves; empty if the run has recorded no step."""
     if not records:
         return ""
     return f"## Curves\n\n![losses and measures of the whole run over its steps]({CURVES_FILE})\n"
 
 
 def _limits(license_id: str, is_evaluated: bool) -> str:
-    """Return the section on what is not known about the model."""
     known = "was scored on held-out text only, not on tasks" if is_evaluated else "was not evaluated"
     license_note = ""
     if license_id == UNKNOWN_LICENSE:
@@ -310,5 +289,6 @@ def _how_to_push() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; its cells are Markdown themselves, so text from a record is escaped by the caller."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -3,8 +3,6 @@
 Guarantee: like report.html, the page is self-contained, written atomically, and made from files of the run folders
 alone.
 
-Cost: about 2 s and 250 KB for two runs.
-
 Limits: at most eight runs, which have a color each. Curves are over optimizer steps, whatever the size of a step is.
 """
 
@@ -30,16 +28,8 @@ _NONE = "-"  # in a table, for a value that a run does not have
 
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write one HTML page that compares several runs, and return the path of the page.
-
-    The runs may still be going on. Missing folders are created, and an existing file is replaced atomically.
-
-    Args:
-        run_dirs: folders of one to eight runs, in the order in which the page shows them.
-
-    Raises:
-        UserError: there are more than eight runs, a folder holds no run, a file of a run is damaged, or the page
-            cannot be written.
+    """Write one HTML page that compares one to eight runs, which may still be going on, and return its path.
+    Raises UserError if there are more runs, a folder holds none, a file is damaged, or the page cannot be written.
     """
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"report: {len(run_dirs)} runs, but one page shows at most {MAX_RUNS}; name fewer runs")
@@ -50,7 +40,6 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return a different name for each run: as few of the last parts of its path as make all names differ.
-
     If one folder is given twice, no parts suffice, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
@@ -60,10 +49,7 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return a name for each path: its last components, as few as make all names differ.
-
-    If two paths are equal, no number of components makes the names differ, and the whole paths are returned.
-    """
+    """Return for each path its last components, as few as make all names differ; whole paths if two are equal."""
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []
     for num_parts in range(1, longest + 1):
@@ -109,7 +95,9 @@ def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
-    """Return the figures of a run by their names; a dash for a figure that it does not have."""
+    """Return the figures of a run by their names; a dash for a figure that it does not have.
+    Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
+    """
     metrics = run.metrics
     last_eval: Record = metrics.evals[-1] if metrics.evals else {}
     recent = metrics.recent

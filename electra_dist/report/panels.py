@@ -18,10 +18,7 @@ CONSTANT_GUESS_LOSS = "constant_guess_loss"  # loss of the best guess that is th
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """Line of a diagram: which field of the records in metrics.jsonl it shows, and how it is drawn.
-
-    A record is one logged training step or one evaluation. A line whose field is in no record is left out.
-    """
+    """Line of a diagram: which field of metrics.jsonl it shows, and how. Without values it is left out."""
 
     field: str  # of the records in metrics.jsonl, or a baseline of `baselines`
     label: str  # in the legend
@@ -34,10 +31,7 @@ class CurveLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One diagram of the report: its lines over the optimizer steps and the format of its y axis.
-
-    `PANELS` lists all diagrams in the order of the page.
-    """
+    """One diagram of the report: its lines over the optimizer steps and the format of its y axis."""
 
     name: str  # identifies the panel, and seeds the ids within its SVG
     title: str  # above the diagram, with the unit
@@ -47,7 +41,9 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
-    """Return the diagram of one loss, with one line for training and one for held-out rows."""
+    """Return the diagram of one loss in training and on held-out rows: the generator's ("mlm") or discriminator's
+    ("rtd").
+    """
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
     lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)
@@ -156,11 +152,7 @@ PANELS = (
 
 def baselines(record: Record) -> dict[str, float]:
     """Return two baselines for the record of a training step, as further fields of it.
-
-    A baseline is a value that a discriminator without any knowledge would reach. `GUESSED_REPLACED` is the share of
-    the replaced tokens that a random guess finds, if the guess calls as many tokens replaced as the discriminator did.
-    `CONSTANT_GUESS_LOSS` is the loss in nats if every token gets the same probability of being replaced, namely the
-    share of replaced tokens. Both are NaN in a step in which no token or every token was replaced.
+    `GUESSED_REPLACED` is `guessed_replaced`, and `CONSTANT_GUESS_LOSS` is `constant_guess_loss`.
     """
     return {
         GUESSED_REPLACED: guessed_replaced(record),
@@ -170,9 +162,8 @@ def baselines(record: Record) -> dict[str, float]:
 
 def guessed_replaced(record: Record) -> float:
     """Return the share of all tokens that the discriminator called replaced in a training step.
-
-    A random guess that calls as many tokens replaced finds the same share of the replaced tokens. The result is NaN
-    if no token or every token was replaced.
+    A random guess that calls as many tokens replaced finds the same share of the replaced tokens. The result is NaN if
+    no token or every token was replaced.
     """
     replaced = record["replaced_fraction"]
     if not 0 < replaced < 1:
@@ -183,13 +174,9 @@ def guessed_replaced(record: Record) -> float:
 
 
 def constant_guess_loss(replaced_fraction: float) -> float:
-    """Return the lowest loss of a discriminator that knows nothing about the single token, in nats per token.
-
-    This discriminator gives every token the same probability of being replaced, namely the share of replaced tokens.
-    Its loss is the entropy of that share.
-
-    Args:
-        replaced_fraction: share of replaced tokens; outside of (0, 1) the result is NaN.
+    """Return the loss, in nats per token, of giving every token the share of replaced tokens as its probability.
+    It is the entropy of that share, the lowest loss of a discriminator that knows nothing about the single token.
+    Outside of (0, 1) the result is NaN.
     """
     if not 0 < replaced_fraction < 1:
         return math.nan

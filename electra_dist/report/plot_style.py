@@ -28,11 +28,7 @@ def line_color(line: CurveLine) -> str:
 
 
 def print_style() -> dict[str, object]:
-    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`.
-
-    They are the settings for an SVG with a larger font and with colors in place of the placeholders, which stand for
-    CSS variables.
-    """
+    """Return matplotlib's settings for a PNG on white, with a larger font; pass them to `matplotlib.rc_context`."""
     style = svg_style()
     for key, value in style.items():
         if isinstance(value, str) and value in PRINT:
@@ -41,11 +37,7 @@ def print_style() -> dict[str, object]:
 
 
 def svg_style() -> dict[str, object]:
-    """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors.
-
-    A placeholder is a color that `curves.py` replaces by a CSS variable. The keys are those of matplotlib's rcParams;
-    sizes are in points.
-    """
+    """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors."""
     return {
         "font.family": "sans-serif",
         "font.size": 8,

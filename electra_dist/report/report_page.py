@@ -6,8 +6,6 @@ file system), readable on a phone, in light and in dark mode. It is derived from
 of a missing file is left out), so it can be written again at any time, on any machine. It is written atomically. It
 names no host and no command, although environment.json does, so it may be passed on.
 
-Cost: about 1.5 s of one processor core and 200 KB; 3.2 s and 110 MB of memory for 100,000 records of metrics.jsonl.
-
 Limits: the page shows the state at the time of writing. While a run goes on, rank 0 has it written again every
 `log.report_every_minutes`.
 """
@@ -56,16 +54,8 @@ _EVALUATION_HEAD = (
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of the run in `run_dir` and return its path.
-
-    It shows what the files of the run folder record so far; the run may still be going on. An existing report is
-    replaced atomically.
-
-    Args:
-        path: the file to write; None for report.html in the run folder.
-
-    Raises:
-        UserError: the folder does not exist, holds no run or cannot be written.
+    """Write the report of a run, which may still be going on, to `path` or report.html, and return its path.
+    Raises UserError if the folder does not exist, holds no run or cannot be written.
     """
     run_dir = Path(run_dir)
     text = report_page(read_run(run_dir))
@@ -94,7 +84,6 @@ def report_page(run: RunRecord) -> str:
 
 
 def _header(name: str, run: RunRecord) -> str:
-    """Return the page's <header>: the name of the run, its state, and the times of its first and last event."""
     state, text = run.state()
     period = ""
     if run.ledger:
@@ -104,7 +93,6 @@ def _header(name: str, run: RunRecord) -> str:
 
 
 def _curves_note(run: RunRecord) -> str:
-    """Return the text below the diagrams of a run: what faint, bold, dashed and dotted lines are."""
     has_resumed = any(event["event"] == "resume" for event in run.ledger)
     dotted = "; dotted: resumed from a checkpoint" if has_resumed else ""
     return (
@@ -114,7 +102,7 @@ def _curves_note(run: RunRecord) -> str:
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
-    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none."""
+    """Return the table of the newest 12 evaluations on held-out rows, oldest first; empty if there was none."""
     if not evals:
         return ""
     shown = evals[-MAX_EVALUATIONS:]
@@ -138,7 +126,7 @@ def _evaluations(evals: Sequence[Record]) -> str:
 
 
 def _events(ledger: Sequence[Record], account: Goodput) -> str:
-    """Return the section "How the run went": events, where the time went, and the checkpoints."""
+    """Return the section "How the run went": the newest 40 events, where the time went, and the checkpoints."""
     if not ledger:
         return ""
     events = [event for event in ledger if event["event"] not in ("checkpoint", "eval")]
@@ -151,9 +139,7 @@ def _events(ledger: Sequence[Record], account: Goodput) -> str:
 
 
 def _details(event: Record) -> str:
-    """Return the further fields of a ledger event as text, such as "attempt 3, ranks 8". The fields time, event and
-    step are left out, because they have columns of their own, and so are nested objects.
-    """
+    """Return the further fields of a ledger event, such as "attempt 3, ranks 8", without nested objects."""
     details = []
     for key, value in event.items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
@@ -162,7 +148,7 @@ def _details(event: Record) -> str:
 
 
 def _checkpoint_note(ledger: Sequence[Record]) -> str:
-    """Return a note with the number of checkpoints, the newest one and the median stall; empty without checkpoints."""
+    """Return the number of checkpoints, the newest one and the median stall in seconds; empty without checkpoints."""
     saves = [event for event in ledger if event["event"] == "checkpoint"]
     if not saves:
         return ""
@@ -175,7 +161,6 @@ def _checkpoint_note(ledger: Sequence[Record]) -> str:
 
 
 def _run_and_environment(run: RunRecord) -> str:
-    """Return the tables about the run itself, its hardware and the versions of packages; empty if nothing is known."""
     tables = ""
     run_rows = describe_run(run)
     if run_rows:
@@ -189,11 +174,9 @@ def _run_and_environment(run: RunRecord) -> str:
 
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the rows of the report's table about the model, its data and its code, as (name, value).
-
-    The rows are objective, discriminator, generator, parameters, vocabulary, batch, steps, corpus, the corpus of each
-    phase if there are several, corpus fingerprint and commit, in this order. A row is left out if the run folder does
-    not record its value; the row of the generator also if the generator has no parameters of its own.
+    """Return the rows (name, value) of the report's table about the model, its data and its code.
+    A row is left out if the run folder does not record its value, and that of a generator without parameters of its
+    own.
     """
     rows: list[tuple[str, str]] = []
     config = run.config
@@ -258,7 +241,7 @@ def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
 
 
 def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
-    """Return the rows of the hardware table that describe a node's GPUs: one per model, and the driver."""
+    """Return the rows of a node's GPUs, such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] without GPUs."""
     devices = gpus.get("devices", [])
     if not devices:
         return []
@@ -293,7 +276,6 @@ def _shown(value: Any) -> str:
 
 def main(run_dir: str) -> int:
     """Write the report of a run; return 0, or 78 with one line on stderr if that is not possible.
-
     While a run goes on, rank 0 runs this module as a separate process (`tracking/report_refresh.py`), so that no
     training step waits for it.
     """

@@ -1,7 +1,4 @@
-"""Read everything that the reports show of a run from the files of its folder.
-
-Cost: 20 us and 200 bytes per record of metrics.jsonl; no import of torch.
-"""
+"""Read everything that the reports show of a run from the files of its folder, without importing torch."""
 
 from __future__ import annotations
 
@@ -70,17 +67,12 @@ class MetricsHistory:
 
 
 def read_history(run_dir: Path) -> MetricsHistory:
-    """Return what metrics.jsonl in a run folder records; it is read as a stream.
-
-    Raises:
-        UserError: a line is damaged; the message names the line.
-    """
+    """Return what metrics.jsonl in a run folder records; it is read as a stream."""
     first: list[Record] = []
     recent: deque[Record] = deque(maxlen=RECENT_RECORDS)
     evals: list[Record] = []
 
     def observed() -> Iterator[Record]:
-        """Yield all records, and keep those that are shown as a whole."""
         for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
             if record["kind"] == "eval":
                 evals.append(record)
@@ -144,7 +136,6 @@ class RunRecord:
 
     def state(self) -> tuple[str, str]:
         """Return the state of the run: a CSS class, and a text for the reader with the steps done.
-
         The last event of the ledger decides the class: "done", "stop" (on request, or for lack of storage) or "crash".
         After any other event it is "open": the run is still going on, or it was killed and could not record its end.
         """
@@ -162,11 +153,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Return what the files of a run folder record so far; the run may still be going on.
-
-    Raises:
-        UserError: the folder does not exist or holds no run, or one of its files is damaged.
-    """
+    """Return what the files of a run folder record so far. Raises UserError if it holds no run, or one is damaged."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
@@ -186,7 +173,9 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def _config_tree(run_dir: Path) -> dict[str, Any]:
-    """Return config.yaml as a tree; empty if it is missing."""
+    """Return config.yaml as a tree; empty if it is missing.
+    The command `cluster.notify` is hidden: it may hold a secret address, and a report may be passed on.
+    """
     file = run_dir / CONFIG_FILE
     if not file.exists():
         return {}

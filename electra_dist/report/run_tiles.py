@@ -40,7 +40,6 @@ def tile_section(all_tiles: Sequence[Tile]) -> str:
 
 
 def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
-    """Return the figures of the newest evaluation on held-out rows; [] if there was none."""
     if not evals:
         return []
     last = evals[-1]
@@ -56,7 +55,7 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
 
 
 def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
-    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded."""
+    """Return the tiles of training: losses and accuracies as means of the newest 20 records, others as medians."""
     recent = metrics.recent
     if metrics.first is None or metrics.newest is None:
         return []
@@ -81,7 +80,6 @@ def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
 
 
 def _size_tiles(run: RunRecord) -> list[Tile]:
-    """Return the sizes of the model and of the corpus, each if the run folder records it."""
     figures = []
     if run.parameters is not None:
         generator = f"parameters; generator {format_count(run.parameters.generator_only)} more"
@@ -98,7 +96,6 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
 
 
 def _time_tiles(account: Goodput) -> list[Tile]:
-    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them."""
     if account.fraction is None:
         return []
     starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
@@ -109,7 +106,7 @@ def _time_tiles(account: Goodput) -> list[Tile]:
 
 
 def _energy_tiles(run: RunRecord) -> list[Tile]:
-    """Return the tiles of the estimated energy and its cost; [] if no power was recorded."""
+    """Return the tiles of the estimated energy and, if the config has `log.kwh_price`, its cost; [] without power."""
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"
@@ -134,4 +131,5 @@ def mean(records: Sequence[Record], field: str) -> float:
 
 
 def _since(first: Record, field: str) -> str:
+    """Return the remark "from X" for a figure, where X is the first recorded value, as in "from 10.4"."""
     return f"from {first[field]:.3g}"

@@ -14,13 +14,9 @@ _MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replace
 
 
 def samples_section(samples: Record | None) -> str:
-    """Return the section with the texts of one evaluation; empty without samples.
-
+    """Return the section with the texts of one evaluation (a record of samples.jsonl); empty without samples.
     The background of a token shows the discriminator's probability that it was replaced. A replaced token is
     underlined, and the original follows it, crossed out. Each token has its probability as a tooltip.
-
-    Args:
-        samples: a record of samples.jsonl; None if there is none.
     """
     if samples is None:
         return ""

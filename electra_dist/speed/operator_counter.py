@@ -36,7 +36,12 @@ _READING_OPERATORS = {"nonzero", "equal", "is_nonzero", "masked_select"}
 
 
 class OperatorCounter:
-    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block."""
+    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block.
+
+    Attributes:
+        operators: Name of each operator, such as "aten.add_.Tensor" -> number of its calls.
+        host_reads: Name of each method or operator that reads values, such as "item" -> number of its calls.
+    """
 
     def __init__(self) -> None:
         self.operators: Counter[str] = Counter()
@@ -66,14 +71,13 @@ class OperatorCounter:
 
 
 class _CountedOperators(TorchDispatchMode):
-    """Dispatch mode that counts every torch operator in an `OperatorCounter`."""
+    """Mode that counts every operator that torch dispatches, in the forward and backward pass and the update."""
 
     def __init__(self, counter: OperatorCounter) -> None:
         super().__init__()
         self._counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a call of the operator `func`, and make the call; torch calls this method for every operator."""
         self._counter.operators[str(func)] += 1
         name = func.overloadpacket.__name__
         if name in _READING_OPERATORS:
@@ -82,7 +86,7 @@ class _CountedOperators(TorchDispatchMode):
 
 
 class _CountedMethods(TorchFunctionMode):
-    """Function mode that counts the calls of tensor methods that return values to Python, such as `item`."""
+    """Mode that counts the tensor methods that return values to Python, such as `item`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sorts the operators that torch's profiler reports into the parts of a training step."""
+"""Sort the operators that torch's profiler reports into the parts of a training step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = (*_PATTERNS, OTHER)
 
 
 def part_of(operator: str) -> str:
-    """Return the part of a training step that an operator or a GPU kernel belongs to, one of `PARTS`."""
+    """Return the part, one of `PARTS`, of a profiler event such as "aten::addmm" or the name of a CUDA kernel."""
     for part, pattern in _COMPILED.items():
         if pattern.search(operator):
             return part

@@ -1,4 +1,4 @@
-"""Measures how long the matrix products of a step take alone, a lower bound of the step's time on this machine."""
+"""Measure how long the matrix products of a step take alone, a lower bound of the step's time on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _REPEATS = 3
 
 
 def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Counter[ProductShape]:
-    """Return the shapes of the factors of all matrix products among profiler events, with how often each occurred.
-
-    Args:
-        events: events of a profile that was recorded with `record_shapes=True`.
-    """
+    """Count the shapes of both factors of all matrix products in a profile that has `record_shapes=True`."""
     shapes: Counter[ProductShape] = Counter()
     for event in events:
         first = _PRODUCTS.get(event.name)
@@ -31,12 +27,7 @@ def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent])
 
 def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds that the matrix products take one after another with nothing between them.
-
-    Each distinct pair of shapes is computed `_REPEATS` times after one product to warm up, and its fastest time is
-    multiplied by how often it occurs in the step.
-
-    Args:
-        shapes: result of `product_shapes`.
+    Each distinct pair of shapes is computed `_REPEATS` times, and its fastest time counts as often as it occurs.
     """
     total_s = 0.0
     for (left_shape, right_shape), count in shapes.items():
@@ -49,7 +40,6 @@ def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype:
 
 
 def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the seconds of one matrix product, waiting for the device before and after it."""
     _wait_for(left.device)
     begin = time.perf_counter()
     torch.matmul(left, right)

@@ -1,4 +1,4 @@
-"""Runs training steps of a config on this machine and measures where their time goes.
+"""Run training steps of a config on this machine and measure where their time goes.
 
 Guarantee: the run folder of the config is not touched, and no weight is kept. The step is the one that a run makes:
 the same objective, attention, kernels, DeepSpeed engine and optimizer, on one rank and with random initial weights.
@@ -55,11 +55,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of a training step goes on this machine.
-
-    `step_ms` is a median over the timed steps. The operators and host reads are counted in one further step, and
-    `device_ms` and the shares of the parts are measured in another one, under torch's profiler.
-    """
+    """Where the time of a training step goes on this machine; `step_ms` is a median over the timed steps."""
 
     device: str
     rows: str  # "corpus", or "made up" if there is no corpus
@@ -107,13 +103,8 @@ class StepProfile:
 
 def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     """Run training steps of a config on this machine and return where their time goes.
-
-    Args:
-        config: the resolved config of a run. Its micro-batch is used; the global batch is cut to at most
-            `MOST_MICRO_BATCHES` micro-batches.
-
-    Raises:
-        UserError: the config cannot run on this machine.
+    `num_steps` are timed after two steps to warm up; in two more, operators are counted and the profiler runs. Raises
+    UserError if the config cannot run on this machine.
     """
     check_deepspeed()
     check_gpus()
@@ -158,8 +149,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
 
 
 def _shortened(config: Config) -> Config:
-    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank. `train.micro_batch:
-    auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
+    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank.
+    `train.micro_batch: auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
     """
     if config.train.largest_micro_batch:
         rows = min(_ROWS_FOR_AUTO, config.train.global_batch)
@@ -192,7 +183,6 @@ class _StepRunner:
         self._num_positions = 0
 
     def run_step(self) -> None:
-        """Run the next step, with its update."""
         batch = self._batches.next()
         self._num_pads += int((batch.ids == self._pad_id).sum())
         self._num_positions += batch.ids.size
@@ -248,7 +238,9 @@ class _StepRunner:
 
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
-    """Return the parts of a step, the longest first, scaled so that they add up to the time without a profiler."""
+    """Return the parts of a step, the longest first, scaled to the time without a profiler.
+    The matrix products also get `ceiling_ms`, which was measured without the profiler and is not scaled.
+    """
     profiled_s = sum(profiled.part_s.values())
     parts = []
     longest_first = sorted(profiled.part_s.items(), key=lambda name_and_seconds: name_and_seconds[1], reverse=True)

@@ -1,4 +1,4 @@
-"""Rows for a measurement of training steps: those of the config's corpus, or made-up ones if there is no corpus."""
+"""Open rows for a measurement of training steps: those of the config's corpus, or made-up ones without a corpus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where the rows of a measurement come from: the batches of each step, and the ids of the rows' special tokens."""
+    """Where the rows of a measurement come from."""
 
     name: str  # "corpus" or "made up"
     special: SpecialIds
@@ -60,13 +60,8 @@ class MadeUpBatches:
 
 
 def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
-    """Open the rows of the config's corpus as a run reads them, or make rows up if there is no corpus.
-
-    Args:
-        config: gives the corpus, the row order and the rows per step.
-
-    Raises:
-        UserError: the corpus exists and cannot be used.
+    """Open the rows of the config's corpus as a run reads them, or make rows up; `stack` closes what is opened.
+    Raises UserError if the corpus exists and cannot be used.
     """
     try:
         corpora = open_training_corpora(config)

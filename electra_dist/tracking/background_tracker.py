@@ -32,7 +32,7 @@ class BackgroundTracker:
     """Sender of metrics to one tracking service. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, name: str, connect: Callable[[], Service]) -> None:
-        """Start the thread, which connects to the service; return at once."""
+        """Start the thread, which calls `connect` and may take long; `name` is the config key, such as "log.wandb"."""
         self._name = name
         self._connect = connect
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING)
@@ -43,7 +43,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the values of a step to the thread; they are lost if the service was dropped."""
+        """Hand the finite values of a step to the thread; they are lost if the service was dropped."""
         if self._is_dropped:
             return
         try:
@@ -59,10 +59,7 @@ class BackgroundTracker:
         return new_problems
 
     def close(self, has_failed: bool) -> None:
-        """Wait until the service has received everything, and end the connection.
-
-        It waits at most 30 s for room in the queue if the queue is full, and then at most 30 s for the service.
-        """
+        """Wait until the service has received everything, and show whether this start of the run ends with a crash."""
         self._has_failed = has_failed
         if not self._is_dropped:
             try:
@@ -74,7 +71,6 @@ class BackgroundTracker:
             self._drop(f"it did not take the last records within {_CLOSE_S:.0f} s")
 
     def _run(self) -> None:
-        """Connect, send records until `close`, and end the connection; drop the service at the first failure."""
         try:
             service = self._connect()
             while True:

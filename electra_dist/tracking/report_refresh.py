@@ -1,9 +1,7 @@
 """Rewrite report.html at regular intervals while a run goes on, in a separate process.
 
 Guarantee: no training step waits for the process, and its failure does not affect the run. At most one such process
-exists, and none after `close`.
-
-Cost: 2 to 7 s of one processor core at a low priority for each update (`report/report_page.py`).
+exists, and none after `close`. An update takes 2 to 7 s of one processor core at a low priority.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ class ReportRefresh:
     """Starter of the processes that write report.html. Only rank 0 has one; call `close` before the last report."""
 
     def __init__(self, run_dir: Path, every_minutes: float) -> None:
-        """Wait one interval before the first update."""
         self._run_dir = run_dir
         self._every_s = 60 * every_minutes
         self._next = time.monotonic() + self._every_s

@@ -45,10 +45,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
-    """Send the finite values of a record to a service, under TensorBoard's tags.
-
-    Some values, such as losses, are recorded in training and in evaluations.
-    """
+    """Send the finite values of a record under TensorBoard's tags, those of an evaluation below `heldout/`."""
     fields = dataclasses.asdict(record)
     if isinstance(record, StepRecord):
         values = scalars(fields, TRAIN_TAGS)
@@ -62,6 +59,7 @@ class WandbService:
     """Run of Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
+        """Begin or continue the run of the service; its files go into wandb/ in the run folder. May raise anything."""
         import wandb
 
         run_id = _service_ids(run_dir).get("wandb") or secrets.token_hex(8)
@@ -93,7 +91,7 @@ class MlflowService:
     """Run of an MLflow server, or of a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run of the service."""
+        """Begin or continue the run of the service; a missing experiment is created. May raise anything."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -128,6 +126,7 @@ class MlflowService:
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:
+    """Return the content of tracking.json: name of a service -> id of the run there."""
     file = run_dir / TRACKING_FILE
     if not file.exists():
         return {}
@@ -135,6 +134,7 @@ def _service_ids(run_dir: Path) -> dict[str, Any]:
 
 
 def _remember_id(run_dir: Path, service: str, run_id: str) -> None:
+    """Write the id of the run at a service to tracking.json, which the next start of the run reads."""
     with _IDS_LOCK:
         ids = _service_ids(run_dir) | {service: run_id}
         with replacing(run_dir / TRACKING_FILE) as file:

@@ -13,10 +13,7 @@ _DEFINING = ("seed", "model.", "objective.", "optimizer.", "data.", "train.")  #
 
 
 def flat_settings(config: Config) -> Settings:
-    """Return the config as dotted keys, such as "train.num_steps", with their values; lists and null become text.
-
-    The command `cluster.notify` is hidden.
-    """
+    """Return the config as dotted keys, such as "train.num_steps", with their values; lists and null become text."""
     settings: Settings = {}
     for key, value in flattened(without_secrets(config.model_dump(mode="json"))).items():
         if value is None:
@@ -27,10 +24,7 @@ def flat_settings(config: Config) -> Settings:
 
 
 def hyperparameters(settings: Settings) -> Settings:
-    """Return the settings of those sections of the config that decide what a model learns.
-
-    Sections for logs, checkpoints and other operation of a run are left out.
-    """
+    """Return the settings of those sections of the config that decide what a model learns."""
     return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
 
 

@@ -1,1 +1,1 @@
-"""Ways in which a comparison scores an encoder, each of which is a column of its table."""
+"""Score an encoder for a comparison in several ways, each of which is a column of its table."""

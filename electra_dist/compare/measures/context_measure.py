@@ -1,15 +1,12 @@
-"""Scores encoders by their context AUC on held-out rows: how well they find tokens that do not fit their context.
+"""Score encoders by their context AUC on held-out rows: how well they find tokens that do not fit their context.
 
 Some tokens of the rows are replaced by tokens of other places (`objectives/context_replacements.py`). A score that
 depends on the token alone, such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the
 context. All runs of a comparison read the same rows with the same replacements, whatever their objectives and seeds.
 
 How: the encoder gives each compared token a score of being the original one (`finetune/sentences/token_scores.py`). A
-discriminator reads each row once. A masked language model reads a copy of the row for each compared token, in which
-this token is masked.
-
-Cost: 5,000 replaced and 5,000 original tokens; in rows of 64 tokens about 600 rows for a discriminator, 10,000 for a
-masked language model.
+discriminator reads each row once. A masked language model reads a copy of the row for each of the 10,000 compared
+tokens, in which this token is masked.
 """
 
 from __future__ import annotations
@@ -57,6 +54,7 @@ class ContextMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the ROC-AUC of the replaced tokens; None if the rows have no two different tokens."""
         if not self._is_replaced.any():
             return Measured(value=None, failures=("the held-out rows have no two different tokens",))
         scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)

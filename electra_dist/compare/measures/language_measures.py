@@ -1,4 +1,4 @@
-"""Scores encoders on minimal pairs of sentences and on the words of a treebank."""
+"""Score encoders on minimal pairs of sentences and on the words of a treebank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 class BuiltInPairsMeasure(Measure):
     """Measure of how often an encoder, without training, prefers the grammatical sentence of a built-in minimal pair.
-
     The two sentences of a pair differ in one word, whose number is wrong in one of them.
     """
 
@@ -32,6 +31,7 @@ class BuiltInPairsMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind."""
         return _of_pair_scores(score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress))
 
 
@@ -41,8 +41,8 @@ class PairFilesMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
-        """Read a file of minimal pairs, or a folder of such files; its name without suffix becomes the column's
-        name.
+        """Read a file or folder in the formats of `pair_files.py`; its name without suffix becomes the column's name.
+        Of each kind `pairs_per_kind` pairs are used, always the same ones.
         """
         self.name = path.stem
         files = read_pair_files([path]).sample(pairs_per_kind)
@@ -51,6 +51,7 @@ class PairFilesMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind."""
         return _of_pair_scores(score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
 
 
@@ -60,7 +61,6 @@ class TreebankMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, name: str, folder: Path, target: Target, entry: TaskEntry) -> None:
-        """Read a treebank."""
         self.name = name
         self.at = entry.at
         self._target = target
@@ -70,6 +70,7 @@ class TreebankMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the accuracy on the words of the test sentences at the layer that the training sentences choose."""
         result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
         return Measured(
             value=result.score,

@@ -1,4 +1,4 @@
-"""Defines the interface of the ways in which a comparison scores an encoder, and what a score consists of."""
+"""Define the interface of the ways in which a comparison scores an encoder, and what a score consists of."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ class Measured:
 
 
 class Measure(abc.ABC):
-    """Interface of the ways to score an encoder: on a task, on a treebank, or on minimal pairs of sentences.
-
-    Each measure is one column in the tables of a comparison. `digest` covers its data and settings, so that stored
-    scores are not used after a change of these.
-    """
+    """Interface of the ways to score an encoder: on a task, on a treebank, or on minimal pairs of sentences."""
 
     name: str  # title of the column in the table of scores
     metric: str  # name of the score, such as "accuracy"
@@ -37,7 +33,9 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score an encoder with this measure, for example by fine-tuning it on a task."""
+        """Score an encoder, whose weights are not changed, for example by fine-tuning it on a task.
+        Raises UserError if this measure cannot score it, for example because it lacks a head.
+        """
 
 
 def digest_of(tree: dict[str, Any]) -> str:

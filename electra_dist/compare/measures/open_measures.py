@@ -1,4 +1,4 @@
-"""Reads the data of the tasks and minimal pairs of a comparison, and returns the measures that score its encoders."""
+"""Read the data of the tasks and minimal pairs of a comparison, and return the measures that score its encoders."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from electra_dist.finetune.texts.text_task import TextTask
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
-    """Read the data of all tasks of a comparison, and return the ways to score its encoders.
-
-    These are the tasks in the order of the config, then the minimal pairs of `minimal_pairs`.
-
-    Args:
-        glue: folder of the GLUE tasks; None if every task has its own `data`.
+    """Read the data of all tasks of a comparison; return the measures in the order of the config, then minimal pairs.
+    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run: its encoder's sizes decide default
+    settings.
     """
     measures: list[Measure] = []
     model = cell.config.model
@@ -60,7 +57,7 @@ def _treebank_folder(entry: TaskEntry) -> Path:
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
-    """Read the data of a task: a GLUE task if its name is one of GLUE's, otherwise a custom task."""
+    """Read the data of a GLUE task, if the name is one of GLUE's, or of a custom task."""
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")

@@ -1,4 +1,4 @@
-"""Scores encoders on tasks on texts, by a probe of frozen states or by fine-tuning."""
+"""Score encoders on tasks on texts, by a probe of frozen states or by fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 
 class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts.
-
-    The encoder is either frozen, and a linear model (probe) is trained on its states, or fine-tuned with one or
-    several seeds.
-    """
+    """Measure of how well an encoder solves a task on texts: frozen below a linear probe, or fine-tuned."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Store a task and the way in which encoders are scored on it."""
+        """Store the task; a probe uses only those settings of fine-tuning that shape its examples."""
         self.name = name
         self.metric = task.metric
         self.at = entry.at
@@ -36,6 +32,9 @@ class TaskMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
+        It is None if all seeds diverged. Each seed that diverged or predicts the same for all examples is a failure.
+        """
         device = device_of_choice()
         if self._entry.how == "probe":
             result = probe_task(encoder, self._task, self._settings, device, progress)

@@ -19,11 +19,8 @@ _MAX_TICKS = 9  # labels below the bars, at most
 
 
 def draw_bars(title: str, labels: Sequence[str], values: Sequence[int]) -> str:
-    """Return a bar diagram as the text of an <svg> element; equal arguments give equal text.
-
-    Args:
-        title: text above the diagram, without characters that HTML must escape.
-        labels: text below each bar; if there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
+    """Return a bar diagram as the text of an <svg> element; `title` must need no HTML escaping.
+    If there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
     """
     with matplotlib.rc_context(svg_style() | {"svg.hashsalt": title}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")

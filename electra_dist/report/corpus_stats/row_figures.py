@@ -1,8 +1,7 @@
 """Count tokens, padding, [UNK] and examples in the rows of a corpus, count tokens by source, and take sample rows.
 
-Guarantee: every count is a sum over all rows, so no count depends on the order of the shards.
-
-Cost: all shards are read once, and all side files once if the corpus has them. The memory is that of one shard's rows.
+Guarantee: every count is a sum over all rows, so no count depends on the order of the shards. All shards, and side
+files if there are any, are read once; the memory is that of one shard's rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class RowSample:
 @dataclass
 class RowFigures:
     """Counts over all rows of a corpus, and some sample rows.
-
     Both histograms have `NUM_BINS` bins; a length in tokens belongs to the bin length * NUM_BINS // (seq_len + 1).
     """
 
@@ -63,12 +61,8 @@ def read_row_figures(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
-
-    Args:
-        origins: reader of the corpus's side files; None if the corpus has no side files.
-
-    Raises:
-        ManifestMismatch: a shard or side file is damaged.
+    `origins` reads the side files; None without them. `progress` wraps the indices of the shards, for a progress bar.
+    Raises ManifestMismatch if a shard or side file is damaged.
     """
     figures = RowFigures()
     sampled = _sampled_rows(manifest)
@@ -123,7 +117,7 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the length of each example in tokens, int64 [examples]."""
+    """Return each example's length in tokens, [examples], from its row (ascending) and its first position in that."""
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
     ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]
@@ -131,7 +125,7 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the tokens of a shard's examples to the counts of their sources."""
+    """Add the tokens of a shard's examples, which its side file lists, to the counts of their sources."""
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
@@ -142,7 +136,7 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
 
 
 def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
-    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD]."""
+    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD]; pieces form words."""
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():

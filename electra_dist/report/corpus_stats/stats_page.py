@@ -37,10 +37,9 @@ _SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
 def write_stats_page(
     store: Store, name: str, path: Path, progress: Callable[[Iterable[int]], Iterable[int]] = iter
 ) -> Path:
-    """Write the HTML page of a corpus, and return the path of the page. Missing folders are created.
-
-    Raises:
-        UserError: a file of the corpus is missing or damaged, or the page cannot be written.
+    """Write the HTML page of a corpus to `path`, with missing folders, and return the path.
+    `progress` wraps the indices of the shards while they are read, for a progress bar. Raises UserError if a file of
+    the corpus is missing or damaged, or the page cannot be written.
     """
     manifest = read_manifest(store)
     vocabulary = read_corpus_vocabulary(store, manifest.tokenizer)
@@ -52,11 +51,7 @@ def write_stats_page(
 
 
 def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    """Return the HTML text of the page of a corpus; nothing is written.
-
-    Args:
-        report: content of the corpus's build.json; None if the corpus has no build.json.
-    """
+    """Return the HTML text of the page of a corpus, whose name is escaped; `report` is its build.json or None."""
     title = html_text(name)
     short_names = _short_names(report)
     body = [
@@ -81,7 +76,6 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
-    """Return the tiles at the top of the page: tokens, documents, rows, padding, [UNK] and examples."""
     num_positions = manifest.num_rows * manifest.seq_len
     num_examples = sum(number * rows for number, rows in figures.rows_by_examples.items())
     tiles = [
@@ -103,6 +97,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
+    """Return the names that the page shows: source -> last folders of its name, as few as make the names differ."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -110,7 +105,6 @@ def _short_names(report: BuildReport | None) -> dict[str, str]:
 
 
 def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
-    """Return the section with a table of the sources: licence, documents, tokens and [UNK] of each."""
     rows = []
     for source, counts in report.sources.items():
         rows.append(
@@ -131,7 +125,9 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
 
 
 def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
-    """Return the section with the tokens of each source that the documents' records name (`metadata.source`)."""
+    """Return the tokens of each source that the documents' records name (`metadata.source`); "" if none does.
+    Licences are known only for text that `corpus prepare` made.
+    """
     prepared = {} if report is None else report.prepared
     rows = []
     by_name = sorted(figures.tokens_by_source.items(), key=lambda item: (item[0][0], item[0][1] or ""))
@@ -150,7 +146,6 @@ def _record_sources(figures: RowFigures, report: BuildReport | None, short_names
 
 
 def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    """Return the section with the histograms of lengths, padding and examples per row."""
     seq_len = manifest.seq_len
     labels = [str(-(-number * (seq_len + 1) // NUM_BINS)) for number in range(NUM_BINS)]  # least length of each bin
     most_examples = max(figures.rows_by_examples)
@@ -172,7 +167,6 @@ def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: Row
 
 
 def _left_out(report: BuildReport) -> str:
-    """Return the section with the documents and the inputs that the build left out, by reason."""
     documents = [
         [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}"]
         for kind, skipped in report.documents_skipped.items()
@@ -191,7 +185,6 @@ def _left_out(report: BuildReport) -> str:
 
 
 def _preparation(text: PreparedText) -> str:
-    """Return the section with the documents that `corpus prepare` kept and dropped, by step, reason and source."""
     names = list(text.sources)
     kept = [
         [
