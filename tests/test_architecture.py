@@ -41,7 +41,7 @@ LONGEST_FILE = 500
 DOCSTRING_SHARE = 0.30  # docstring lines per line of code
 DOCSTRING_SHARES = {"electra_dist/objectives": 0.40, "kernels/electra_kernels": 0.40}  # formulas, shapes, sources
 # These two numbers only fall. CONTRIBUTING.md has the rules that they count exceptions from.
-SMALL_MODULES = 52
+SMALL_MODULES = 50
 SMALL_FOLDERS = 16
 WITHOUT_TORCH = (
     "launcher.cli.submit",
@@ -147,7 +147,7 @@ def test_docstrings_say_what_signatures_cannot(files: Graph):
 
 def test_no_new_small_module_has_one_importer(files: Graph):
     alone = (module for module in only_importers(files) if not module.startswith("benchmarks/"))
-    assert len([module for module in alone if count_lines(ROOT, module).all < SMALL_MODULE]) <= SMALL_MODULES
+    assert len([module for module in alone if count_lines(ROOT, module).code < SMALL_MODULE]) <= SMALL_MODULES
 
 
 def test_no_new_sub_package_is_small(files: Graph):

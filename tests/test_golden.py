@@ -128,6 +128,12 @@ def test_a_planted_change_is_found(kind: str, entry: str, old: str, new: str):
 
 
 @pytest.mark.multiproc
+def test_a_check_of_no_entry_is_an_error():
+    done = golden("identities", "no such entry")
+    assert done.returncode == 2 and "no entry is named no such entry" in done.stderr
+
+
+@pytest.mark.multiproc
 @pytest.mark.sample
 def test_another_text_of_an_error_is_found():
     done = golden("errors", "", "--plant=did you mean=>do you mean")

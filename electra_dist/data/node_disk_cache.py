@@ -54,10 +54,11 @@ class NodeCache:
         corpus: Collection[str] = (),
         peers: PeerGroup | None = None,
     ) -> None:
-        """Remember the folder, which the first fetch creates; without `limit_bytes`, only a nearly full disk evicts.
+        """Keep the shards in `directory`, which the first fetch creates.
 
-        `corpus` has the SHA-256 of every shard of the caller's corpus: shards of other corpora are evicted first, and
-        those that this node fetches for its `peers` last.
+        Without `limit_bytes`, shards are evicted only when the disk is nearly full. `corpus` has the SHA-256 of every
+        shard of the caller's corpus: shards of other corpora are evicted first, and those that this node fetches for
+        its `peers` last.
         """
         self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
         # SHA-256 of the shards that the caller has open or will open soon. To change it, assign a new set: threads

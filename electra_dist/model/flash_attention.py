@@ -107,7 +107,7 @@ def _run_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Call torch's backward operator; return the gradients of queries, keys and values, [T, 3, N, D] contiguous."""
+    """Return the gradients of queries, keys and values by torch's operator, in one contiguous tensor [T, 3, N, D]."""
     is_causal = False
     with _in_fixed_order():
         grads_TND = _backward_operator(

@@ -127,7 +127,10 @@ class Network:
         return self.output_share * (dense + logits + softmax)
 
     def matmul(self) -> float:
-        """Return the forward FLOPs of a token by MFU's method; a head that predicts tokens counts at `masked`."""
+        """Return the matrix products' forward FLOPs of a token, as MFU counts them.
+
+        A head that predicts tokens is counted at the share `masked` of the positions.
+        """
         hidden = self.hidden
         embedding = self._embedding_width
         attention = self._attention_width

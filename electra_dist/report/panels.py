@@ -41,9 +41,7 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
-    """Return the diagram of one loss in training and on held-out rows: the generator's ("mlm") or discriminator's
-    ("rtd").
-    """
+    """Return the diagram of the generator's ("mlm") or the discriminator's loss ("rtd"), in training and held out."""
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
     lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)

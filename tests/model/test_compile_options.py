@@ -61,7 +61,7 @@ def test_one_graph_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch):
         graphs_of(doubled(), 4)
 
 
-def test_the_same_holds_for_a_compiled_layer(monkeypatch: pytest.MonkeyPatch):
+def test_the_same_holds_for_a_compiled_layer():
     class Double(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2

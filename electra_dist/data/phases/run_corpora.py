@@ -180,6 +180,5 @@ def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
         dtype=first.dtype,
         tokenizer=first.tokenizer,
         builder={"phases": parts},
-        totals={},
         shards=tuple(shards),
     )

@@ -64,7 +64,10 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place."""
+    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place.
+
+    The docstrings of the functions that draw contrasts show the place in brackets.
+    """
 
     frame: Words
     good_word: str
@@ -104,7 +107,7 @@ class _WordSampler:
 
 
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the old boy [is] tired."; the word in brackets differs in the ungrammatical one."""
+    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)

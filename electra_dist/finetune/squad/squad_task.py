@@ -55,7 +55,7 @@ class SquadTask(Task):
     """Question answering on SQuAD, scored by the official F1 in per cent; for 2.0, at the best no-answer threshold."""
 
     def __init__(self, version: int, data: Path) -> None:
-        """Read the files of SQuAD `version` 1 or 2 in `data` or its folder squad/; `notes` tell what is left out."""
+        """Read SQuAD `version` 1 or 2 from `data` or its folder squad/; `notes` lists what was left out."""
         self.version = version
         self.name = f"squad{version}"
         self.metric = "f1" if version == 1 else "best_f1"

@@ -38,7 +38,7 @@ class GpuSampler:
         self._probe = GpuProbe.open()
 
     def read(self) -> GpuReading | None:
-        """Return the present readings of the local GPUs, combined by `worst`; None without NVML or GPUs."""
+        """Return the worst of the local GPUs' present readings (`worst`); None without NVML or GPUs."""
         if self._probe is None:
             return None
         return worst(self._probe.sample())

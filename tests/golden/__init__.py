@@ -1,0 +1,1 @@
+"""The golden set: kinds of entries, how they are made, and their records."""
