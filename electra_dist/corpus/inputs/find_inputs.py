@@ -100,12 +100,12 @@ class _Search:
         """Add the file, the folder or the files of the brace pattern that the user gave as --input."""
         is_remote = given.startswith("s3://")
         source = encodable(given.rstrip("/") if is_remote else os.path.normpath(given))
-        is_pattern = "{" in given and (is_remote or not Path(given).exists())
-        for path in _expand_braces(given) if is_pattern else [given]:
+        paths = paths_of_input(given)
+        for path in paths:
             if is_remote:
                 self._add_remote(path, source)
             else:
-                self._add_local(path, source, is_pattern)
+                self._add_local(path, source, is_pattern=paths != [given])
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
         """Add a local file, or the files below a local folder; `source` is the input that the user gave."""
@@ -192,13 +192,15 @@ class _Search:
         return self._store_of_url[url]
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    """Return the paths of a brace pattern, as bash expands it: `a-{00..02}.tar` gives a-00.tar, a-01.tar, a-02.tar."""
+def paths_of_input(given: str) -> list[str]:
+    """Return the paths that an input names: `a-{00..02}.tar` names a-00.tar, a-01.tar and a-02.tar, as in bash."""
+    if "{" not in given or ("://" not in given and Path(given).exists()):
+        return [given]
     try:
-        return list(braceexpand.braceexpand(pattern))
+        return list(braceexpand.braceexpand(given))
     except ValueError:  # UnbalancedBracesError, which is one
         raise UserError(
-            f"--input {pattern}: the braces are not balanced; write a pattern like shard-{{000..099}}.tar"
+            f"--input {given}: the braces are not balanced; write a pattern like shard-{{000..099}}.tar"
         ) from None
 
 

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from electra_dist.corpus.inputs.find_inputs import paths_of_input
 from electra_dist.corpus.prepare.executors import (
     NothingSubmitted,
     Report,
@@ -160,17 +161,15 @@ def _refuse_folders_in_sources(config: PrepareConfig) -> None:
     """Raise UserError if the output or the work folder is inside a source, which would read it as text."""
     for source in config.sources:
         for key, folder in (("output", config.output), ("work", config.work)):
-            if "://" in source.path or "://" in folder:
-                is_inside = f"{folder.rstrip('/')}/".startswith(f"{source.path.rstrip('/')}/")
-            else:
-                resolved = Path(folder).resolve()
-                # A source may be a glob pattern, which would find the folder or one that it is in at the next start.
-                is_inside = any(
-                    fnmatch.fnmatchcase(str(path), str(Path(source.path).resolve()))
-                    for path in (resolved, *resolved.parents)
-                )
-                is_inside = is_inside or resolved.is_relative_to(Path(source.path).resolve())
-            if is_inside:
+            if any(_is_inside(folder, path) for path in paths_of_input(source.path)):
                 raise UserError(
                     f"{key}: {folder} is inside the source {source.name} ({source.path}); choose a folder outside"
                 )
+
+
+def _is_inside(folder: str, source: str) -> bool:
+    """Return whether a folder is a source or in it; for a glob pattern, in a folder that the pattern would find."""
+    if "://" in source or "://" in folder:
+        return f"{folder.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
+    path, root = Path(folder).resolve(), Path(source).resolve()
+    return any(place == root or fnmatch.fnmatchcase(str(place), str(root)) for place in (path, *path.parents))

@@ -99,6 +99,8 @@ def test_an_output_inside_a_source_is_refused(write: Write, tmp_path: Path):
     pattern = [{"name": "web", "path": str(tmp_path / "i*")}]
     assert "is inside the source web" in refusal(write(output=str(tmp_path / "in" / "out"), sources=pattern))
     assert "is inside the source web" in refusal(write(work=str(tmp_path / "its"), sources=pattern))
+    braces = [{"name": "web", "path": str(tmp_path / "{in,other}")}]
+    assert "is inside the source web" in refusal(write(output=str(tmp_path / "other" / "out"), sources=braces))
 
 
 def test_sources_without_files_are_refused(write: Write, tmp_path: Path):
