@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from golden.comparison import Kind
-from golden.doors import exact_records, sha256, train
 from support.real_runs import write_corpus, write_tiny_config
 
 import electra_dist
+from golden.comparison import Kind
+from golden.doors import exact_records, sha256, train
 
 NUM_STEPS = 20
 GLOBAL_BATCH = 8

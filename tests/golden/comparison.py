@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
 from golden.doors import has_cpu_library
 
 RECORDS = Path(__file__).parent / "records"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from golden.comparison import Kind
-from golden.doors import command, files_below
 from support.corpus_texts import BUILD_CONFIG, make_prose, make_vocabulary
 from support.raw_inputs import RAW_FORMATS, write_raw_inputs
+
+from golden.comparison import Kind
+from golden.doors import command, files_below
 
 BUILDS: dict[str, list[str]] = {
     "plain": [],

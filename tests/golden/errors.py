@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.real_runs import REPOSITORY
+
 from golden.comparison import Kind
 from golden.doors import with_plants
-from support.real_runs import REPOSITORY
 
 FILE = "tests/train/test_bad_input.py"
 _PLUGIN = "golden.recorded_errors"

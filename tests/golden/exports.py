@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from support.real_runs import SEQ_LEN, write_corpus, write_tiny_config
+
 from golden.comparison import Kind
 from golden.doors import command, files_below, train
-from support.real_runs import SEQ_LEN, write_corpus, write_tiny_config
 
 SHARINGS = ("embeddings", "all", "none", "gdes")
 ARCHITECTURES = ("bert", "modern")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from electra_dist.errors import UserError
 from golden.comparison import Kind
 from golden.doors import CONFIGS, identity, leaves, resolved
-
-from electra_dist.errors import UserError
 
 BASE = CONFIGS / "small.yaml"
 # Not configs of runs.

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from support.real_runs import write_corpus, write_tiny_config
+
 from golden.comparison import Kind
 from golden.doors import CONFIGS, command, train, without_moments
-from support.real_runs import write_corpus, write_tiny_config
 
 COMMANDS: dict[str, list[str]] = {
     "status": ["status", "RUN", "--json"],

@@ -6,9 +6,10 @@ import re
 import sys
 from pathlib import Path
 
+from support.real_runs import write_tiny_config
+
 from golden.comparison import Kind
 from golden.doors import command, named_places
-from support.real_runs import write_tiny_config
 
 OPTIONS: dict[str, list[str]] = {
     "requeued": ["--nodes", "2"],

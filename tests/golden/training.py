@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from support.real_runs import write_corpus, write_tiny_config
+
 from golden.comparison import Kind
 from golden.doors import events, exact_records, named_places, newest_tensors, sha256, train
-from support.real_runs import write_corpus, write_tiny_config
 
 OBJECTIVES = ("rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial")
 PRECISIONS = ("fp32", "bf16", "fp16")
