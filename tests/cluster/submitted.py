@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 from machines import show, wait_for
 from slurm import SlurmCluster
-from support.real_runs import REPOSITORY
 
 from electra_dist.run.ledger import read_jobs, read_ledger
 from launcher.slurm.submission import Submission, prepare
@@ -70,8 +69,8 @@ class SubmittedRun:
 
 def submit(cluster: SlurmCluster, config: Path, *options: str) -> SubmittedRun:
     """Submit as a person would."""
-    command = [sys.executable, str(REPOSITORY / "launcher" / "submit.py"), "--config", str(config)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    command = [str(Path(sys.executable).parent / "electra-dist"), "submit", "--config", str(config), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return _run(cluster, config)
