@@ -156,11 +156,6 @@ class Config(Section):
                 f"engine.overlap_communication: true needs train.precision: bf16, not {self.train.precision}; set "
                 f"engine.overlap_communication: false"
             )
-        if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
-            raise ValueError(
-                f"engine.early_generator: true works only if the generator learns from its own loss alone, unlike "
-                f"with objective.name: {self.objective.name}; set engine.early_generator: false"
-            )
         if self.checkpoint.keep_best and not self.data.heldout:
             raise ValueError(
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, but without data.heldout no checkpoint is "
@@ -277,32 +272,22 @@ class Config(Section):
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise ValueError for LAMB or Muon at a ZeRO stage where it cannot work, or with another's implementation.
-    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces. Muon gathers its matrices at stages 1
-    and 2.
-    """
-    if config.name == "lamb":
-        if zero_stage > 0:
-            raise ValueError(
-                f"optimizer.name lamb needs whole parameters for its norms, but engine.zero_stage is {zero_stage}; "
-                f"set engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
-            )
-        if config.implementation == "deepspeed":
-            raise ValueError(
-                "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
-                "implementations apex and foreach; set optimizer.implementation: auto"
-            )
-    if config.name == "muon":
-        if zero_stage > 2:
-            raise ValueError(
-                f"optimizer.name muon works at engine.zero_stage 0, 1 and 2, but engine.zero_stage is {zero_stage}; "
-                f"set engine.zero_stage: 2 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
-            )
-        if config.implementation not in ("auto", "foreach"):
-            raise ValueError(
-                f"optimizer.implementation {config.implementation} is not available for optimizer.name muon, which "
-                f"has the implementation foreach; set optimizer.implementation: auto"
-            )
+    """Raise ValueError for LAMB or Muon above ZeRO stage 0, where it gets pieces, or with another's implementation."""
+    if config.name in ("lamb", "muon") and zero_stage > 0:
+        raise ValueError(
+            f"optimizer.name {config.name} needs whole parameters, but engine.zero_stage is {zero_stage}; "
+            f"set engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+        )
+    if config.name == "lamb" and config.implementation == "deepspeed":
+        raise ValueError(
+            "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
+            "implementations apex and foreach; set optimizer.implementation: auto"
+        )
+    if config.name == "muon" and config.implementation not in ("auto", "foreach"):
+        raise ValueError(
+            f"optimizer.implementation {config.implementation} is not available for optimizer.name muon, which "
+            f"has the implementation foreach; set optimizer.implementation: auto"
+        )
 
 
 # Keys of section `objective` that were added after runs had begun without them. A key with the value given here

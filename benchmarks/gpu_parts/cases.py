@@ -21,7 +21,6 @@ from electra_kernels.discriminator_tail import rtd_loss
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
-from electra_kernels.operation_types import DropoutKey
 from electra_kernels.replace_tokens import replace_and_label
 
 from electra_dist.objectives.masking import num_slots
@@ -234,11 +233,11 @@ def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[GpuCase]:
             3 * size * B * S * wide,
         ),
     ]
+    key = torch.tensor([1, 2, 1], device=device)  # seed, step, layer
     for width in sizes.widths:
-        key = DropoutKey(0.1, seed=1, step=2, site=3)
 
-        def our_norm(given: list[torch.Tensor], backend: str, key: DropoutKey = key) -> torch.Tensor:
-            return dropout_add_norm(*given, eps=1e-12, dropout=key, row_B=rows, backend=backend)
+        def our_norm(given: list[torch.Tensor], backend: str) -> torch.Tensor:
+            return dropout_add_norm(*given, rows, key, 1, 0.1, 1e-12, backend)[0]
 
         def eager_norm(given: list[torch.Tensor], width: int = width) -> torch.Tensor:
             x, residual, scale, shift = given

@@ -52,7 +52,6 @@ def fusion_cases(bench: StepBench) -> Iterator[Case]:
             change = functools.partial(_without_attention_dropout, backend)
             case = with_change(f"ours, {backend}, no attention dropout", change)
             yield case._replace(kind="compiled step") if backend == "flex" else case
-    yield with_change("ours, generator early", _compute_generator_gradients_early)
     yield with_change("ours, activations again", _recompute)
 
 
@@ -92,14 +91,6 @@ def _without_attention_dropout(backend: str, module: ReplacedTokenDetection) -> 
     for submodule in module.modules():
         if isinstance(submodule, SelfAttention):
             submodule.dropout = 0.0
-
-
-def _compute_generator_gradients_early(module: ReplacedTokenDetection) -> None:
-    """Make a module compute the generator's gradients before the discriminator runs.
-
-    The activations of the two towers are then never in memory together.
-    """
-    module.early_generator = True
 
 
 def _recompute(module: ReplacedTokenDetection) -> None:

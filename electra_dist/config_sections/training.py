@@ -299,7 +299,7 @@ class OptimizerConfig(Section):
         default="adamw",
         description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
         "the parameter's norm and needs engine.zero_stage: 0. muon: Muon for the matrices of the layers and AdamW for "
-        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0, 1 or 2.",
+        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
@@ -413,11 +413,6 @@ class EngineConfig(Section):
         description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step then "
         "takes a minute longer, unless data.cache_dir holds the compiled code of an earlier start.",
     )
-    early_generator: bool = Field(
-        default=False,
-        description="Whether the generator's gradients are computed before the discriminator runs, so that the "
-        "activations of both towers are never in memory together (zero_stage 0 to 2).",
-    )
     overlap_communication: bool = Field(
         default=False,
         description="Whether ranks exchange gradients, in fp32, while the backward pass still runs, and the norms of "
@@ -429,8 +424,8 @@ class EngineConfig(Section):
     def _whole_parameters(self) -> EngineConfig:
         """Refuse an option that does not work with the ZeRO stage or with another option.
 
-        early_generator and compile need whole parameters on each rank, but stage 3 splits them between the ranks.
-        overlap_communication works at stage 1 only, and not with offload_optimizer.
+        compile needs whole parameters on each rank, but stage 3 splits them between the ranks. overlap_communication
+        works at stage 1 only, and not with offload_optimizer.
         """
         if self.overlap_communication and self.zero_stage != 1:
             raise ValueError(
@@ -440,11 +435,6 @@ class EngineConfig(Section):
         if self.overlap_communication and self.offload_optimizer:
             raise ValueError(
                 "overlap_communication does not work with offload_optimizer: true; set one of them to false"
-            )
-        if self.early_generator and self.zero_stage == 3:
-            raise ValueError(
-                "early_generator needs whole parameters, which zero_stage 3 splits; set engine.early_generator: false "
-                "and use engine.activation_checkpointing: true, or set a lower engine.zero_stage"
             )
         if self.compile and self.zero_stage == 3:
             raise ValueError(

@@ -29,7 +29,6 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
         "ranks": str(dist.get_world_size()),
         "train.micro_batch": str(config.train.micro_batch),
         "engine.zero_stage": str(config.engine.zero_stage),
-        "engine.early_generator": str(config.engine.early_generator).lower(),
         "attention": engine.attention.backend,
         "guard.window": str(guard.window),
         "guard.spike_sigma": str(guard.spike_sigma),

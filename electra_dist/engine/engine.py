@@ -19,7 +19,6 @@ In fp32, and at stage 0, both devices exchange fp32.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +37,7 @@ from electra_dist.engine.gradients.gradient_sums import GradientSums, norms_stay
 from electra_dist.engine.gradients.step_numbers import StepNumbers
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
-from electra_dist.engine.optimizers.muon import adopt_partitions, check_update
+from electra_dist.engine.optimizers.muon import check_update
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError
@@ -176,7 +175,6 @@ class Engine:
                 dist_init_required=False,
             )
         if optimizer_config.name == "muon":
-            adopt_partitions(self.optimizer, self.device)
             check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():
@@ -231,8 +229,6 @@ class Engine:
 
     def forward(self, given: StepInput) -> StepOutput:
         """Return the objective's output for one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""
-        if self.loss_scale is not None:
-            given = dataclasses.replace(given, gradient_scale=dist.get_world_size() * self.loss_scale.cur_scale)
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ implementations of this one update rule; `build_optimizer` takes the first that 
 `optimizer.name: lamb` is `ForeachLamb` of `lamb.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
 would silently take the norm of a piece for the norm of a parameter. `optimizer.name: muon` is `ForeachMuon` of
-`muon.py`, which runs at the ZeRO stages 0 to 2.
+`muon.py`, which runs at ZeRO stage 0 likewise.
 """
 
 from __future__ import annotations

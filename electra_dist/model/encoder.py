@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from electra_kernels import compiled_dropout
+from electra_kernels.attention_dropout import keep_attention
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.dropout_add_norm import dropout_add_norm
+from electra_kernels.dropout_add_norm import SITES, dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.table_lookup import table_lookup
@@ -58,35 +58,24 @@ class DropoutAddNorm(nn.LayerNorm):
         probability = self.probability if self.training else 0.0
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
         residual_BSH = residual_BSH.to(x_BSH.dtype)
-        if torch.compiler.is_compiling():
-            normed_BSH, _statistics = compiled_dropout.dropout_add_norm(
-                x_BSH,
-                residual_BSH,
-                self.weight,
-                self.bias,
-                dropout_keys.row_B,
-                dropout_keys.key_3,
-                self.site,
-                probability,
-                self.eps,
-                dropout_keys.backend,
-            )
-            return normed_BSH
-        return dropout_add_norm(
+        normed_BSH, _statistics = dropout_add_norm(
             x_BSH,
             residual_BSH,
             self.weight,
             self.bias,
-            eps=self.eps,
-            dropout=self.dropout(dropout_keys).on_host(),
-            row_B=dropout_keys.row_B,
-            backend=dropout_keys.backend,
+            dropout_keys.row_B,
+            dropout_keys.key_3,
+            self.site,
+            probability,
+            self.eps,
+            dropout_keys.backend,
         )
+        return normed_BSH
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
         """Return what `forward` drops with: a probability, which is 0 in evaluation mode, and a random key."""
         probability = self.probability if self.training else 0.0
-        return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
+        return LayerDropout(probability, dropout_keys.key_3, self.site, SITES)
 
 
 class SmallEmbedding(nn.Embedding):
@@ -193,7 +182,7 @@ class SelfAttention(nn.Module):
         num_factors = self.num_heads * S * S
         # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
         num_drawn = (num_factors + 3) // 4 * 4
-        drawn = compiled_dropout.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
+        drawn = keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
         return drawn[:, :num_factors].view(B, self.num_heads, S, S)
 
 

@@ -48,7 +48,7 @@ class GeneratorHead(nn.Module):
         step: int,
         row_M: torch.Tensor,
         key_2: torch.Tensor | None = None,
-        temperature: float | torch.Tensor,
+        temperature: float,
         disallow_correct: bool,
         backend: str,
     ) -> MlmHeadOutput:

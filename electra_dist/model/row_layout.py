@@ -113,7 +113,7 @@ def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     first_tokens = np.flatnonzero(begins_BS)
 
     # The smallest power of two that makes room for all examples and pads. So batches with the same number of rows
-    # nearly always have tensors of one size, which compiled code and CUDA graphs need. A fixed upper bound would be
+    # nearly always have tensors of one size, which compiled code needs. A fixed upper bound would be
     # too large: a row may hold an example for every 5 tokens, and each empty sequence costs idle thread blocks and 128
     # tokens of workspace in every backward pass of attention.
     sequences_per_row = _LEAST_SEQUENCES_PER_ROW

@@ -26,7 +26,6 @@ from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import Batch, StepOutput, mlm_sums, rtd_sums
 from electra_dist.objectives.corruption import Corruption
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class AdversarialGenerator(ReplacedTokenDetection):
@@ -59,8 +58,8 @@ class AdversarialGenerator(ReplacedTokenDetection):
         policy_loss_sum = self._policy_loss_sum(
             states_MH, inserted_M, right_logit_M, weight_M, batch.values.temperature
         )
-        generator_loss = weighted(batch.values.mlm_weight, batch.first_scale, policy_loss_sum)
-        loss = generator_loss + weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
+        generator_loss = batch.values.mlm_weight * batch.first_scale * policy_loss_sum
+        loss = generator_loss + batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
         sums = corruption.sums | rtd_sums(rtd)
         return self.output(batch, loss, sums, rtd.logits_T, label_BS, corrupted_BS)
 
@@ -70,7 +69,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         inserted_M: torch.Tensor,
         right_logit_M: torch.Tensor,
         weight_M: torch.Tensor,
-        temperature: Scalar,
+        temperature: float,
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss."""
         # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.

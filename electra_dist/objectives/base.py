@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
-from electra_kernels.keyed_random import Purpose, derive_seed, key_on_device
+from electra_kernels.keyed_random import Purpose, copy_to_device, derive_seed
 from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
@@ -35,7 +35,7 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
-from electra_dist.objectives.scheduled_values import Scalar, ScheduledValues, evaluation_values, first_values
+from electra_dist.objectives.scheduled_values import ScheduledValues, evaluation_values, first_values
 
 # Each tower's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
 # seeds differ from those that the training loop derives for torch's generator.
@@ -90,9 +90,6 @@ class StepInput:
     # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
     # attention backend "flash" reads it.
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
-    # Upstream gradient that the backward pass of this input will start with, which contains the loss scale. The engine
-    # sets it in fp16 only. Gradients that are computed during the forward pass (`early_generator`) are scaled by it.
-    gradient_scale: float | None = field(default=None, kw_only=True)
     # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode, and in training
     # mode for the values of the first step, which without schedules are those of every step.
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
@@ -116,7 +113,7 @@ class StepOutput(NamedTuple):
 
 def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
     """Copy seed (below 2**63) and step to `device` as int64 [2], where kernels read them; the host does not wait."""
-    return key_on_device(torch.tensor([seed, step]), device)
+    return copy_to_device(torch.tensor([seed, step]), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ class Batch(StepInput):
 
     @property
     def step_on_device(self) -> torch.Tensor:
-        """Return the step's number as int64 [1] on the device of the ids, for operators that draw random numbers."""
+        """Return the step's number as int64 [1] on the device of the ids, for the keys of dropout."""
         assert self.key_2 is not None, "`Objective.batch` makes the key"
         return self.key_2[1:]
 
@@ -141,7 +138,7 @@ class Batch(StepInput):
 
 
 def loss_counts(
-    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
+    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
     """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
 
@@ -196,8 +193,7 @@ class Objective(nn.Module, ABC):
         """Return the loss, the metric sums and the outputs per token of a batch; `forward` calls it.
 
         The loss is the sum of the objective's one or two losses. Each is a sum over tokens, times its weight and its
-        scale (`batch.first_scale` or `batch.second_scale`): use `scheduled_values.weighted`. Build the result with
-        `output`.
+        scale (`batch.first_scale` or `batch.second_scale`). Build the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
@@ -217,7 +213,6 @@ class Objective(nn.Module, ABC):
             first_scale=step_input.first_scale,
             second_scale=step_input.second_scale,
             bounds=step_input.bounds,
-            gradient_scale=step_input.gradient_scale,
             values=values,
             shown_BS=step_input.shown_BS,
             key_2=key_2,

@@ -25,9 +25,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements
 from electra_dist.objectives.frozen_generator import FrozenGenerator
-from electra_dist.objectives.gradients_in_forward import with_gradients_now
 from electra_dist.objectives.masking import Masking
-from electra_dist.objectives.scheduled_values import weighted
 
 
 class Corruption(NamedTuple):
@@ -65,7 +63,6 @@ class CorruptingObjective(Objective):
         # An ordinary attribute would become a submodule, whose parameters DeepSpeed partitions, trains and saves.
         # Writing to __dict__ avoids that.
         self.__dict__["frozen_generator"] = frozen_generator
-        self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
         """Mask the rows, and put a token of the generator at each masked position.
@@ -80,29 +77,24 @@ class CorruptingObjective(Objective):
         states_MH = self.generator_states(batch, masking)
         mlm = self.fill(batch, masking, states_MH)
         sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
-        loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
-        if self.early_generator and loss.requires_grad:
-            loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
+        loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
         corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
         """Return the samples, some replaced by random tokens; int64, [B, N], or [M] if none can be replaced."""
         share = batch.values.random_share
-        is_never_random = not isinstance(share, torch.Tensor) and share == 0
-        if self.random_replacements is None or is_never_random:
+        if self.random_replacements is None or share == 0:
             return sampled_M
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = sampled_M.view_as(target_BN)
-        return self.random_replacements.mix(
-            sampled_BN, target_BN, share, batch.row_B, batch.step_on_device, batch.seed
-        )
+        return self.random_replacements.mix(sampled_BN, target_BN, share, batch.row_B, batch.step, batch.seed)
 
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
     ) -> Corruption:
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
-        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step_on_device, batch.seed)
+        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
         sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
         corrupted_BS, label_BS = self.replace(batch, masking, sampled_BN)
         return Corruption(

@@ -28,7 +28,6 @@ from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.masking import is_candidate
-from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class Electric(CorruptingObjective):
@@ -53,8 +52,8 @@ class Electric(CorruptingObjective):
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
         logit_BS = energy_BS + self._offset(cloze_TH, noised_BS, batch.values.mask_prob)
         detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
-        noise_loss = weighted(batch.values.mlm_weight, batch.first_scale, cloze.loss_sum)
-        loss = noise_loss + weighted(batch.values.rtd_weight, batch.second_scale, detection_sums["rtd_loss_sum"])
+        noise_loss = batch.values.mlm_weight * batch.first_scale * cloze.loss_sum
+        loss = noise_loss + batch.values.rtd_weight * batch.second_scale * detection_sums["rtd_loss_sum"]
         return self.output(batch, loss, cloze_sums | detection_sums, logit_BS, label_BS, noised_BS)
 
     @staticmethod
@@ -102,7 +101,7 @@ class Electric(CorruptingObjective):
         return torch.cat([before_BSH, after_BSH], -1)
 
     @torch.no_grad()
-    def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: Scalar) -> torch.Tensor:
+    def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: float) -> torch.Tensor:
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),
@@ -111,8 +110,5 @@ class Electric(CorruptingObjective):
             noised_BS.flatten(),
             head.vocab_size,
         )
-        if isinstance(mask_prob, torch.Tensor):
-            log_odds_of_noise: Scalar = torch.logit(mask_prob)  # log(p / (1 - p))
-        else:
-            log_odds_of_noise = float(torch.logit(torch.tensor(mask_prob, dtype=torch.float64)))
+        log_odds_of_noise = float(torch.logit(torch.tensor(mask_prob, dtype=torch.float64)))  # log(p / (1 - p))
         return log_q_T.view_as(noised_BS) + log_odds_of_noise

@@ -22,7 +22,6 @@ from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
 
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.objectives.scheduled_values import Scalar
 
 _RANGE = 1 << 32  # number of different 32-bit random words
 
@@ -45,9 +44,7 @@ class FixedGenerator(nn.Module):
         ends[last_token:] = _RANGE
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
-    def forward(
-        self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int | torch.Tensor, seed: int
-    ) -> torch.Tensor:
+    def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
         """Draw a token for each slot, int64 [B, N]; the values of `target_BN` matter with `disallow_correct` only."""
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
@@ -79,9 +76,9 @@ class RandomReplacements(FixedGenerator):
         self,
         sampled_BN: torch.Tensor,
         target_BN: torch.Tensor,
-        share: Scalar,
+        share: float,
         row_B: torch.Tensor,
-        step: int | torch.Tensor,
+        step: int,
         seed: int,
     ) -> torch.Tensor:
         """Replace each sample by a random token with probability `share`, by a draw for each slot; int64 [B, N]."""

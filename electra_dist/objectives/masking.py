@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from electra_kernels.keyed_random import Purpose, bits_grid
+from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
 from electra_kernels.mask_positions import mask_positions, show_masks
 from electra_kernels.operation_types import MaskIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.objectives.scheduled_values import Scalar, first_values
+from electra_dist.objectives.scheduled_values import first_values
 from electra_dist.schedule import NumberOrSchedule, largest_value
 
 
@@ -74,7 +74,7 @@ def _mask_ids(special: SpecialIds) -> MaskIds:
 
 
 def num_masked(
-    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
+    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
     """Return the number n of masked positions of each row, int64 [B]; 0 in a row of pads.
 
@@ -92,8 +92,9 @@ def num_masked(
     return torch.minimum(num_wanted_B, num_candidates_B)
 
 
+@functools.lru_cache(maxsize=16)
 def wanted_counts(
-    mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
+    mask_prob: float, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
 ) -> torch.Tensor:
     """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
 
@@ -102,21 +103,10 @@ def wanted_counts(
     tokens are 29 positions in float32 and 28 in float64, since 0.15 is above 15 % in the first and below it in the
     second.
     """
-    if isinstance(mask_prob, torch.Tensor):
-        dtype = torch.float32 if in_float32 else torch.float64
-        num_real_R = torch.arange(seq_len + 1, dtype=dtype, device=device)
-        return torch.round(num_real_R * mask_prob.to(dtype)).long().clamp(1, most_masked)
-    return _constant_counts(mask_prob, most_masked, seq_len, device, in_float32)
-
-
-@functools.lru_cache(maxsize=16)
-def _constant_counts(
-    mask_prob: float, most_masked: int, seq_len: int, device: torch.device, in_float32: bool
-) -> torch.Tensor:
     dtype = np.dtype(np.float32 if in_float32 else np.float64)
     product_R = np.arange(seq_len + 1, dtype=dtype) * np.array(mask_prob, dtype)
     rounded = np.rint(product_R).astype(np.int64)
-    return torch.from_numpy(rounded.clip(1, most_masked)).to(device)
+    return copy_to_device(torch.from_numpy(rounded.clip(1, most_masked)), device)
 
 
 def mask_rows(
@@ -126,15 +116,14 @@ def mask_rows(
     seed: int,
     step: int,
     row_B: torch.Tensor,
-    mask_prob: Scalar | None = None,
+    mask_prob: float | None = None,
     *,
     key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    `mask_prob` is as for `num_masked`. If `key_2` is given, a GPU reads seed and step (int64) there instead of the
-    integers.
+    `mask_prob` is as for `num_masked`, and `key_2` as for `mask_positions`.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
@@ -154,20 +143,19 @@ def mask_rows(
             backend=backend,
         )
         return Masking(position_BN=position_BN, weight_BN=weight_BN, input_BS=input_BS)
-    step_or_key = step if key_2 is None else key_2[1:]
     num_used_B = num_masked(ids_BS, special, objective, mask_prob)
     is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
 
     # Draw a position for every slot, and put the empty slots at position 0.
     candidate_BS = is_candidate(ids_BS, special)
-    bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step_or_key, row_B, S)
+    bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, S)
     drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
     position_BN = torch.where(is_used_BN, drawn_BN, 0)
 
     # A used slot shows [MASK] with probability `mask_token_prob` (its 32-bit random word is below that share of
     # 2**32); otherwise the generator reads the original token there.
     shown = round(objective.mask_token_prob * 2**32)
-    input_BS = show_masks(ids_BS, position_BN, is_used_BN, special.mask, shown, seed, step_or_key, row_B)
+    input_BS = show_masks(ids_BS, position_BN, is_used_BN, special.mask, shown, seed, step, row_B)
     return Masking(position_BN=position_BN, weight_BN=is_used_BN.float(), input_BS=input_BS)
 
 

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
 from electra_dist.objectives.masking import Masking
-from electra_dist.objectives.scheduled_values import weighted
 
 
 class MaskedLanguageModel(Objective):
@@ -26,7 +25,7 @@ class MaskedLanguageModel(Objective):
         masking = self.mask(batch)
         hidden_BSH = self.read(batch, masking.input_BS)
         mlm = predict_slots(self, batch, masking, hidden_BSH)
-        loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
+        loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
         return self.output(batch, loss, mlm_sums(mlm))
 
 

@@ -25,7 +25,6 @@ from typing_extensions import override
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.corruption import CorruptingObjective, Corruption
 from electra_dist.objectives.mlm import predict_slots, token_sums
-from electra_dist.objectives.scheduled_values import weighted
 
 
 class ReplacedTokenDetection(CorruptingObjective):
@@ -36,7 +35,7 @@ class ReplacedTokenDetection(CorruptingObjective):
         corruption = self.corrupt(batch)
         hidden_BSH = self.read(batch, corruption.corrupted_BS)
         rtd = self.classify(batch, corruption, hidden_BSH)
-        loss = corruption.loss + weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
+        loss = corruption.loss + batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
         sums = corruption.sums | rtd_sums(rtd)
         if self.objective.discriminator_mlm_weight:
             prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)

@@ -14,7 +14,6 @@ import torch
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.objectives.scheduled_values import weighted
 
 
 class TwoStageDetection(ReplacedTokenDetection):
@@ -30,6 +29,6 @@ class TwoStageDetection(ReplacedTokenDetection):
             return self.output(batch, corruption.loss, corruption.sums)
 
         rtd = self.detect(batch, corruption)
-        loss = weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
+        loss = batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
         sums = corruption.sums | rtd_sums(rtd)
         return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)

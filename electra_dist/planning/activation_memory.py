@@ -1,7 +1,7 @@
 """Compute how many bytes of activations a row takes on a GPU, and the largest micro-batch that fits, by arithmetic.
 
 Guarantee: nothing is built and torch is not imported. For replaced-token detection with ELECTRA-Small, -Base and
--Large, in bf16 and fp32, with and without recomputation and the early generator, the result is within 3 % of the
+-Large, in bf16 and fp32, with and without recomputation, the result is within 3 % of the
 bytes that a whole micro-batch allocates when it is rehearsed on torch's device `meta` (tests/rehearsal). No GPU has
 confirmed either number yet.
 
@@ -63,13 +63,12 @@ def activation_bytes_per_row(
     *,
     precision: str = "bf16",
     recompute: bool = False,
-    early_generator: bool = False,
 ) -> float:
     """Return the bytes by which the peak of a forward and backward pass grows with every row of `seq_len` tokens.
 
     ELECTRA-Large at 512 tokens takes 0.52 GB in bf16, 0.41 GB of it for the discriminator. With `recompute`
     (`engine.activation_checkpointing`) only the layers' inputs are kept, and the backward pass computes one layer's
-    activations at a time. With `early_generator` the generator's are freed before the discriminator runs.
+    activations at a time.
     """
     value_bytes = 4 if precision == "fp32" else 2
     discriminator = float(_network(model, model.discriminator, model.embedding_size, recompute) * value_bytes)
@@ -89,9 +88,6 @@ def activation_bytes_per_row(
         generator_gradients = _gradients_of_a_layer(model, model.generator, recompute) * value_bytes
     if objective.generator_only_steps:
         # The generator trains alone first; later it is frozen and keeps nothing.
-        early_generator = True
-
-    if early_generator:
         per_token = max(generator + generator_gradients, discriminator + largest_gradients)
     else:
         per_token = generator + discriminator + largest_gradients
@@ -101,14 +97,12 @@ def activation_bytes_per_row(
     return seq_len * (per_token + attention_bias)
 
 
-def micro_batch_limit(
-    config: Config, memory_gb: float, *, recompute: bool | None = None, early_generator: bool | None = None
-) -> MicroBatchLimit:
+def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None = None) -> MicroBatchLimit:
     """Return the largest micro-batch of a GPU with `memory_gb` x 1e9 bytes, for `plan.num_gpus` GPUs.
 
     The state of the config's ZeRO stage, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
-    `FREE_FRACTION` of the memory are subtracted first. `recompute` and `early_generator` replace the config's
-    `engine.activation_checkpointing` and `engine.early_generator` unless they are None.
+    `FREE_FRACTION` of the memory are subtracted first. `recompute` replaces the config's
+    `engine.activation_checkpointing` unless it is None.
     """
     engine = config.engine
     precision = config.train.precision
@@ -118,7 +112,6 @@ def micro_batch_limit(
         config.data.seq_len,
         precision=precision,
         recompute=engine.activation_checkpointing if recompute is None else recompute,
-        early_generator=engine.early_generator if early_generator is None else early_generator,
     )
     num_gpus = config.plan.num_gpus
     num_parameters = parameter_counts(config.model, config.objective).total

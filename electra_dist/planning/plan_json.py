@@ -33,13 +33,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
         "parameters": budget.parameters._asdict() | {"total": budget.parameters.total},
         "state_bytes_per_gpu": {f"zero_{stage}": _state_bytes(config, stage) for stage in range(4)},
         "largest_micro_batch": {
-            gpu: micro_batch_limit(
-                config,
-                memory_gb,
-                early_generator=config.engine.early_generator,
-                recompute=config.engine.activation_checkpointing,
-            ).fitting_rows
-            for gpu, memory_gb in GPU_MEMORY_GB.items()
+            gpu: micro_batch_limit(config, memory_gb).fitting_rows for gpu, memory_gb in GPU_MEMORY_GB.items()
         },
         "phases": _phases(config),
         "keys_without_effect": keys_without_effect(config),

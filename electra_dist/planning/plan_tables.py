@@ -246,29 +246,23 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _largest_micro_batch(config: Config) -> PlanSection:
-    """Return the table of the largest micro-batch per type of GPU, with and without two ways to save memory.
+    """Return the table of the largest micro-batch per type of GPU, with all activations kept and with them recomputed.
 
-    The column of the config's settings is marked in the header.
+    The column of the config's setting is marked in the header.
     """
     engine = config.engine
-    settings = [(False, False), (True, False), (False, True), (True, True)]
-    names = ["neither", "early_generator", "activation_checkpointing", "both"]
-    chosen = settings.index((engine.early_generator, engine.activation_checkpointing))
+    settings = [False, True]
+    names = ["all activations kept", "activation_checkpointing"]
+    chosen = settings.index(engine.activation_checkpointing)
     names[chosen] = f"> {names[chosen]}"
 
     rows = []
     for memory_gb in sorted(set(GPU_MEMORY_GB.values()), reverse=True):
-        limits = [
-            micro_batch_limit(config, memory_gb, early_generator=early, recompute=recompute)
-            for early, recompute in settings
-        ]
+        limits = [micro_batch_limit(config, memory_gb, recompute) for recompute in settings]
         gpus = [_with_precisions(name) for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
         rows.append([f"{memory_gb} GB", *(f"{limit.fitting_rows:,}" for limit in limits), ", ".join(gpus)])
 
-    row_megabytes = [
-        f"{micro_batch_limit(config, 0, early_generator=early, recompute=recompute).row_bytes / 1e6:.3g}"
-        for early, recompute in settings
-    ]
+    row_megabytes = [f"{micro_batch_limit(config, 0, recompute).row_bytes / 1e6:.3g}" for recompute in settings]
     rows.append(["MB a row", *row_megabytes, "activations only"])
     unused_memory = f"{100 * FREE_FRACTION:g} % of the memory stays free"
     note = f"predicted, not measured; {unused_memory}; a micro-batch must divide the rows per GPU"

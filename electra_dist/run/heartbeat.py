@@ -35,7 +35,6 @@ from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 from electra_dist.store.regular_files import read_regular
 
 RECORD_BYTES = 512  # length of every heartbeat file
-_OLDER_RECORD_BYTES = 320  # of versions without the field `reason`
 REASON_CHARACTERS = 160  # a longer reason is cut off
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
@@ -183,7 +182,7 @@ def _decode(line: bytes) -> Beat | None:
     """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
-    is_whole = len(line) in (RECORD_BYTES, _OLDER_RECORD_BYTES) and checksum.isdigit()
+    is_whole = len(line) == RECORD_BYTES and checksum.isdigit()
     if not is_whole or checksum != str(zlib.crc32(body)).encode():
         return None
     try:

@@ -295,10 +295,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         from electra_dist.model.compile_layers import compile_layers
 
         compile_layers(objective, node_cache_folder(config).path / "compiled")
-    if isinstance(objective, CorruptingObjective):
-        objective.early_generator = config.engine.early_generator
-        if objective.frozen_generator is not None:
-            objective.frozen_generator.load_state_dict(read_frozen_generator(config))
+    if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
+        objective.frozen_generator.load_state_dict(read_frozen_generator(config))
     return objective
 
 

@@ -244,7 +244,7 @@ class TrainStep:
     def _values_of(self, step: int) -> ScheduledValues:
         if self._schedules is None:
             return self._values
-        return self._schedules.write(step)
+        return self._schedules.values(step)
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))

@@ -106,7 +106,7 @@ class Trainer:
         )
         monitor.began(self.checkpointer.attempt)
         is_first_round = build_s is not None
-        self.schedules = Schedules(config.objective, config.train.num_steps, engine.device)
+        self.schedules = Schedules(config.objective, config.train.num_steps)
         self.restored, set_aside = self.checkpointer.restore(pristine=is_first_round)
         self.state = TrainState.after(self.restored, config.guard, skips)
         setup_s = dict(build_s) if build_s is not None else {}

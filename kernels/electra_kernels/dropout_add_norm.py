@@ -11,12 +11,18 @@ Why it is fused, in bytes moved for each element in bf16, forward and backward t
 gradients once more to sum those of the parameters. This operation moves 16 (6 and 10).
 
 In Triton, backward computes residual + dropout(x) again from both inputs. To keep the inputs costs no more memory than
-to keep that sum, because the sub-layer keeps its residual in any case. The reference keeps the sum and the factors of
-dropout, which take longer to compute again on a CPU.
+to keep that sum, because the sub-layer keeps its residual in any case. In an eager layer the reference keeps the sum
+and the factors of dropout, which take longer to compute again on a CPU.
 
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an element for the bits.
 
-Limits: H is a multiple of 4; site * S * H is below 2**34.
+`dropout_add_norm` is a custom operator, which torch.compile treats as opaque. The values of its key, a tensor, are not
+part of a compiled graph, so that one graph serves every layer of a tower and every step; Python integers would become
+constants of the graph. An eager layer calls `reference_forward` and `reference_backward`, or Triton's passes, itself
+(`layer/passes.py`).
+
+Limits: H is a multiple of 4; the number of the site within the tower times S * H is below 2**34. On a CPU the
+operator's backward pass computes residual + dropout(x) again.
 
 Shapes: B rows, S tokens, H hidden.
 """
@@ -26,55 +32,145 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
 from electra_kernels.operation_types import DropoutKey, LayerDropout
 
+SITES = 2  # number of places in a layer that call `dropout_add_norm`
 
+
+@torch.library.custom_op("electra::dropout_add_norm", mutates_args=())
 def dropout_add_norm(
     x_BSH: torch.Tensor,
     residual_BSH: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
-    *,
-    eps: float,
-    dropout: DropoutKey,
     row_B: torch.Tensor,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Return LayerNorm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
+    key_3: torch.Tensor,
+    site: int,
+    probability: float,
+    eps: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return LayerNorm(residual + dropout(x)), contiguous in the dtype of `x_BSH`, and statistics for backward.
 
-    The computation is in fp32 (fp64 for fp64 input). `x_BSH` is the output of a sub-layer and `residual_BSH` its
-    input, of one dtype. The first four arguments have gradients, but no second derivatives. `row_B` are int64 row
-    numbers within the global batch. Pass probability 0 in evaluation.
+    `x_BSH` is the output of a sub-layer and `residual_BSH` its input, of one dtype. The first four arguments have
+    gradients, but no second derivatives. The computation is in fp32 (fp64 for fp64 input).
+
+    Args:
+        row_B: int64 row numbers within the global batch.
+        key_3: int64 seed, step and number of the layer; on the device under Triton, else on the host.
+        site: Place within the layer, in [0, SITES).
+        probability: Chance of an element to be dropped; 0 in evaluation.
+        backend: See `backend_choice`.
+
+    Returns:
+        The normed states, and mean and variance (with eps) of each token, fp32 [2, T]; the reference keeps no
+        statistics and returns [2, 0].
     """
-    if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
-        layer_dropout = LayerDropout.of_key(dropout, x_BSH.device)
-        return _DropoutAddNorm.apply(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, layer_dropout)
-    return dropout_add_norm_reference(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
+    dropout = LayerDropout(probability, key_3, site, SITES)
+    if _uses_triton(backend, x_BSH):
+        from electra_kernels.triton.dropout_add_norm import forward_pass
+
+        return forward_pass(
+            x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, row_B.contiguous(), eps, dropout
+        )
+    out_BSH, _ = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
+    return out_BSH.contiguous(), _empty_statistics(x_BSH, backend)
 
 
-def dropout_add_norm_reference(
+@dropout_add_norm.register_fake
+def _dropout_add_norm_shapes(x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    backend = rest[-1]
+    out_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
+    return out_BSH, _empty_statistics(x_BSH, backend)
+
+
+@torch.library.custom_op("electra::dropout_add_norm_backward", mutates_args=())
+def _backward(
+    grad_BSH: torch.Tensor,
     x_BSH: torch.Tensor,
     residual_BSH: torch.Tensor,
+    statistics_2T: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
     row_B: torch.Tensor,
+    key_3: torch.Tensor,
+    site: int,
+    probability: float,
     eps: float,
-    dropout: DropoutKey,
-) -> torch.Tensor:
-    """Return LayerNorm(residual + dropout(x)) in plain PyTorch; this is the definition of `dropout_add_norm`."""
-    compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)
-    dropped_BSH = x_BSH.to(compute_dtype)
-    if dropout.probability:
-        dropped_BSH = dropped_BSH * keep_scale(x_BSH.shape, row_B, dropout).to(compute_dtype)
-    summed_BSH = dropped_BSH + residual_BSH.to(compute_dtype)
-    normed_shape = x_BSH.shape[-1:]
-    normed_BSH = F.layer_norm(summed_BSH, normed_shape, weight_H.to(compute_dtype), bias_H.to(compute_dtype), eps)
-    return normed_BSH.to(x_BSH.dtype)
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, residual, weight and bias, contiguous, in their dtypes, with storage of their own."""
+    dropout = LayerDropout(probability, key_3, site, SITES)
+    if _uses_triton(backend, x_BSH):
+        from electra_kernels.triton.dropout_add_norm import backward_pass
+
+        grad_x, grad_residual, grad_weight, grad_bias = backward_pass(
+            grad_BSH.contiguous(),
+            x_BSH.contiguous(),
+            residual_BSH.contiguous(),
+            statistics_2T,
+            weight_H,
+            row_B.contiguous(),
+            dropout,
+        )
+    else:
+        # Autograd records nothing inside a custom operator, so the sum before the norm is computed again.
+        _, kept = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
+        grad_x, grad_residual, grad_weight, grad_bias = reference_backward(grad_BSH, kept, weight_H, bias_H)
+    grad_x = grad_x.to(x_BSH.dtype).contiguous()
+    grad_residual = grad_residual.to(residual_BSH.dtype).contiguous()
+    grad_weight = grad_weight.to(weight_H.dtype).contiguous()
+    grad_bias = grad_bias.to(bias_H.dtype).contiguous()
+    if grad_x.data_ptr() == grad_residual.data_ptr():
+        # Without dropout both gradients are one tensor, but outputs of an operator must not share storage.
+        grad_residual = grad_residual.clone()
+    return grad_x, grad_residual, grad_weight, grad_bias
+
+
+@_backward.register_fake
+def _backward_shapes(
+    grad_BSH: torch.Tensor,
+    x_BSH: torch.Tensor,
+    residual_BSH: torch.Tensor,
+    statistics_2T: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    inputs = (x_BSH, residual_BSH, weight_H, bias_H)
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, site, probability, eps, backend = inputs
+    _, statistics_2T = output
+    # Both are in the order in which `_backward` takes them.
+    ctx.save_for_backward(x_BSH, residual_BSH, statistics_2T, weight_H, bias_H, row_B, key_3)
+    ctx.options = (site, probability, eps, backend)
+
+
+def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    """Ignore the gradient of the statistics, because no loss depends on them."""
+    grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
+    no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
+    return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
+
+
+dropout_add_norm.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
+    return resolve_without_cuda(backend, x_BSH.device.type) == "triton"
+
+
+def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
+    """Return [2, T] for Triton, else [2, 0]: a custom operator must return the same number of tensors."""
+    num_rows, seq_len, _ = x_BSH.shape
+    num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
+    return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)
 
 
 class KeptForBackward(NamedTuple):
@@ -95,10 +191,10 @@ def reference_forward(
     eps: float,
     dropout: DropoutKey,
 ) -> tuple[torch.Tensor, KeptForBackward]:
-    """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `reference_backward` needs.
+    """Return LayerNorm(residual + dropout(x)) in plain PyTorch, and what `reference_backward` needs.
 
-    Arguments and values are those of `dropout_add_norm`, but the shape may be [B * S, H], too. For an autograd
-    function of a whole layer: autograd does not record the computation.
+    This is the definition of `dropout_add_norm`. The shape may be [B * S, H], too. Autograd does not record the
+    computation.
     """
     hidden = x.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -158,39 +254,3 @@ def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> t
         drop=dropout.probability,
     )
     return factors.view(shape)
-
-
-class _DropoutAddNorm(torch.autograd.Function):
-    """Autograd function in Triton; it keeps the inputs and each token's mean and variance, but no dropout mask."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_BSH: torch.Tensor,
-        residual_BSH: torch.Tensor,
-        weight_H: torch.Tensor,
-        bias_H: torch.Tensor,
-        row_B: torch.Tensor,
-        eps: float,
-        dropout: LayerDropout,
-    ) -> torch.Tensor:
-        from electra_kernels.triton.dropout_add_norm import forward_pass
-
-        x_BSH = x_BSH.contiguous()
-        residual_BSH = residual_BSH.contiguous()
-        row_B = row_B.contiguous()
-        out_BSH, statistics_2T = forward_pass(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
-        ctx.save_for_backward(x_BSH, residual_BSH, statistics_2T, weight_H, row_B)
-        ctx.dropout = dropout
-        return out_BSH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from electra_kernels.triton.dropout_add_norm import backward_pass
-
-        x_BSH, residual_BSH, statistics_2T, weight_H, row_B = ctx.saved_tensors
-        grad_x_BSH, grad_residual_BSH, grad_weight_H, grad_bias_H = backward_pass(
-            grad_BSH.contiguous(), x_BSH, residual_BSH, statistics_2T, weight_H, row_B, ctx.dropout
-        )
-        return grad_x_BSH, grad_residual_BSH, grad_weight_H, grad_bias_H, None, None, None  # not rows, eps, key

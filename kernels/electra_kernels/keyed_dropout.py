@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import Purpose, keep_grid, key_on_device
+from electra_kernels.keyed_random import Purpose, copy_to_device, keep_grid
 
 _NUMBERS_OF_A_CALL = 4  # random numbers that one call of Philox gives
 
@@ -33,7 +33,7 @@ def keyed_dropout(
     int64 row numbers within the global batch. The probability is in (0, 1).
     """
     if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
-        device_key = key_on_device(key, x_BSH.device)
+        device_key = copy_to_device(key, x_BSH.device)
         return _KeyedDropout.apply(x_BSH, device_key, row_B.contiguous(), probability)
     return keyed_dropout_reference(x_BSH, key, row_B, probability)
 

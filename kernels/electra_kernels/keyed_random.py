@@ -94,15 +94,14 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 def bits_grid(
     seed: int,
     purpose: Purpose,
-    step: int | torch.Tensor,
+    step: int,
     rows: torch.Tensor,
     num_positions: int,
     first_position: int = 0,
 ) -> torch.Tensor:
     """Return 32 random bits for each row and position, [R, num_positions] int64 in [0, 2**32), on the rows' device.
 
-    `first_position` is a multiple of 4. A step in a tensor of one element on a GPU keeps the number out of the
-    arguments of all operators, so that a CUDA graph can be repeated for another step.
+    `first_position` is a multiple of 4.
     """
     assert first_position % 4 == 0, f"the first position is {first_position}: pass a multiple of 4"
     num_rows = rows.numel()
@@ -110,7 +109,6 @@ def bits_grid(
     first_block = first_position // 4
     if rows.device.type == "cpu":
         grid = np.empty((num_rows, num_blocks * 4), np.int64)
-        step = int(step)
         fill = _fill_bits if cpu_library.fill_bits is None else cpu_library.fill_bits
         _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_block)
         return torch.from_numpy(grid[:, :num_positions])
@@ -118,10 +116,7 @@ def bits_grid(
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
     block_word = blocks[None, :].expand(num_rows, num_blocks)
     row_word = rows[:, None].expand_as(block_word)
-    if isinstance(step, torch.Tensor):
-        step_word = step.reshape(1, 1).expand_as(block_word)
-    else:
-        step_word = torch.full_like(block_word, step)
+    step_word = torch.full_like(block_word, step)
     purpose_word = torch.full_like(block_word, int(purpose))
     words = philox4x32((block_word, row_word, step_word, purpose_word), seed)
     # The four words of a block are the bits of its four positions, next to each other.
@@ -151,17 +146,11 @@ def keep_grid(
     return (is_kept * scale).float()
 
 
-def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an int64 key (seed, step) on a device; the host does not wait for the copy to a GPU.
-
-    A kernel that reads seed and step from memory has no argument that changes from step to step. A CUDA graph of it
-    can be repeated for another step once the memory holds that step's number.
-    """
-    if key.device == device:
-        return key
-    if device.type == "cuda":
-        key = key.pin_memory()  # from pageable memory the copy would wait for the queued work
-    return key.to(device, non_blocking=True)
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device, such as a key that kernels read; the host does not wait for a copy to a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # from pageable memory the copy would wait for the queued work
+    return tensor.to(device, non_blocking=True)
 
 
 def drop_threshold(probability: float) -> int:

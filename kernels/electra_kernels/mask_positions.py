@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import Purpose, bits_grid, key_on_device
+from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
 from electra_kernels.operation_types import MaskIds
 
 _POSITION_BITS = 20  # lowest bits of a sort key, which hold the position, so that the keys of a row are distinct
@@ -51,8 +51,7 @@ def mask_positions(
         mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        key_2: int64 seed and step on the device of the ids. A kernel reads it instead of the two integers, so that a
-            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
+        key_2: int64 seed and step on the device of the ids, where a kernel reads them. None: copied there.
         backend: See `backend_choice`.
     """
     shown = round(mask_token_prob * 2**32)
@@ -60,7 +59,7 @@ def mask_positions(
         from electra_kernels.triton.mask_positions import mask_positions as mask_triton
 
         if key_2 is None:
-            key_2 = key_on_device(torch.tensor([seed, step]), ids_BS.device)
+            key_2 = copy_to_device(torch.tensor([seed, step]), ids_BS.device)
         return mask_triton(ids_BS, row_B, wanted_R, special, num_slots, shown, key_2)
     return mask_positions_reference(ids_BS, row_B, wanted_R, special, num_slots, shown, seed, step)
 
@@ -97,7 +96,7 @@ def show_masks(
     mask_id: int,
     shown: int,
     seed: int,
-    step: int | torch.Tensor,
+    step: int,
     row_B: torch.Tensor,
 ) -> torch.Tensor:
     """Return the rows with [MASK] in a random share of the used slots' positions, int64 [B, S].

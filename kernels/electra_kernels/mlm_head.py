@@ -72,7 +72,7 @@ def mlm_head_loss_and_sample(
     row_M: torch.Tensor,
     vocab_size: int,
     key_2: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
     disallow_correct: bool = False,
     chunk: int = 4096,
     backend: str = "auto",
@@ -92,10 +92,8 @@ def mlm_head_loss_and_sample(
         step: Global step, in [0, 2**32).
         row_M: int64 numbers of the masked tokens within the global batch, in [0, 2**32), which key the noise.
         vocab_size: Number of tokens that exist, at most V.
-        key_2: int64 seed and step on the device of `x_MD`. A kernel reads it instead of the two integers, so that a
-            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
-        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
-            logits. The loss does not use it.
+        key_2: int64 seed and step on the device of `x_MD`, where a kernel reads them. None: copied there.
+        temperature: Divisor of the logits before sampling; the loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
         chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
         backend: See `backend_choice`.

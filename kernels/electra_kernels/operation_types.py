@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from electra_kernels.keyed_random import key_on_device
-
 
 class MaskIds(NamedTuple):
     """Ids of [PAD], [CLS], [SEP] and [MASK], the tokens that are never masked."""
@@ -31,14 +29,10 @@ class RowOptions(NamedTuple):
     seed: int  # of the run, the key of the sampling noise
     step: int  # global step, in [0, 2**32)
     vocab_size: int  # tokens that exist; columns of the logits from there on are padding
-    # Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the logits. The
-    # loss does not use it.
-    temperature: float | torch.Tensor
+    temperature: float  # divisor of the logits before sampling; the loss does not use it
     disallow_correct: bool  # whether the true token of a row is excluded from sampling
     with_gradient: bool  # whether the gradient of the logits overwrites the logits
-    # int64 seed and step on the device of the logits, which a kernel reads instead of the two integers; None: made
-    # from them
-    key_2: torch.Tensor | None = None
+    key_2: torch.Tensor | None = None  # int64 seed and step on the device of the logits, for kernels; None: copied
 
 
 class RowStats(NamedTuple):
@@ -74,12 +68,6 @@ class LayerDropout(NamedTuple):
     key_3: torch.Tensor
     site: int  # number of the place within the layer, from 0
     sites_per_layer: int  # number of places of a layer
-
-    @classmethod
-    def of_key(cls, dropout: DropoutKey, device: torch.device) -> LayerDropout:
-        """Return the dropout of a key of integers; the key's site becomes the layer, with one site per layer."""
-        key_3 = key_on_device(torch.tensor([dropout.seed, dropout.step, dropout.site]), device)
-        return cls(dropout.probability, key_3, site=0, sites_per_layer=1)
 
     def on_host(self) -> DropoutKey:
         """Return the key as integers, for the plain-PyTorch reference; a key on a GPU makes the host wait."""

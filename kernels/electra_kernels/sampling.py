@@ -25,37 +25,8 @@ from __future__ import annotations
 
 import torch
 
-from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
-
-
-def sample(
-    logits_MV: torch.Tensor,
-    *,
-    seed: int,
-    step: int,
-    row_M: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Draw one token for each row from softmax(logits / temperature), int64 [M], without gradient.
-
-    The logits have any floating precision; the computation is in fp32 (fp64 in the reference for fp64 logits). `row_M`
-    are the row numbers within the global batch, in [0, 2**32). A temperature in a tensor is a float64 scalar on the
-    same device.
-    """
-    logits_MV = logits_MV.detach()
-    if resolve_without_cuda(backend, logits_MV.device.type) == "triton":
-        from electra_kernels.triton.mlm_head import sample as sample_triton
-
-        return sample_triton(logits_MV, seed, step, row_M, temperature)
-    rows_per_block = block_rows(logits_MV)
-    sampled_M = torch.empty_like(row_M)
-    for begin in range(0, len(logits_MV), rows_per_block):
-        rows = slice(begin, begin + rows_per_block)
-        sampled_M[rows] = sample_reference(logits_MV[rows], seed, step, row_M[rows], temperature)
-    return sampled_M
 
 
 def sample_reference(
@@ -63,12 +34,14 @@ def sample_reference(
     seed: int,
     step: int,
     row_M: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
     forbidden_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw the tokens in plain PyTorch; this defines `sample`. Token `forbidden_M[m]` is not drawn in row m.
+    """Draw one token for each row from softmax(logits / temperature), int64 [M], in plain PyTorch.
 
-    Temporaries are as large as the logits, so callers pass one block of `block_rows` rows at a time.
+    `row_M` are the row numbers within the global batch, in [0, 2**32). Token `forbidden_M[m]` is not drawn in row m.
+    The computation is in fp32, or in fp64 for fp64 logits. Temporaries are as large as the logits, so callers pass one
+    block of `block_rows` rows at a time.
     """
     vocab_size = logits_MV.shape[1]
     score_dtype = torch.promote_types(logits_MV.dtype, torch.float32)

@@ -32,7 +32,8 @@ from launcher.supervise.rank_main import STACK_SIGNAL
 from launcher.supervise.supervisor_watch import is_state_folder_of, write_owner
 
 _FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the folder for temporary files
-_STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have begun to write their stacks
+_STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have written their stacks
+_STACK_QUIET_S = 0.3  # a rank writes its stacks, the main thread's last, without a longer pause
 _KILL_WAIT_S = 30.0  # how long `kill` repeats SIGKILL before it gives up
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
 
@@ -110,7 +111,7 @@ class RankProcesses:
     def stacks(self) -> list[str]:
         """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
 
-        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3.1 s;
+        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s;
         for a rank that has not answered by then, the lines state that.
         """
         pids = self.alive()
@@ -123,7 +124,7 @@ class RankProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
                     os.kill(pid, signal.SIGCONT)
-        _wait_until_all_grow(stack_files, old_sizes)
+        _wait_until_written(stack_files, old_sizes)
         lines = []
         for rank in sorted(pids):
             lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
@@ -202,15 +203,18 @@ def _short_call(line: str) -> str:
     return f"{match['file']}:{match['number']} {match['name']}"
 
 
-def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes."""
+def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
+    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes, and none grows any more."""
     deadline = time.monotonic() + _STACK_WAIT_S
-    while time.monotonic() < deadline:
-        unchanged = [rank for rank, file in files.items() if file.stat().st_size == old_sizes[rank]]
-        if not unchanged:
-            break
+    sizes = dict(old_sizes)
+    settled_at = deadline
+    while time.monotonic() < min(settled_at, deadline):
         time.sleep(0.05)
-    time.sleep(0.1)  # A rank that has begun to write gets the time to finish.
+        sizes_before, sizes = sizes, {rank: file.stat().st_size for rank, file in files.items()}
+        if any(sizes[rank] == old_sizes[rank] for rank in files):
+            settled_at = deadline
+        elif sizes != sizes_before or settled_at == deadline:
+            settled_at = time.monotonic() + _STACK_QUIET_S
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
 from electra_kernels.mlm_head import MlmHeadOutput
-from electra_kernels.sampling import sample
+from electra_kernels.sampling import sample_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, write_corpus
@@ -76,9 +76,12 @@ class FixedTowers(nn.Module):
         *,
         disallow_correct: bool,
         key_2: torch.Tensor,
-        **keys: Any,
+        seed: int,
+        step: int,
+        row_M: torch.Tensor,
+        **_: Any,
     ) -> MlmHeadOutput:
-        sampled_M = sample(logits_VV[target_M], **keys)
+        sampled_M = sample_reference(logits_VV[target_M], seed, step, row_M)
         parts = (position_M1[:, 0].long(), weight_M.long(), sampled_M)
         self.slots = torch.cat([part.view(-1, NUM_SLOTS) for part in parts], 1)
         return MlmHeadOutput(torch.zeros(()), weight_M.sum(), sampled_M, torch.zeros(()), torch.zeros(()))

@@ -146,10 +146,28 @@ def test_an_optimizer_whose_update_is_not_orthogonal_is_refused_at_the_start(mon
         check_update(optimizer)
 
 
-def test_muon_at_stage_3_or_with_another_implementation_is_refused() -> None:
-    for stage in (0, 1, 2):
-        check_optimizer(OptimizerConfig(name="muon"), stage)
-    with pytest.raises(ValueError, match=r"engine.zero_stage is 3; set engine.zero_stage: 2"):
-        check_optimizer(OptimizerConfig(name="muon"), 3)
+@pytest.mark.usefixtures("one_rank")
+def test_a_refused_step_changes_neither_weights_nor_momenta() -> None:
+    config = muon_config()
+    engine = build(config)
+    run_steps(engine, config, 0, 2)
+    held = held_fragments(engine.deepspeed.module, engine.optimizer)
+    before = {(fragment.name, kind): view.clone() for fragment in held for kind, view in fragment.views.items()}
+    ids = torch.from_numpy(synthetic_rows(4, 5).astype(np.int64))
+    output = engine.forward(StepInput(ids, torch.arange(4), 2, 11, 1.0, 1.0))
+    engine.backward(output.loss)
+    _, was_updated = engine.step(2e-3, lambda: False)
+    assert not was_updated
+    for fragment in held_fragments(engine.deepspeed.module, engine.optimizer):
+        for kind, view in fragment.views.items():
+            assert torch.equal(view, before[fragment.name, kind])
+    engine.close()
+
+
+def test_muon_above_stage_0_or_with_another_implementation_is_refused() -> None:
+    check_optimizer(OptimizerConfig(name="muon"), 0)
+    for stage in (1, 2, 3):
+        with pytest.raises(ValueError, match=f"engine.zero_stage is {stage}; set engine.zero_stage: 0"):
+            check_optimizer(OptimizerConfig(name="muon"), stage)
     with pytest.raises(ValueError, match="has the implementation foreach"):
         check_optimizer(OptimizerConfig(name="muon", implementation="apex"), 0)

@@ -7,6 +7,7 @@ from electra_kernels.dropout_add_norm import dropout_add_norm, keep_scale
 from electra_kernels.operation_types import DropoutKey
 
 ROWS = torch.tensor([7, 2**32 - 1, 0])  # numbers of the rows within the global batch
+KEY = torch.tensor([1, 2, 1])  # seed, step, layer
 
 
 def inputs(hidden: int = 12) -> list[torch.Tensor]:
@@ -18,19 +19,16 @@ def inputs(hidden: int = 12) -> list[torch.Tensor]:
 def test_at_dropout_probability_0_the_output_is_torchs_layer_norm_of_the_sum():
     hidden, eps = 12, 1e-5
     x, residual, weight, bias = inputs(hidden)
-    no_dropout = DropoutKey(0.0, seed=1, step=2, site=3)
 
-    out = dropout_add_norm(x, residual, weight, bias, eps=eps, dropout=no_dropout, row_B=ROWS)
+    out, _ = dropout_add_norm(x, residual, weight, bias, ROWS, KEY, 1, 0.0, eps, "auto")
 
     expected = F.layer_norm(x + residual, (hidden,), weight, bias, eps)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_with_dropout_pass_gradcheck_in_float64():
-    key = DropoutKey(0.3, seed=1, step=2, site=3)
-
     def output(*tensors: torch.Tensor) -> torch.Tensor:
-        return dropout_add_norm(*tensors, eps=1e-5, dropout=key, row_B=ROWS)
+        return dropout_add_norm(*tensors, ROWS, KEY, 1, 0.3, 1e-5, "auto")[0]
 
     assert torch.autograd.gradcheck(output, inputs(4))
 

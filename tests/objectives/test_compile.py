@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from electra_kernels import compiled_dropout
+from electra_kernels.attention_dropout import keep_attention
+from electra_kernels.dropout_add_norm import dropout_add_norm
 from torch._dynamo.utils import counters
 
 from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig
@@ -111,12 +112,12 @@ def test_custom_operators_of_dropout_pass_torchs_own_checks() -> None:
         options = (rows, key, site, probability, eps, "reference")
 
         def normed(*leaves: torch.Tensor, options: tuple = options) -> torch.Tensor:
-            return compiled_dropout.dropout_add_norm(*leaves, *options)[0]
+            return dropout_add_norm(*leaves, *options)[0]
 
-        torch.library.opcheck(compiled_dropout.dropout_add_norm, (*tensors, *options))
+        torch.library.opcheck(dropout_add_norm, (*tensors, *options))
         float64_leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
         torch.autograd.gradcheck(normed, float64_leaves)
-    torch.library.opcheck(compiled_dropout.keep_attention, (key, rows, 64, 0.3))
+    torch.library.opcheck(keep_attention, (key, rows, 64, 0.3))
 
 
 def test_compile_with_zero_stage_3_is_refused() -> None:

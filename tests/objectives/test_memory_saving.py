@@ -14,7 +14,6 @@ from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.gradients_in_forward import with_gradients_now
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 STEP = 5
@@ -71,7 +70,7 @@ def loss_and_gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, di
     module.zero_grad()
     scales = 1.0 / loss_counts(ids, module.special, module.objective).sum(0)
     out = module(StepInput(ids, torch.arange(len(ids)), STEP, SEED, *scales))
-    (2.0 * out.loss).backward()  # an upstream gradient other than 1, which early gradients must include
+    (2.0 * out.loss).backward()
     return out.loss.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -79,50 +78,6 @@ def loss_and_gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, di
 def ids(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Four rows of 64 ids; two of them end with padding."""
     return make_ids([64, 50, 64, 33], seq_len=64)
-
-
-@pytest.mark.parametrize("name", ["rtd", "rtd_masked_only", "replace_mlm", "all_tokens_mlm"])
-@pytest.mark.parametrize("sharing", ["embeddings", "none", "gdes"])
-def test_early_generator_gives_the_gradients_of_one_backward_pass(ids: torch.Tensor, name: str, sharing: str) -> None:
-    """With `early_generator` the generator's backward pass runs before the discriminator's forward pass."""
-    module = small_objective(name, sharing=sharing).double()
-
-    loss, gradients = loss_and_gradients(module, ids)
-    module.early_generator = True
-    early_loss, early_gradients = loss_and_gradients(module, ids)
-
-    assert torch.equal(early_loss, loss)
-    assert early_gradients.keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(early_gradients[key], gradient, rtol=1e-12, atol=1e-14, msg=key)
-
-
-def test_early_gradients_in_fp16_contain_the_loss_scale_so_that_small_ones_are_not_rounded_to_zero() -> None:
-    parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    for gradient_scale, expected in [(None, [0.0, 0.0]), (1024.0, [1024 * 2.0**-30, 1024 * 3 * 2.0**-30])]:
-        parameter.grad = None
-        factors = torch.tensor([2.0**-30, 3 * 2.0**-30])  # fp16 holds nothing below 2**-24
-        loss = with_gradients_now((parameter * factors).sum(), [parameter], gradient_scale)
-        assert loss.item() == 4 * 2.0**-30
-        (loss * 1024.0).backward()
-        assert parameter.grad is not None and parameter.grad.tolist() == expected
-
-
-def test_early_generator_frees_the_generators_activations_before_the_discriminator_runs(ids: torch.Tensor) -> None:
-    module = small_objective()
-    saved = SavedBytes()
-    bytes_at_discriminator: list[int] = []
-    module.towers.discriminator.register_forward_pre_hook(lambda *_: bytes_at_discriminator.append(saved.bytes))
-
-    for is_early in (False, True):
-        module.early_generator = is_early
-        with saved.counting():
-            loss_and_gradients(module, ids)
-
-    bytes_together, bytes_early = bytes_at_discriminator
-    embedding_bytes = module.towers.embeddings.word.embedding_dim * ids.numel() * FP32_BYTES
-    assert bytes_together > 20 * embedding_bytes
-    assert bytes_early < 8 * embedding_bytes  # these belong to the discriminator's own embeddings
 
 
 def test_recomputed_layers_give_gradients_equal_bit_for_bit_and_hold_less_than_half_the_bytes(

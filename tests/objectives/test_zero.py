@@ -121,17 +121,6 @@ def test_fp32_losses_at_every_zero_stage_are_those_of_plain_torch(stage: int, pl
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_early_generator_under_deepspeed_gives_the_losses_of_plain_torch(stage: int, plain_run: PlainRun) -> None:
-    """With `early_generator` the generator's gradients arise in the forward pass, outside the engine's backward."""
-    early = copy.deepcopy(plain_run.objective)
-    early.early_generator = True
-
-    losses = losses_under_deepspeed(early, stage, "fp32", plain_run.ids)
-
-    assert losses == pytest.approx(plain_run.losses, abs=2e-5)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_layers_under_deepspeed_give_the_losses_of_plain_torch(stage: int, plain_run: PlainRun) -> None:
     """Under ZeRO-3 the backward pass must gather a layer's parameters before it computes the layer again."""

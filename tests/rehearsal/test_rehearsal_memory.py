@@ -16,20 +16,19 @@ from electra_dist.planning.activation_memory import GPU_MEMORY_GB, activation_by
 CONFIGS = REPOSITORY / "configs"
 # More rows than where a row outweighs the gradients, which the backward pass makes while it frees activations.
 ENOUGH_ROWS = {"small": 128, "base_size": 32, "large_25pct_mask": 32}
-EARLY = "engine.early_generator=true"
 RECOMPUTE = "engine.activation_checkpointing=true"
 
 
 @pytest.mark.parametrize(
     ("size", "precision", "overrides"),
     [
-        *(("small", "bf16", overrides) for overrides in ([], [EARLY], [RECOMPUTE])),
+        *(("small", "bf16", overrides) for overrides in ([], [RECOMPUTE])),
         *(
             pytest.param(size, "bf16", overrides, marks=pytest.mark.sample)
             for size in ("base_size", "large_25pct_mask")
-            for overrides in ([], [EARLY], [RECOMPUTE])
+            for overrides in ([], [RECOMPUTE])
         ),
-        ("base_size", "bf16", [EARLY, RECOMPUTE]),
+        ("base_size", "bf16", [RECOMPUTE]),
         ("base_size", "fp32", []),
     ],
 )
@@ -42,7 +41,6 @@ def test_the_rehearsal_confirms_the_formula(size: str, precision: str, overrides
         config.data.seq_len,
         precision=precision,
         recompute=config.engine.activation_checkpointing,
-        early_generator=config.engine.early_generator,
     )
     assert computed == pytest.approx(measured, rel=0.03)
 

@@ -336,8 +336,7 @@ def build(config: Config) -> Objective:
     Parameters are in the dtype of `train.precision`, as with ZeRO 1 to 3.
 
     Args:
-        config: sections `model`, `objective` and `engine` decide; `engine.early_generator` and
-            `engine.activation_checkpointing` are set as `train/pretrain_rank.py` does.
+        config: sections `model`, `objective` and `engine` decide.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
 
@@ -351,8 +350,6 @@ def build(config: Config) -> Objective:
         module = build_objective.build_objective(config.model, config.objective, SPECIAL, config.seed, "auto", counts)
     module = module.to(META, dtype).train()
     module.attention = gpu_attention(config)
-    if hasattr(module, "early_generator"):
-        module.early_generator = config.engine.early_generator
     for part in module.modules():
         if hasattr(part, "recompute"):
             part.recompute = config.engine.activation_checkpointing
@@ -360,10 +357,10 @@ def build(config: Config) -> Objective:
 
 
 def scheduled_values(config: Config, step: int) -> ScheduledValues | None:
-    """Return the values of a step on `meta`, or None without schedules. Training writes them before a micro-batch."""
+    """Return the values of a step, or None without schedules."""
     if not schedules_of(config.objective):
         return None
-    return Schedules(config.objective, config.train.num_steps, META).write(step)
+    return Schedules(config.objective, config.train.num_steps).values(step)
 
 
 def step_input(

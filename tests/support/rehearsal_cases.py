@@ -107,7 +107,6 @@ _SCHEDULED = (
     "objective.rtd_weight={from: 0, to: 50, shape: step, over: 0.3}",
     "objective.random_share={from: 1, to: 0, shape: linear, over: 0.3}",
 )
-_EARLY = ("engine.early_generator=true",)
 _RECOMPUTE = ("engine.activation_checkpointing=true",)
 LARGE = "large_25pct_mask.yaml"
 CASES = {
@@ -116,11 +115,8 @@ CASES = {
         *_objective_cases(),
         Case("rtd fp16", dtype="fp16"),
         Case("rtd bf16 scheduled", overrides=_SCHEDULED),
-        Case("rtd bf16 early generator", overrides=_EARLY),
         Case("rtd bf16 recompute", overrides=_RECOMPUTE),
-        Case("rtd bf16 early generator, recompute", overrides=(*_EARLY, *_RECOMPUTE)),
         Case("rtd compiled fp32, 2 layers", dtype="fp32", overrides=_FEW_LAYERS, compiled=True),
-        Case("rtd compiled early generator, 2 layers", overrides=(*_EARLY, *_FEW_LAYERS), compiled=True),
         Case("rtd compiled recompute, 2 layers", overrides=(*_RECOMPUTE, *_FEW_LAYERS), compiled=True),
         Case("rtd compiled evaluation, 2 layers", overrides=_FEW_LAYERS, compiled=True, evaluation=True),
         Case("rtd bf16 without dropout", overrides=("model.hidden_dropout=0", "model.attention_dropout=0")),

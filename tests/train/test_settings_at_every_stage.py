@@ -1,7 +1,7 @@
 """Scheduled values, a generator with its own optimizer settings, and a frozen generator resume exactly at every stage.
 
 Each run is cut at several steps and resumed with the same number of ranks: ZeRO 0 to 3 on one and on two ranks, with
-AdamW. Muon, which runs at ZeRO 0 to 2, is cut in test_tower_settings.py; LAMB runs at ZeRO 0 only. That another number
+AdamW. Muon, which runs at ZeRO 0 only as LAMB does, is cut in test_tower_settings.py. That another number
 of ranks gives the same losses at ZeRO 1 in bf16 is shown by test_scheduled_runs.py and test_tower_settings.py.
 """
 

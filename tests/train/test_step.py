@@ -256,7 +256,7 @@ def test_the_guard_judges_unweighted_losses_where_a_weight_is_scheduled() -> Non
     falling = {"from": 4, "to": 1, "shape": "linear"}
     for fields, expected in [({}, 27.0), ({"temperature": falling}, 27.0), ({"rtd_weight": rising}, 7.0 + 0.4)]:
         objective = ObjectiveConfig(**fields)
-        schedules = Schedules(objective, 10, torch.device("cpu"))
+        schedules = Schedules(objective, 10)
         engine: Any = Recorder(SDPA)
         step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4, schedules=schedules)
         assert step.judged_loss(sums) == pytest.approx(expected)

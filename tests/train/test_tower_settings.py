@@ -121,15 +121,14 @@ def test_a_run_with_a_frozen_generator_repeats_bit_for_bit_and_is_bound_to_its_w
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_run_with_muon_repeats_bit_for_bit_from_every_cut_and_on_another_number_of_ranks(
-    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, stage: int
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:
     """One step of the run is skipped."""
     settings = {
         "optimizer.name": "muon",
         "optimizer.generator": {"lr": 5e-4},  # clips by norms in float64, which do not depend on the number of ranks
-        "engine.zero_stage": stage,
+        "engine.zero_stage": 0,
         "train.num_steps": 9,
         "train.skip_steps": [5],
         "checkpoint.every_steps": 1,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import key_on_device
+from electra_kernels.keyed_random import copy_to_device
 
 
 class DropoutKeys(NamedTuple):
@@ -36,7 +36,7 @@ class DropoutKeys(NamedTuple):
         if resolve_without_cuda(self.backend, device.type) == "triton":
             step = self.step_on_device
             if step is None:
-                step = key_on_device(torch.tensor([self.step]), device)
+                step = copy_to_device(torch.tensor([self.step]), device)
             key_L3 = _keys_without_step(self.seed, num_layers, device) + step * _step_column(device)
         else:
             key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])

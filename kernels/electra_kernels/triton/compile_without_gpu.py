@@ -108,19 +108,15 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     In fp32 there are always the two kernels whose code differs there: the training variant of the generator's head and
     the forward kernel of the discriminator tail.
     """
-    head_train, head_evaluate, sample = _head_cases()
-    scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
-    scheduled_types = head_train.types | {"temperature_ptr": "*fp64"}
-    head_scheduled = head_train._replace(name="head_scheduled", types=scheduled_types, constants=scheduled)
-    in_bf16 = [head_train, head_scheduled, head_evaluate, sample]
-    in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case(), _mask_case()]
+    in_bf16 = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
+    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case()]
     if not all_dtypes:
         return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in ("head_train", "tail_forward")]
     return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
 
 
-def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
-    """Return the row kernel for training, for evaluation (without gradient), and for the sample only."""
+def _head_cases() -> tuple[KernelCase, KernelCase]:
+    """Return the row kernel for training and for evaluation (without gradient)."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -131,10 +127,8 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
         "key_ptr": "*i64",
         "stride": "i32",
         "inverse_temperature": "fp32",
-        "temperature_ptr": "*i64",  # any pointer, where the temperature is a number
     }
     constants = {
-        "TEMPERATURE_IN_MEMORY": False,
         "DISALLOW_CORRECT": False,
         "PAIR": False,
         "WIDTH": 30592,
@@ -142,21 +136,17 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
         "APPROXIMATE": True,
     }
 
-    def head_case(name: str, with_loss: bool, with_gradient: bool) -> KernelCase:
+    def head_case(name: str, with_gradient: bool) -> KernelCase:
         return KernelCase(
             name=name,
             kernel=mlm_head.row_kernel,
             types=types,
-            constants=constants | {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient},
+            constants=constants | {"WITH_GRADIENT": with_gradient},
             divisible=("stride",),
             num_warps=mlm_head.NUM_WARPS,
         )
 
-    return (
-        head_case("head_train", with_loss=True, with_gradient=True),
-        head_case("head_evaluate", with_loss=True, with_gradient=False),
-        head_case("sample", with_loss=False, with_gradient=False),
-    )
+    return head_case("head_train", with_gradient=True), head_case("head_evaluate", with_gradient=False)
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:

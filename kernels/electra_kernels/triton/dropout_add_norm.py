@@ -1,6 +1,6 @@
 """Run LayerNorm(residual + dropout(x)) in Triton: one forward kernel and one backward kernel.
 
-Guarantee: the kernels compute `dropout_add_norm.dropout_add_norm_reference` in fp32, with the same random bits.
+Guarantee: the kernels compute `dropout_add_norm.reference_forward` in fp32, with the same random bits.
 Gradients of the LayerNorm's weight and bias are summed in a fixed order.
 
 How, forward: one program (thread block) handles one token. It holds the token's H elements in registers, draws four
@@ -12,8 +12,7 @@ cost the same traffic, and would add its rounding error to every gradient. The p
 weight and bias in registers and writes them once. On request it also sums the gradient of x over its tokens: that is
 the gradient of the bias of the matrix product that made x, which then needs no pass of its own.
 
-The key of the random numbers (seed, step, layer) is read from device memory, so that a CUDA graph that repeats a
-launch draws the numbers of the step that is in memory then.
+The key of the random numbers (seed, step, layer) is read from device memory.
 
 Exactness: multiplications and the additions that follow them are fused. 1 / sqrt(variance) is held as a rounded value
 plus a correction (see `compensated_arithmetic.py`). That costs six instructions a token and avoids the error of

@@ -3,8 +3,7 @@
 Guarantee: the kernel computes `keyed_dropout.keyed_dropout_reference` with the same random bits.
 
 How: one program handles 1,024 neighbouring elements of one row. It draws four random numbers with each call of Philox.
-Seed and step are read from device memory, so that a CUDA graph that repeats a launch draws the numbers of the step
-that is in memory then.
+Seed and step are read from device memory.
 
 Shapes: B rows, S tokens, H hidden.
 """

@@ -1,4 +1,4 @@
-"""Run the row pass of the generator's head, and `sampling.sample`, in Triton: one program per row of logits.
+"""Run the row pass of the generator's head in Triton: one program per row of logits.
 
 The row pass computes, from a row of logits, the cross-entropy loss, the most likely token, a sampled token and the
 gradient of the logits.
@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.gumbel_noise import SERIES_BELOW
-from electra_kernels.keyed_random import Purpose, key_on_device
+from electra_kernels.keyed_random import Purpose, copy_to_device
 from electra_kernels.operation_types import RowOptions, RowStats
 from electra_kernels.triton.compensated_arithmetic import (
     fits_fp32,
@@ -185,11 +185,8 @@ def row_kernel(
     key_ptr,  # int64 seed, step
     stride,  # elements from one row of logits to the next
     inverse_temperature,
-    temperature_ptr,  # fp64 scalar, read with TEMPERATURE_IN_MEMORY only
     WIDTH: tl.constexpr,  # logits of a row, padding included
-    WITH_LOSS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
-    TEMPERATURE_IN_MEMORY: tl.constexpr,
     DISALLOW_CORRECT: tl.constexpr,
     PAIR: tl.constexpr,  # logit + bias is kept as a sum of two
     BLOCK: tl.constexpr,
@@ -200,21 +197,15 @@ def row_kernel(
     Pass 1 reads the row in blocks; each lane (column of the block) keeps its own results, which are merged at the end.
     Pass 2, only with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
 
-    With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
-    the true token is not sampled. With TEMPERATURE_IN_MEMORY, the temperature is read from device memory, so that its
-    value may change between launches.
+    With DISALLOW_CORRECT, the true token is not sampled.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
     row = tl.load(row_ptr + m)  # number within the global batch, a part of the noise's key
     seed_low, seed_high, step = load_key(key_ptr)
     lane = tl.arange(0, BLOCK)
-    if TEMPERATURE_IN_MEMORY:
-        # From fp64, so that the inverse is rounded to fp32 once, as it is on the host.
-        inverse_temperature = (1.0 / tl.load(temperature_ptr)).to(tl.float32)
-    if WITH_LOSS:
-        target = tl.load(target_ptr + m).to(tl.int32)
-        z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
+    target = tl.load(target_ptr + m).to(tl.int32)
+    z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
 
     # Pass 1: statistics and sample.
     top = tl.full((BLOCK,), _LOWEST, tl.float32)
@@ -224,10 +215,9 @@ def row_kernel(
     score_index = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, WIDTH, BLOCK):
         index = start + lane
-        z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf")).to(tl.float32)
-        if WITH_LOSS:
-            z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
-            top, top_index, total = add_to_sums(z, z_low, index, top, top_index, total)
+        z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf"))
+        z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
+        top, top_index, total = add_to_sums(z, z_low, index, top, top_index, total)
         noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
         candidate = z * inverse_temperature + noise
         if DISALLOW_CORRECT:
@@ -239,12 +229,11 @@ def row_kernel(
     # Merge the lanes, and store the results of the row.
     _, sampled = merge_best(score, score_index)
     tl.store(sampled_ptr + m, sampled.to(tl.int64))
-    if WITH_LOSS:
-        row_top, best = merge_best(top, top_index)
-        tl.store(best_ptr + m, best.to(tl.int64))
-        row_total, row_total_low = merge_sums(top, total, row_top, WIDTH)
-        loss = cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low)
-        tl.store(loss_ptr + m, loss)
+    row_top, best = merge_best(top, top_index)
+    tl.store(best_ptr + m, best.to(tl.int64))
+    row_total, row_total_low = merge_sums(top, total, row_top, WIDTH)
+    loss = cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low)
+    tl.store(loss_ptr + m, loss)
 
     # Pass 2: the gradient.
     if WITH_GRADIENT:
@@ -275,99 +264,34 @@ def row_pass(
     options: RowOptions,
 ) -> RowStats:
     """Run `mlm_head.row_pass_reference` by one launch; the columns of the logits are adjacent."""
-    num_columns = logits_MV.shape[1]
+    num_rows, num_columns = logits_MV.shape
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)
-    loss_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
+    loss_M = torch.empty(num_rows, dtype=torch.float32, device=logits_MV.device)
     best_M = torch.empty_like(target_M)
     sampled_M = torch.empty_like(target_M)
-    _launch(
-        logits_MV,
-        bias_V=padded_bias_V,
-        target_M=target_M.contiguous(),
-        weight_M=weight_M.float().contiguous(),
-        row_M=row_M.contiguous(),
-        loss_M=loss_M,
-        best_M=best_M,
-        sampled_M=sampled_M,
-        options=options,
-        with_loss=True,
-    )
-    return RowStats(loss_M.to(weight_M.dtype), best_M, sampled_M)
-
-
-def sample(
-    logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float | torch.Tensor
-) -> torch.Tensor:
-    """Run `sampling.sample` by one launch; logits whose columns are not adjacent in memory are copied."""
-    if logits_MV.stride(-1) != 1:
-        logits_MV = logits_MV.contiguous()
-    sampled_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
-    unused = sampled_M  # the kernel needs a pointer for each argument, also for those that it does not access
-    _launch(
-        logits_MV,
-        bias_V=unused,
-        target_M=unused,
-        weight_M=unused,
-        row_M=row_M.contiguous(),
-        loss_M=unused,
-        best_M=unused,
-        sampled_M=sampled_M,
-        options=RowOptions(
-            seed=seed,
-            step=step,
-            vocab_size=logits_MV.shape[1],
-            temperature=temperature,
-            disallow_correct=False,
-            with_gradient=False,
-        ),
-        with_loss=False,
-    )
-    return sampled_M
-
-
-def _launch(
-    logits_MV: torch.Tensor,
-    *,
-    bias_V: torch.Tensor,
-    target_M: torch.Tensor,
-    weight_M: torch.Tensor,
-    row_M: torch.Tensor,
-    loss_M: torch.Tensor,
-    best_M: torch.Tensor,
-    sampled_M: torch.Tensor,
-    options: RowOptions,
-    with_loss: bool,
-) -> None:
-    """Launch the row kernel; all tensors but the logits are contiguous, and the bias is padded with -inf."""
-    num_rows, num_columns = logits_MV.shape
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     block = BLOCK
     if interpreted:
         block = min(_BLOCK_INTERPRETED, triton.next_power_of_2(num_columns))
     key_2 = options.key_2
     if key_2 is None:
-        key_2 = key_on_device(torch.tensor([options.seed, options.step]), logits_MV.device)
+        key_2 = copy_to_device(torch.tensor([options.seed, options.step]), logits_MV.device)
     grid: Any = (num_rows,)
-    # A scheduled temperature stays on the device; the host never reads it.
-    is_in_memory = isinstance(options.temperature, torch.Tensor)
     row_kernel[grid](
         logits_MV,
-        bias_V,
-        target_M,
-        weight_M,
-        row_M,
+        padded_bias_V,
+        target_M.contiguous(),
+        weight_M.float().contiguous(),
+        row_M.contiguous(),
         loss_M,
         best_M,
         sampled_M,
         key_2,
         stride=logits_MV.stride(0),
-        inverse_temperature=1.0 if is_in_memory else 1.0 / options.temperature,
-        temperature_ptr=options.temperature if is_in_memory else sampled_M,  # a pointer is needed in any case
+        inverse_temperature=1.0 / options.temperature,
         WIDTH=num_columns,
-        WITH_LOSS=with_loss,
         WITH_GRADIENT=options.with_gradient,
-        TEMPERATURE_IN_MEMORY=is_in_memory,
         DISALLOW_CORRECT=options.disallow_correct,
         PAIR=not fits_fp32(logits_MV.dtype),
         BLOCK=block,
@@ -375,3 +299,4 @@ def _launch(
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
+    return RowStats(loss_M.to(weight_M.dtype), best_M, sampled_M)

@@ -46,10 +46,7 @@ def bits_at(seed_low, seed_high, position, row, step, purpose):
 
 @triton.jit
 def load_key(key_ptr):
-    """Return the low and high 32 bits of the seed, and the step, from an int64 key in device memory.
-
-    A launch that a CUDA graph repeats thus draws the numbers of the step that the memory holds by then.
-    """
+    """Return the low and high 32 bits of the seed, and the step, from an int64 key in device memory."""
     seed = tl.load(key_ptr)
     step = tl.load(key_ptr + 1).to(tl.int32)
     return seed.to(tl.int32), (seed >> 32).to(tl.int32), step

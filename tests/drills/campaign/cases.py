@@ -46,7 +46,6 @@ EXCHANGED_KEYS = (
     "engine.zero_stage",
     "train.micro_batch",
     "engine.activation_checkpointing",
-    "engine.early_generator",
     "engine.overlap_communication",
     "engine.offload_optimizer",
     "engine.deterministic",

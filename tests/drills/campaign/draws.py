@@ -174,7 +174,6 @@ DRAWS: dict[str, Draw] = {
     "engine.activation_checkpointing": one_of(True, False),
     "engine.attention": one_of("auto", "sdpa"),
     "engine.deterministic": one_of(True, False),
-    "engine.early_generator": one_of(True, False),
     "engine.overlap_communication": one_of(True, False),
     "guard.window": one_of(2, 3, 5, 128, rarely=[2**24, 2**53, 2**63]),
     "guard.spike_sigma": one_of(0.0, 2.0, 6.0, 50.0, rarely=[1e-300, 1e300]),
@@ -257,7 +256,7 @@ def draw_changes(random: Random) -> dict[str, Any]:
     # Most draws of these two values would be refused.
     if changes.get("model.sharing") == "all" and random.random() < _FITTING_PROBABILITY:
         changes["model.generator"] = changes.get("model.discriminator", BASE["model.discriminator"])
-    if changes.get("optimizer.name") == "lamb" and random.random() < _FITTING_PROBABILITY:
+    if changes.get("optimizer.name") in ("lamb", "muon") and random.random() < _FITTING_PROBABILITY:
         changes["engine.zero_stage"] = 0
     if changes.get("objective.generator") == "frozen":
         changes["train.init_generator_from"] = GENERATOR_SOURCE

@@ -12,7 +12,7 @@ from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions
-from electra_kernels.sampling import sample
+from electra_kernels.sampling import sample_reference
 from electra_kernels.triton import mlm_head
 from electra_kernels.triton.compensated_arithmetic import fits_fp32
 from electra_kernels.triton.mlm_head import exponential, row_pass
@@ -36,6 +36,14 @@ def inputs(num_rows: int, vocab: int, padded: int, dtype: torch.dtype) -> tuple[
     target = torch.randint(vocab, (num_rows,))
     weight = torch.rand(num_rows).mul(1.3).sub(0.3).clamp(min=0)
     return logits, bias, target, weight, torch.arange(num_rows) + 2**31
+
+
+def sample(logits: torch.Tensor, seed: int, step: int, rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Return the kernel's token of each row of fp32 logits without a bias."""
+    num_rows, vocab = logits.shape
+    options = RowOptions(seed, step, vocab, temperature, disallow_correct=False, with_gradient=False)
+    targets = torch.zeros(num_rows, dtype=torch.int64)
+    return row_pass(logits, torch.zeros(vocab), targets, torch.ones(num_rows), rows, options).sampled_M
 
 
 def float64_loss_and_gradient(logits, bias, target, weight, vocab):
@@ -156,10 +164,10 @@ def test_samples_are_the_references_for_any_tile_and_any_split_of_the_rows(monke
     logits = torch.randn(6, 501)
     rows = torch.arange(6) + 2**32 - 6
 
-    expected = sample(logits, seed=5, step=6, row_M=rows, backend="reference")
-    whole = sample(logits, seed=5, step=6, row_M=rows, backend="triton")
-    first_two = sample(logits[:2], seed=5, step=6, row_M=rows[:2], backend="triton")
-    last_four = sample(logits[2:], seed=5, step=6, row_M=rows[2:], backend="triton")
+    expected = sample_reference(logits, 5, 6, rows)
+    whole = sample(logits, 5, 6, rows)
+    first_two = sample(logits[:2], 5, 6, rows[:2])
+    last_four = sample(logits[2:], 5, 6, rows[2:])
 
     assert torch.equal(whole, expected)
     assert torch.equal(torch.cat([first_two, last_four]), expected)
@@ -171,7 +179,7 @@ def test_samples_are_those_of_a_float64_sampler_where_the_best_score_is_clear(ex
     rows = torch.arange(60)
 
     for temperature in (1.0, 0.6):
-        drawn = sample(logits, seed=1, step=2, row_M=rows, temperature=temperature, backend="triton")
+        drawn = sample(logits, 1, 2, rows, temperature)
         expected, gap = exact_sample(logits.numpy(), 1, 2, rows.numpy(), temperature)
         is_clear = gap > 1e-4
         assert (drawn.numpy() == expected)[is_clear].all()
@@ -182,7 +190,7 @@ def test_the_lowest_of_equally_good_tokens_is_drawn():
     logits = torch.full((2, 70), -1.0e30)
     logits[:, 61] = logits[:, 33] = logits[:, 69] = 1.0e30
 
-    sampled = sample(logits, seed=3, step=1, row_M=torch.arange(2), backend="triton")
+    sampled = sample(logits, 3, 1, torch.arange(2))
 
     assert sampled.tolist() == [33, 33]
 
@@ -230,20 +238,3 @@ def test_rows_of_weight_zero_have_finite_losses_and_no_gradient():
     assert stats.loss_M.isfinite().all()
     gradient = logits  # overwritten in place
     assert not gradient.any()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
-def test_a_temperature_in_memory_gives_the_samples_and_gradients_of_the_same_number(temperature):
-    """A scheduled temperature is a float64 scalar on the device. 1 has no variant of the kernel of its own."""
-    logits, bias, target, weight, rows = inputs(16, 130, 256, torch.float32)
-    results = []
-    for given in (temperature, torch.tensor([7.0, temperature], dtype=torch.float64)[1]):
-        options = RowOptions(5, 6, 130, given, disallow_correct=False, with_gradient=True)
-        gradient = logits.clone()
-        results.append([*row_pass(gradient, bias, target, weight, rows, options), gradient])
-        reference = row_pass_reference(logits.clone(), bias, target, weight, rows, options)
-        assert torch.equal(results[-1][2], reference.sampled_M)
-        drawn = sample(logits, seed=5, step=6, row_M=rows, temperature=given, backend="triton")
-        assert torch.equal(drawn, sample(logits, seed=5, step=6, row_M=rows, temperature=given, backend="reference"))
-    for of_number, in_memory in zip(*results, strict=True):
-        assert torch.equal(of_number, in_memory)

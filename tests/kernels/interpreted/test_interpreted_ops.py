@@ -6,7 +6,6 @@ from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.masked_gather import gather_masked
-from electra_kernels.operation_types import DropoutKey
 from electra_kernels.replace_tokens import replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
 from electra_kernels.triton import dropout_add_norm as norm_kernels
@@ -133,15 +132,15 @@ def test_dropout_add_norm_is_no_further_from_float64_than_the_reference(
     rows = torch.arange(batch) + 2**32 - batch
     triples_of_draws = []
     for draw in range(draws):
-        dropout = DropoutKey(probability, seed=2**62 + 9, step=2**31 + draw, site=31)
+        key = torch.tensor([2**62 + 9, 2**31 + draw, 15])
         states_shape = (batch, seq_len, hidden)
         # Output of the sub-layer, its input, weight and bias of the LayerNorm, and the upstream gradient.
         shapes = [states_shape, states_shape, (hidden,), (hidden,), states_shape]
         *inputs, upstream = [torch.randn(shape).to(dtype) for shape in shapes]
 
-        def output_and_gradients(precision, backend, inputs=inputs, upstream=upstream, dropout=dropout):
+        def output_and_gradients(precision, backend, inputs=inputs, upstream=upstream, key=key):
             tensors = [tensor.to(precision, copy=True).requires_grad_() for tensor in inputs]
-            out = dropout_add_norm(*tensors, eps=1e-12, dropout=dropout, row_B=rows, backend=backend)
+            out, _ = dropout_add_norm(*tensors, rows, key, 1, probability, 1e-12, backend)
             return [out.detach(), *torch.autograd.grad(out, tensors, upstream.to(precision))]
 
         exact = output_and_gradients(torch.float64, "reference")

@@ -73,13 +73,21 @@ def train(arguments: list[str]) -> int:
             ledger.append("checkpoint", step, attempt=attempt)
         if stops:
             if ledger:
+                _await_others(run, attempt)
                 ledger.append("stop", step, why=stop_file.read_text())
             pulse.close()
             return EXIT_STOPPED
     if ledger:
+        _await_others(run, attempt)
         ledger.append("done", step)
     pulse.close()
     return EXIT_DONE
+
+
+def _await_others(run: Path, attempt: int) -> None:
+    """Wait until all ranks have begun: a real rank 0, which exchanges gradients with them, cannot end earlier."""
+    while len({beat.rank for beat in read_heartbeats(run) if beat.attempt == attempt}) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(STEP_S)
 
 
 if __name__ == "__main__":

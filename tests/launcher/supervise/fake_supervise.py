@@ -27,20 +27,21 @@ def with_fake_ranks(self: Placement, state: Path, port: int, arguments: list[str
     if DEEPSPEED:
         return [*command[:at], str(FAKE_RANK), *command[at + 2 :]]
     ranks = [str(rank) for rank in self.ranks]
-    return [sys.executable, __file__, "ranks", ",".join(ranks), *command[at + 2 :]]
+    num_ranks = str(sum(self.slots))
+    return [sys.executable, __file__, "ranks", ",".join(ranks), num_ranks, *command[at + 2 :]]
 
 
-def start_ranks(ranks: list[str], arguments: list[str]) -> None:
-    """Start the given ranks and wait for all of them to end."""
+def start_ranks(ranks: list[str], num_ranks: str, arguments: list[str]) -> None:
+    """Start the given ranks of a run of `num_ranks`, and wait for all of them to end."""
     command = [sys.executable, str(FAKE_RANK), *arguments]
-    started = [subprocess.Popen(command, env={**os.environ, "RANK": rank}) for rank in ranks]
+    started = [subprocess.Popen(command, env={**os.environ, "RANK": rank, "WORLD_SIZE": num_ranks}) for rank in ranks]
     for process in started:
         process.wait()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "ranks":
-        start_ranks(sys.argv[2].split(","), sys.argv[3:])
+        start_ranks(sys.argv[2].split(","), sys.argv[3], sys.argv[4:])
         sys.exit(0)  # the supervisor does not rely on the exit code of a launcher
     outlive_the_reader()
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
