@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import electra_dist as ed
 from electra_dist.objectives.base import Batch, StepOutput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.objectives.scheduled_values import weighted
 
 SMOOTHING = 0.05
 
@@ -39,7 +38,7 @@ class SmoothedDetection(ReplacedTokenDetection):
         loss_BS = F.binary_cross_entropy_with_logits(logit_BS.float(), target_BS, reduction="none")
         is_real_BS = batch.layout.is_real_BS
         detection_sum = loss_BS[is_real_BS].sum()
-        loss = corruption.loss + weighted(batch.values.rtd_weight, batch.second_scale, detection_sum)
+        loss = corruption.loss + batch.values.rtd_weight * batch.second_scale * detection_sum
         sums = corruption.sums | {"rtd_loss_sum": detection_sum, "rtd_weight": is_real_BS.sum()}
         return self.output(batch, loss, sums, logit_BS, corruption.label_BS)
 

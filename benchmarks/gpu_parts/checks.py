@@ -15,8 +15,8 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from electra_kernels.mlm_head import mlm_head_loss_and_sample
 from electra_kernels.replace_tokens import replace_and_label
-from electra_kernels.sampling import sample
 from gpu_parts.cases import Head, Sizes, cases, head_inputs, our_head
 from gpu_parts.recording import Case, Rows
 
@@ -109,9 +109,9 @@ def integers(sizes: Sizes, device: str, backend: str) -> Rows:
     )
     are_equal = all(torch.equal(tensor, expected_tensor) for tensor, expected_tensor in zip(replaced, expected))
     num_samples = sizes.exact_rows * 16
-    logits = torch.randn(num_samples, 1000, device=device) * 2
-    row_M = torch.arange(num_samples).to(device)
-    drawn, expected_drawn = (sample(logits, seed=1, step=2, row_M=row_M, backend=b) for b in (backend, "reference"))
+    states_MD = torch.randn(num_samples, 4, device=device)
+    table_VD = torch.randn(1000, 4, device=device)
+    drawn, expected_drawn = (_sample(states_MD, table_VD, b) for b in (backend, "reference"))
     share_equal = (drawn == expected_drawn).double().mean().item()
     return [
         {
@@ -141,8 +141,8 @@ def chi_square(device: str, backend: str, draws: int, vocab: int) -> Rows:
     zipf = -1.1 * torch.arange(1, vocab + 1).float().log()
     found = []
     for name, logits in (("flat", torch.zeros(64)), ("peaked", torch.linspace(0, 8, 64)), ("realistic", zipf)):
-        rows = torch.arange(draws, device=device)
-        drawn = sample(logits.to(device).expand(draws, -1), seed=3, step=4, row_M=rows, backend=backend)
+        ones_MD = torch.ones(draws, 1, device=device)  # their product with the logits as a table gives equal rows
+        drawn = _sample(ones_MD, logits.to(device)[:, None], backend)
         observed = drawn.bincount(minlength=len(logits)).double().cpu()
         expected = logits.double().softmax(0) * draws
         is_rare = expected < 10
@@ -153,6 +153,26 @@ def chi_square(device: str, backend: str, draws: int, vocab: int) -> Rows:
         row = {"operation": "chi squared", "by": f"ours ({backend})", "logits": name, "draws": draws}
         found.append(row | {"p": p, "right": p > 1e-3})
     return found
+
+
+def _sample(states_MD: torch.Tensor, table_VD: torch.Tensor, backend: str) -> torch.Tensor:
+    """Return the tokens that the generator's head draws for states and a token table, int64 [M]."""
+    num_rows, vocab = len(states_MD), len(table_VD)
+    row_M = torch.arange(num_rows, device=states_MD.device)
+    bias_V, weight_M = torch.zeros(vocab, device=states_MD.device), torch.ones(num_rows, device=states_MD.device)
+    output = mlm_head_loss_and_sample(
+        states_MD,
+        table_VD,
+        bias_V,
+        torch.zeros_like(row_M),
+        weight_M,
+        seed=3,
+        step=4,
+        row_M=row_M,
+        vocab_size=vocab,
+        backend=backend,
+    )
+    return output.sampled_M
 
 
 def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -36,8 +36,8 @@ from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig, divi
 from electra_dist.engine.gradients.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.gradients.step_numbers import StepNumbers
 from electra_dist.engine.loss_scale import LossScale
+from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
-from electra_dist.engine.optimizers.muon import check_update
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from electra_dist.config import OptimizerConfig
-from electra_dist.engine.optimizers.adamw import ForeachAdamW
-from electra_dist.engine.optimizers.lamb import ForeachLamb
-from electra_dist.engine.optimizers.muon import ForeachMuon
+from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.lamb import ForeachLamb
+from electra_dist.engine.muon import ForeachMuon
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective

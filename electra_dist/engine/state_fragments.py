@@ -25,7 +25,7 @@ from torch import nn
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, Kind
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.engine.optimizers.adamw import MOMENTS, ForeachAdamW, moments_of
+from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
 
 assert ("master", *MOMENTS) == KINDS
 

@@ -10,7 +10,7 @@ The schedule multiplies every peak rate by (1 - t / T) * min(1, t / (warmup_frac
 finished updates and T is their total. With a warm-up, the first update (t = 0) therefore has a learning rate of 0.
 
 Source: google-research/electra, model/optimization.py (`_get_layer_lrs`), issues 51 and 64. AdamW without bias
-correction is the optimizer of pretraining (`engine/optimizers/adamw.py`).
+correction is the optimizer of pretraining (`engine/adamw.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from electra_dist.engine.optimizers.adamw import ForeachAdamW
+from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.finetune.finetune_config import FinetuneConfig
 
 _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")

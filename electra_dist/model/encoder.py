@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.attention_dropout import keep_attention
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.dropout_add_norm import SITES, dropout_add_norm
-from electra_kernels.keyed_dropout import keyed_dropout
+from electra_kernels.keyed_dropout import keep_attention, keyed_dropout
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.table_lookup import table_lookup
 from torch import nn

@@ -133,7 +133,7 @@ def mask_rows(
         position_BN, weight_BN, input_BS = mask_positions(
             ids_BS,
             row_B,
-            wanted_counts(mask_prob, N, S, ids_BS.device),
+            wanted_counts(mask_prob, N, S, ids_BS.device, in_float32=False),
             _mask_ids(special),
             num_slots=N,
             mask_token_prob=objective.mask_token_prob,

@@ -122,11 +122,12 @@ def _backward(
         grad_x, grad_residual, grad_weight, grad_bias = reference_backward(grad_BSH, kept, weight_H, bias_H)
     grad_x = grad_x.to(x_BSH.dtype).contiguous()
     grad_residual = grad_residual.to(residual_BSH.dtype).contiguous()
-    grad_weight = grad_weight.to(weight_H.dtype).contiguous()
-    grad_bias = grad_bias.to(bias_H.dtype).contiguous()
+    # Outputs of an operator must not share storage. Without dropout the first two gradients are one tensor, and in
+    # Triton the other two are parts of one.
     if grad_x.data_ptr() == grad_residual.data_ptr():
-        # Without dropout both gradients are one tensor, but outputs of an operator must not share storage.
         grad_residual = grad_residual.clone()
+    grad_weight = grad_weight.to(weight_H.dtype, copy=True)
+    grad_bias = grad_bias.to(bias_H.dtype, copy=True)
     return grad_x, grad_residual, grad_weight, grad_bias
 
 

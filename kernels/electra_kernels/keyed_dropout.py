@@ -1,6 +1,8 @@
 """Drop elements of a tensor by keyed random numbers, without a fused residual sum or LayerNorm.
 
-The embeddings use it, and the sub-layers of the architecture `modern`.
+The embeddings use it, and the sub-layers of the architecture `modern`. `keep_attention` gives the factors by which
+dropout multiplies attention probabilities. It is a custom operator, which torch.compile treats as opaque (see
+`dropout_add_norm.py`).
 
 Guarantee: which elements of a row are dropped depends on the key (seed, step), the row's number in the global batch
 and the element's place in the row. It does not depend on batch split, rank or device, and torch's generator is not
@@ -79,3 +81,27 @@ class _KeyedDropout(torch.autograd.Function):
 
         key, row_B = ctx.saved_tensors
         return scale_kept(grad_BSH.contiguous(), key, row_B, ctx.probability), None, None, None
+
+
+@torch.library.custom_op("electra::keep_attention", mutates_args=())
+def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
+    """Return the dropout factors of the attention probabilities of B rows, fp32 [B, size]: 0 or 1 / (1 - probability).
+
+    Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one. `size` is a
+    multiple of 4. The key is read on the host.
+    """
+    seed, step, layer = key_3.tolist()
+    return keep_grid(
+        seed,
+        Purpose.ATTENTION_DROPOUT,
+        step,
+        row_B,
+        num_positions=size,
+        first_position=layer * size,
+        drop=probability,
+    )
+
+
+@keep_attention.register_fake
+def _keep_attention_shape(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
+    return row_B.new_empty(len(row_B), size, dtype=torch.float32)

@@ -112,7 +112,7 @@ def bits_grid(
         fill = _fill_bits if cpu_library.fill_bits is None else cpu_library.fill_bits
         _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_block)
         return torch.from_numpy(grid[:, :num_positions])
-    blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
+    blocks = torch.arange(first_block, first_block + num_blocks, device=rows.device)
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
     block_word = blocks[None, :].expand(num_rows, num_blocks)
     row_word = rows[:, None].expand_as(block_word)

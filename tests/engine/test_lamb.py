@@ -13,8 +13,8 @@ from torch import nn
 from electra_dist.config import Config, OptimizerConfig, check_optimizer
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.engine.optimizer import build_optimizer
-from electra_dist.engine.optimizers.lamb import ForeachLamb
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import held_fragments
 from electra_dist.model.row_layout import SpecialIds

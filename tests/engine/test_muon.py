@@ -9,11 +9,11 @@ from support.real_runs import synthetic_rows, tiny_tree
 from torch import nn
 
 from electra_dist.config import Config, OptimizerConfig, check_optimizer
+from electra_dist.engine import muon
+from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.muon import ForeachMuon, check_update
 from electra_dist.engine.optimizer import build_optimizer, parameter_groups
-from electra_dist.engine.optimizers import muon
-from electra_dist.engine.optimizers.adamw import ForeachAdamW
-from electra_dist.engine.optimizers.muon import ForeachMuon, check_update
 from electra_dist.engine.state_fragments import held_fragments, publish
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from electra_kernels.attention_dropout import keep_attention
+from electra_kernels.keyed_dropout import keep_attention
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch.nn.attention.flex_attention import BlockMask
 

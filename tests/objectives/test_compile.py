@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from electra_kernels.attention_dropout import keep_attention
 from electra_kernels.dropout_add_norm import dropout_add_norm
+from electra_kernels.keyed_dropout import keep_attention
 from torch._dynamo.utils import counters
 
 from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig

@@ -193,16 +193,3 @@ def test_a_heartbeat_that_the_disk_refuses_changes_nothing(disk: Disk, tmp_path:
     disk.error = errno.EACCES
     with pytest.raises(StoreError, match="not writable"):
         heartbeat.beat("step", 4)
-
-
-def test_heartbeats_of_the_version_before_are_read(tmp_path: Path) -> None:
-    """They are shorter, and have no reason."""
-    from electra_dist.run import heartbeat as module
-
-    body = '{"pid": 1, "host": "n", "rank": 0, "attempt": 1, "phase": "step", "step": 7, "time": 1.5, '
-    body += '"phase_since": 1.5, "step_s": null'
-    line = module._encode(body).rstrip().ljust(319) + b"\n"
-    (tmp_path / "heartbeats").mkdir()
-    (tmp_path / "heartbeats" / "rank-00000.json").write_bytes(line)
-    (beat,) = read_heartbeats(tmp_path)
-    assert (beat.step, beat.reason) == (7, "")

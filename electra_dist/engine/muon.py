@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from electra_dist.engine.optimizers.adamw import ForeachAdamW, moments_of
+from electra_dist.engine.adamw import ForeachAdamW, moments_of
 
 MOMENTUM = 0.95
 _RMS_OF_ADAMW = 0.2  # typical root mean square of AdamW's updates, which Muon's are scaled to

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from electra_dist.engine.optimizers.adamw import moments_of
+from electra_dist.engine.adamw import moments_of
 
 
 class ForeachLamb(torch.optim.Optimizer):

@@ -1,1 +1,0 @@
-"""Optimizers of this package: AdamW, LAMB and Muon, each with operations over lists of tensors."""
