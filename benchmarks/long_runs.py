@@ -28,10 +28,7 @@ from support.long_runs import write_long_run
 
 
 def programs(run: Path, num_records: int) -> dict[str, list[str]]:
-    """Return the arguments of Python for each measurement, by its name, in the order in which they run.
-
-    The first reading finds no summary beside the metrics; the resume writes it.
-    """
+    """Return the arguments of Python for each measurement, by its name, in the order in which they run."""
     parse = f"import json; records = [json.loads(line) for line in open({str(run / 'metrics.jsonl')!r}, 'rb')]"
     marks = f"from launcher.cli.verify import read_marks; from pathlib import Path; read_marks(Path({str(run)!r}), [])"
     picture = (
@@ -41,15 +38,13 @@ def programs(run: Path, num_records: int) -> dict[str, list[str]]:
     resume = (
         f"from electra_dist.run.writers.metrics_writer import MetricsWriter; from pathlib import Path; "
         f"writer = MetricsWriter(Path({str(run)!r}), tensorboard=False); "
-        f"writer.truncate_after({num_records} - %d); writer.close()"
+        f"writer.truncate_after({num_records} - 50); writer.close()"
     )
     report = str(run / "report.html")
     return {
         "parse of all records": [parse],
-        "status, no summary": [ELECTRA_DIST, "status", str(run)],
-        "first resume, no summary": [resume % 0],
         "status": [ELECTRA_DIST, "status", str(run)],
-        "resume": [resume % 50],
+        "resume": [resume],
         "report": [ELECTRA_DIST, "report", str(run), "--output", report],
         "report of two runs": [ELECTRA_DIST, "report", str(run), str(run), "--output", report],
         "verify: reading of the receipts": [marks],

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import FoundRows
 from electra_dist.data.phases.run_corpora import RunCorpora
-from electra_dist.run.metrics_summary import newest_metrics
+from electra_dist.run.writers.metrics_writer import newest_metrics
 
 _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 

@@ -30,9 +30,9 @@ from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.jsonl import Record
-from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.number_formats import format_count
 from electra_dist.run.record_stream import iter_records
+from electra_dist.run.writers.metrics_writer import newest_metrics
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"

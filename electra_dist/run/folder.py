@@ -36,7 +36,6 @@ INPUTS_FILE = "inputs.json"
 DIGESTS_FILE = "SHA256SUMS"  # of the two files above, in the format of the program sha256sum
 # Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
-METRICS_SUMMARY_FILE = "metrics.summary.json"
 SAMPLES_FILE = "samples.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 LOG_FILE = "log.txt"
@@ -291,7 +290,7 @@ def move_records_aside(run_dir: Path) -> list[str]:
     Config, identity, tokenizer, cache, checkpoints and the folders of Slurm and of supervisors stay. Nothing is
     deleted. Returns a line for each file or folder that was moved.
     """
-    names = [INPUTS_FILE, METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
+    names = [INPUTS_FILE, METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
     existing = [name for name in names if (run_dir / name).exists()]

@@ -36,14 +36,13 @@ def iter_records(path: Path, fault_of: Check | None = None, *, containing: bytes
             yield record_of_line(path, offset, line, fault_of)
 
 
-def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
-    """Yield the whole lines of a file from offset `first_byte` on, with their offsets; nothing without a file."""
+def iter_lines(path: Path) -> Iterator[Line]:
+    """Yield the whole lines of a file with their offsets, oldest first; nothing without a file."""
     file = _open(path)
     if file is None:
         return
     with file:
-        file.seek(first_byte)
-        offset = first_byte
+        offset = 0
         unfinished: list[bytes] = []  # parts of a line whose newline has not been read yet
         while block := file.read(_FORWARD_BLOCK_BYTES):
             *whole_lines, rest = block.split(b"\n")
@@ -56,17 +55,17 @@ def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
             unfinished.append(rest)
 
 
-def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterator[Line]:
-    """Yield the whole lines between two offsets (`end` None: the end of the file), newest first."""
+def lines_backwards(path: Path) -> Iterator[Line]:
+    """Yield the whole lines of a file with their offsets, newest first; nothing without a file."""
     file = _open(path)
     if file is None:
         return
     with file:
-        position = file.seek(0, os.SEEK_END) if end is None else end
+        position = file.seek(0, os.SEEK_END)
         later_parts: list[bytes] = []  # of the line whose first byte has not been read yet, the last part first
         has_newline = False  # what is behind the last newline of the file is no whole line
-        while position > stop:
-            block_begin = max(stop, position - _BACKWARD_BLOCK_BYTES)
+        while position > 0:
+            block_begin = max(0, position - _BACKWARD_BLOCK_BYTES)
             file.seek(block_begin)
             block = file.read(position - block_begin)
             if len(block) < position - block_begin:
@@ -85,7 +84,7 @@ def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterat
                     yield offset, line
                 has_newline = True
         if has_newline:
-            yield stop, b"".join(reversed(later_parts))
+            yield 0, b"".join(reversed(later_parts))
 
 
 def newest_record(path: Path, fault_of: Check | None = None) -> Record | None:

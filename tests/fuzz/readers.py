@@ -246,7 +246,6 @@ TARGETS = (
     Target("sample/*.zst", "text", (SAMPLE,)),
     Target("rates.json", "json", (RATES,)),
     Target("leased/lease/*.json", "json", (Reader("lease", function=_lease),)),
-    Target("run/metrics.summary.json", "json", (STATUS, STATUS_JSON, REPORT, RESUME)),
     Target("run/SHA256SUMS", "text", (EXPORT, SCORE_RUN)),
     Target("run/metrics.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, RESUME)),
     Target("run/samples.jsonl", "jsonl", (REPORT, RESUME)),

@@ -23,7 +23,7 @@ def write_long_run(folder: Path, num_records: int, *, with_evaluations: bool = T
 
     The records have all fields of a real one. One in a hundred has an undefined gradient norm, one in a thousand has a
     loss that is ten times too high, and every 500th is followed by an evaluation, unless `with_evaluations` is false.
-    The ledger has a start and 2,000 checkpoints. There is no summary of the metrics, as for a run of an older version.
+    The ledger has a start and 2,000 checkpoints.
     """
     folder.mkdir(parents=True)
     config = load_config(CONFIG, [f"train.num_steps={num_records}", "train.global_batch=64"])

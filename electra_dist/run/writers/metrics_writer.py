@@ -6,10 +6,10 @@ file of a run that was interrupted any number of times has each step once; the s
 samples of evaluations. `sync` before the checkpoint of step t is committed makes the records of steps <= t survive a
 crash of the machine; an evaluation of step t must therefore be written before that.
 
-Beside metrics.jsonl the writer keeps a summary of it (`run/metrics_summary.py`). With it a resume cuts the file, and
-`electra-dist status` finds the newest records, without reading the whole file.
+A resume and `electra-dist status` read the end of metrics.jsonl only, however long it is.
 
-Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writer.py`); nothing is read back from it.
+Limits: one writer (rank 0); the lease keeps a second start of the run out of the folder. TensorBoard is a copy for
+people (`tensorboard_writer.py`); nothing is read back from it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from electra_dist.errors import StoreAway, UserError
+from electra_dist.errors import StoreAway
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
-from electra_dist.run.metrics_summary import (
-    SAVE_EVERY_RECORDS,
-    MetricsSummary,
-    extended,
-    read_summary,
-    shortened,
-    write_summary,
-)
 from electra_dist.run.record_checks import metrics_fault
+from electra_dist.run.record_stream import lines_backwards, record_of_line
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.tensorboard_writer import TensorBoardWriter
 from electra_dist.run.writers.text_samples import SampleFile, TextSample, has_samples
+
+_KINDS = ("train", "eval")
 
 
 class MetricsWriter:
@@ -46,8 +41,6 @@ class MetricsWriter:
         """Open metrics.jsonl; `settings` are dotted keys of the config for TensorBoard's table of hyperparameters."""
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
-        self._summary = extended(read_summary(self._file.path) or MetricsSummary(), self._file.path)
-        self._num_unsaved = 0  # records since the summary was saved
         self._samples: SampleFile | None = None  # opened by the first samples
         self._settings = settings or {}
         self._tensorboard_dir = self._run_dir / TENSORBOARD_DIR if tensorboard else None
@@ -62,38 +55,21 @@ class MetricsWriter:
 
         Call it at every resume, before `write`. The result is at least `step`.
         """
-        before = extended(self._summary, self._file.path)
-        if before.in_order:
-            last_recorded_step = before.last_step
-            self._summary = shortened(before, self._file.path, step)
-            if self._summary.size_bytes < before.size_bytes:
-                self._file.cut(self._summary.size_bytes)
-        else:
-            last_recorded_step = self._rewrite_in_order(step)
-        self._save_summary()
+        file = self._file.path
+        newest_step = step
+        end = None
+        for offset, line in lines_backwards(file):
+            recorded_step = record_of_line(file, offset, line, metrics_fault)["step"]
+            newest_step = max(newest_step, recorded_step)
+            if recorded_step <= step:
+                break
+            end = offset
+        if end is not None:
+            self._file.cut(end)
         if has_samples(self._run_dir):
             self._sample_file().truncate_after(step)
         self._purge_step = step + 1
-        return step if last_recorded_step is None else max(step, last_recorded_step)
-
-    def _rewrite_in_order(self, step: int) -> int | None:
-        """Write each kind and step <= `step` once, in order, into a file to which two processes have written.
-
-        Of equal kinds and steps, which have the same losses, the newest remains. Returns the highest step before; None
-        without records.
-        """
-        records = read_records(self._file.path, metrics_fault)
-        newest = {(record["step"], record["kind"]): record for record in records if record["step"] <= step}
-        self._file.replace(sorted(newest.values(), key=lambda record: record["step"]))
-        self._summary = extended(MetricsSummary(), self._file.path)
-        return max((record["step"] for record in records), default=None)
-
-    def _save_summary(self) -> None:
-        """Add the new records to the summary of the metrics, and write it; readers can do without it."""
-        self._num_unsaved = 0
-        with contextlib.suppress(OSError, UserError, ValueError):
-            self._summary = extended(self._summary, self._file.path)
-            write_summary(self._file.path, self._summary)
+        return newest_step
 
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
@@ -105,9 +81,6 @@ class MetricsWriter:
         fields = dataclasses.asdict(record)
         with self._noted(self._file.path):
             self._file.append({"kind": kind, **fields})
-            self._num_unsaved += 1
-            if self._num_unsaved >= SAVE_EVERY_RECORDS:
-                self._save_summary()
         tensorboard = self._open_tensorboard()
         if tensorboard is not None:
             tensorboard.write(kind, fields)
@@ -127,7 +100,6 @@ class MetricsWriter:
         """
         with self._lock:
             self._file.sync()
-            self._save_summary()
 
     def flush_tensorboard(self) -> None:
         """Write to the files what TensorBoard has buffered."""
@@ -148,8 +120,6 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.close()
         self._file.close()
-        if self._num_unsaved > 0:
-            self._save_summary()
 
     def discard(self) -> None:
         """Close metrics.jsonl without the records that its disk refuses. Calling it twice is fine."""
@@ -189,3 +159,22 @@ def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) 
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
     return read_records(file, fault_of)
+
+
+def newest_metrics(run_dir: Path) -> dict[str, Record]:
+    """Return the newest record of each kind, "train" and "eval", in a run's metrics.jsonl, without kinds it lacks.
+
+    The file is read from its end, as far as necessary. A damaged line that is read is a UserError.
+    """
+    file = run_dir / METRICS_FILE
+    newest: dict[str, Record] = {}
+    for offset, line in lines_backwards(file):
+        missing_kinds = [kind for kind in _KINDS if kind not in newest]
+        if not missing_kinds:
+            break
+        # Evaluations are few: once the newest training record is found, other training records are not parsed.
+        if newest and not any(b'"%s"' % kind.encode() in line for kind in missing_kinds):
+            continue
+        record = record_of_line(file, offset, line, metrics_fault)
+        newest.setdefault(record["kind"], record)
+    return newest

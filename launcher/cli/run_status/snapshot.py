@@ -21,8 +21,8 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.lease_file import LeaseOwner
 from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
+from electra_dist.run.writers.metrics_writer import newest_metrics
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.regular_files import read_regular
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage

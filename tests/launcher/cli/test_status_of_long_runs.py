@@ -9,28 +9,21 @@ import pytest
 from support.command_memory import run_command
 from support.long_runs import write_long_run
 
-from electra_dist.run.folder import METRICS_FILE, METRICS_SUMMARY_FILE
-from electra_dist.run.writers.metrics_writer import MetricsWriter
+from electra_dist.run.folder import METRICS_FILE
 
 NUM_RECORDS = 100_000
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with 100,000 training records and 200 evaluations, as an older version wrote it."""
+    """The folder of a run with 100,000 training records and 200 evaluations."""
     return write_long_run(tmp_path_factory.mktemp("runs") / "long", NUM_RECORDS)
 
 
-@pytest.mark.parametrize("has_summary", [False, True])
 @pytest.mark.sample
-def test_status_of_a_long_run_gives_the_newest_records_in_60_mb(run: Path, has_summary: bool):
+def test_status_of_a_long_run_gives_the_newest_records_in_60_mb(run: Path):
     last_lines = (run / METRICS_FILE).read_bytes().splitlines()[-1000:]
     newest = {record["kind"]: record for record in map(json.loads, last_lines)}
-    if has_summary:
-        writer = MetricsWriter(run, tensorboard=False)
-        writer.truncate_after(NUM_RECORDS)
-        writer.close()
-    assert (run / METRICS_SUMMARY_FILE).exists() is has_summary
 
     output, memory_mb = run_command(["status", str(run), "--json"])
 
