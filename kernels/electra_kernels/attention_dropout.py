@@ -1,4 +1,4 @@
-"""Dropout of attention probabilities on a CPU, keyed by (seed, step, row, place in the model).
+"""Dropout of attention probabilities on a CPU, by random numbers keyed by (seed, step, row, place in the model).
 
 It is a custom operator, which torch.compile treats as opaque; see `dropout_add_norm.py`.
 """
@@ -14,8 +14,8 @@ from electra_kernels.keyed_random import Purpose, keep_grid
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
     """Return the dropout factors of the attention probabilities of B rows, fp32 [B, size]: 0 or 1 / (1 - probability).
 
-    Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one. `size` is a
-    multiple of 4. The key is read on the host.
+    `key_3` is seed, step and number of the layer, read on the host. `size`, a row's probabilities in one layer, is a
+    multiple of 4. Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one.
     """
     seed, step, layer = key_3.tolist()
     return keep_grid(
