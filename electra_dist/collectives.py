@@ -1,4 +1,4 @@
-"""Exchange small values of JSON between all ranks of a run.
+"""Exchange small JSON values between all ranks of a run.
 
 Guarantee: every rank returns the same value. An error that `from_rank_0` lists is raised on every rank, with the same
 message. Messages are parsed as JSON and never unpickled, so a foreign process that has joined the process group can
@@ -36,8 +36,8 @@ from electra_dist.store.json_file import DamagedJson, parse_json
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 T = TypeVar("T", bound=Json)
 
-_MOST_BYTES = 64 << 20  # of a message from rank 0, and of all messages that one call gathers
-# Errors that are the same on all ranks; one of another class arrives as its nearest class of these.
+_MOST_BYTES = 64 << 20  # limit for a message of rank 0, and for the sum of the messages that one `gather` collects
+# Errors that rank 0 passes on to all ranks; an error of a subclass arrives as its nearest base class in this table.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (StoreExhausted, StoreAway, StoreMissing, StoreError, ManifestMismatch, UserError, StorageLost)
@@ -70,7 +70,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, ordered by rank, on every rank, after all have called it. Collective."""
+    """Wait until all ranks have called this, and return their values, ordered by rank, on every rank. Collective."""
     own = _encode(value)
     num_ranks = dist.get_world_size()
     length = torch.tensor([len(own)], device=own.device)
@@ -85,7 +85,7 @@ def gather(value: T) -> list[T]:
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:
-    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used. Collective."""
+    """Send rank 0's message, uint8 [bytes], to all ranks and return it; the others' is ignored. Collective."""
     length = torch.tensor([len(message)], device=message.device)
     dist.broadcast(length, 0)
     size = _checked_size(int(length), 0, _MOST_BYTES)
@@ -96,7 +96,7 @@ def _broadcast(message: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(value: Json) -> torch.Tensor:
-    """Return the JSON text, uint8 [bytes], on the device on which the process group exchanges tensors."""
+    """Encode a value as JSON text, uint8 [bytes], on the device on which the process group exchanges tensors."""
     text = json.dumps(value).encode("ascii")
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)

@@ -182,7 +182,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Refuse a frozen generator without `train.init_generator_from`, or another one with it and no `init_from`."""
+        """Refuse a frozen generator without `train.init_generator_from`, and others with it but no `init_from`."""
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
             raise ValueError(
@@ -198,7 +198,7 @@ class Config(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train` with only those keys for initial weights that apply to the trained towers."""
+        """Return section `train`; for a frozen generator without `init_generator_from`, which is not trained."""
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})
@@ -218,15 +218,15 @@ class Config(Section):
 
     @property
     def numerics(self) -> int:
-        """Return the numerics version with which this program computes the run; see `NUMERICS`."""
+        """Return the version number of the random draws and the rounding in this program's runs; see `NUMERICS`."""
         if self.objective.masking == "reference":
             return REFERENCE_MASKING_NUMERICS
         return NUMERICS
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
-        """Return the values that determine the results of a run, as a JSON tree; if one changes, no run can resume.
-        All others (number of ranks, micro-batch, ZeRO stage, logging) may change at a restart. A `numerics` below
-        `self.numerics` (the default) gives the identity that an older program recorded for this config.
+        """Return, as a JSON tree, the values that determine a run's results; a run resumes only if none has changed.
+        All others (number of ranks, micro-batch, ZeRO stage, logging) may change at a restart. `numerics` (default:
+        `self.numerics`) is a version of random draws and rounding; a lower one gives what an older program recorded.
         """
         if numerics is None:
             numerics = self.numerics
@@ -263,16 +263,16 @@ class Config(Section):
         return section
 
     def identity_sha256(self, numerics: int | None = None) -> str:
-        """Return the SHA-256 of `identity(numerics)` in hexadecimal; a checkpoint of another run has another one."""
+        """Return the SHA-256 of `identity(numerics)` in hexadecimal, which identifies the checkpoints of a run."""
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
-        """Return the digests of this config's identity at all lower numerics versions: numerics version -> digest."""
+        """Return what older programs recorded as `identity_sha256` of this config: their `NUMERICS` -> digest."""
         return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise ValueError for LAMB or Muon above ZeRO stage 0, where it gets pieces, or with another's implementation."""
+    """Raise ValueError for LAMB or Muon above ZeRO stage 0, which splits parameters, or if its code does not exist."""
     if config.name in ("lamb", "muon") and zero_stage > 0:
         raise ValueError(
             f"optimizer.name {config.name} needs whole parameters, but engine.zero_stage is {zero_stage}; "
@@ -300,14 +300,14 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Return section `model` without the keys that only `modern` reads if it is not used: older runs lack them."""
+    """Leave out the keys that only `architecture: modern` reads if it is `bert`, as older runs lack these keys."""
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys of `_NEW_DEFAULTS` with their default, so that runs older than these keys keep their identity."""
+    """Leave out keys with their value of `_NEW_DEFAULTS`, so that runs older than these keys keep their identity."""
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 

@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_section(path: Path, kind: type[S]) -> S:
-    """Read and validate a YAML file that holds one section (no `extends`), such as that of `electra-dist compare`."""
+    """Read and validate a YAML file with the keys of one section (no `extends`), as `electra-dist compare` reads."""
     path = find_config_file(path)
     tree = read_yaml(path)
     try:
@@ -75,7 +75,7 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 def key_description(key: str) -> str:
     """Return the description of a key of a run's config, such as `train.micro_batch`; "" if there is no such key.
-    A key of a schedule, such as `objective.temperature.tau`, has the description that it has in every schedule.
+    A key within a schedule, such as `objective.temperature.tau`, has the same description in all schedules.
     """
     return _description(Config, key.split("."))
 
@@ -97,7 +97,7 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first fault of a failed validation, with the number of further faults at its end."""
+    """Return one line about the first mistake that the validation found, with the number of the others at its end."""
     faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
     unknown = [fault for fault in faults if fault["type"] == _UNKNOWN_KEY]
@@ -135,7 +135,7 @@ def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[ErrorDetails]) -> str:
-    """Return the message for a key, or a section, with an invalid value; several types give several faults."""
+    """Return the message for a key or section with an invalid value; `faults` has one for each type it may have."""
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
     reason = " or ".join(_reason(fault) for fault in faults)
@@ -153,14 +153,14 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the key at fault without the names of its types, which pydantic appends for a union."""
+    """Return the path of the key at fault, without the type names that pydantic appends to it for a union."""
     parts = [str(part) for part in fault["loc"]]
     types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
     return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the last layer that holds the key, whose value counts, or of the last layer if none does."""
+    """Return the name of the last layer (file or `--set`) that sets a key, or of the last layer if none sets it."""
     for name, tree in reversed(layers):
         if _contains(tree, location):
             return name
@@ -178,7 +178,7 @@ def _contains(tree: Tree, location: Sequence[str]) -> bool:
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the config section at a path, or None; indices and names of elements are skipped."""
+    """Return the class of the section at a path of keys, or None; list indices and keys of mappings are skipped."""
     section = root
     part_selects_element = False
     for part in location:
@@ -197,7 +197,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 
 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's type, also of its elements or of its schedule; None for a plain value."""
+    """Return the class of the section, list element or schedule in a field's type; None if its values are plain."""
     for part in (annotation, *get_args(annotation)):
         kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -213,7 +213,7 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the key's description as the end of an error message, such as ". micro_batch: Rows ..."; or ""."""
+    """Return a key's description as the end of an error message, such as ". micro_batch: Rows ..."; or ""."""
     description = _description(root, location)
     return f". {location[-1]}: {description}" if description else ""
 

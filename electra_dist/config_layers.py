@@ -72,7 +72,7 @@ def find_config_file(path: Path) -> Path:
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the file of this package for a relative path configs/NAME, or None."""
+    """Return the config file that comes with this package for a relative path configs/NAME, or None."""
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parent
@@ -85,7 +85,7 @@ def _shipped_file(path: Path) -> Path | None:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return the layers of a config in the order of merging: (path of the file or `--set`, tree of keys) each."""
+    """Read the files and overrides of a config; return (file path or `--set`, tree of keys) of each, base first."""
     layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
     chain: list[Path] = []
     next_path: Path | None = find_config_file(path)
@@ -109,7 +109,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the file that a config file extends: a path relative to its folder, or else a shipped configs/NAME."""
+    """Return the file `name` that config file `path` extends, beside it or in this package; None without `name`."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -122,7 +122,7 @@ def _base_of(path: Path, name: object) -> Path | None:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Return the mapping in a YAML file; raise UserError if it is unreadable, no mapping, or has a key twice."""
+    """Return the mapping in a YAML file; raise UserError if it is unreadable, not a mapping, or has a key twice."""
     try:
         text = read_regular(path, _MOST_YAML_BYTES).decode()
     except FileNotFoundError:

@@ -42,7 +42,7 @@ def reference() -> str:
 
 
 def section_tables(path: str, section: type[BaseModel]) -> str:
-    """Return the Markdown tables of a section, given with its dotted path such as `model.generator`, and below it."""
+    """Return the Markdown tables of a section and of the sections in it; `path` is dotted, as in `model.generator`."""
     parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
     for name, field in section.model_fields.items():
         inner = _section_of(field) or _optional_section_of(field)

@@ -1,6 +1,6 @@
-"""Print for people with the library rich, which by itself would obey text that a stranger wrote.
+"""Print to a terminal with the library rich, without obeying markup in text that a stranger wrote.
 
-Guarantee: each text that a `Console` gets, alone or in a table, is shown as `printable` makes it, on one line.
+Guarantee: each text that a `Console` gets, alone or in a table, is shown on one line, with the escapes of `printable`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ class Console(rich.console.Console):
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
-    """Return a text for a `Console` whose parts are a text, or a text and its style, such as ("bad", "red")."""
+    """Join parts to one text for a `Console`; a part is a text, or a text with its style, such as ("bad", "red")."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((printable(text), style) for text, style in pairs))

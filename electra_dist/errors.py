@@ -37,16 +37,16 @@ class UserError(Exception):
 
 class NodeError(UserError):
     """Error of one node that only the user can correct, such as a torch that does not fit its driver.
-    The first rank of each node that has it prints it, because rank 0 may run on another node.
+    The first rank of each affected node prints it, because rank 0 may run on another node.
     """
 
 
 class ManifestMismatch(UserError):
-    """Error for a corpus, or a file of it, that is not the one that the run or the manifest requires."""
+    """Error for a corpus, or one of its files, that differs from what the run or the manifest (corpus.json) names."""
 
 
 class OtherNumerics(UserError):
-    """Error for a run or checkpoint of another `config.NUMERICS`, that is, of other random draws or rounding."""
+    """Error for a run or checkpoint that was computed with other random draws or rounding (`config.NUMERICS`)."""
 
     def __init__(self, place: str, found: int, current: int) -> None:
         super().__init__(
@@ -80,4 +80,4 @@ class StorageLost(Exception):
 
 
 class TornCheckpoint(Exception):
-    """Error for a checkpoint that differs from its manifest or is of another run; a load then tries another one."""
+    """Error for a checkpoint that differs from its manifest or belongs to another run; loading then tries another."""

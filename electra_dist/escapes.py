@@ -2,7 +2,7 @@
 
 Names of files, hosts and sources, and every text that is read from a record, may hold escape sequences, line breaks
 and marks that reverse or hide what is beside them. Guarantee: what these functions return is one line, on which a
-reader sees every character; it changes no terminal, and it is no link, no markup and no cell of its own.
+reader sees every character. It cannot change the terminal, or become a link, markup or a table cell of its own.
 
 How: every character that shows nothing by itself appears as a Python escape such as \\x1b, \\u202e or \\n. Markdown's
 and HTML's own characters are escaped in addition.
@@ -32,13 +32,13 @@ def printable(text: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return a text for a line or a table cell of a Markdown page, in which nothing is markup, HTML or a link."""
+    """Escape a text for a line or a table cell of a Markdown page, so that none of it is markup, HTML or a link."""
     escaped = _MARKDOWN.sub(r"\\\g<0>", html.escape(printable(text), quote=False))
     return _LIST_NUMBER.sub(r"\g<0>\\", escaped)
 
 
 def markdown_code(text: str) -> str:
-    """Return a text as a code span of a Markdown page, in which nothing is markup.
+    """Return a text as a code span of a Markdown page, so that none of it is markup.
 
     The span is made for table cells: elsewhere, `|` is shown with a backslash before it.
     """
@@ -50,7 +50,7 @@ def markdown_code(text: str) -> str:
 
 
 def html_text(text: str) -> str:
-    """Return a text for an element or a quoted attribute of an HTML page, in which nothing is markup."""
+    """Escape a text for an element or a quoted attribute of an HTML page, so that none of it is markup."""
     return html.escape(printable(text))
 
 

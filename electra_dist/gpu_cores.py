@@ -24,7 +24,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...").
     As in CUDA, the list ends before the first entry that is no GPU, a GPU that is named twice leaves none, and a
-    process sees the first MIG part only. Where the node's GPUs are not known, every entry counts as one of them.
+    process sees the first MIG part only. Where the node's GPUs are not known, every entry counts as a GPU.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
@@ -58,7 +58,7 @@ def hides_all_gpus(environment: Mapping[str, str]) -> bool:
 
 
 def _whole_uuid(beginning: str, uuids: list[str]) -> str:
-    """Return the UUID that begins so, the beginning itself if UUIDs are not known, or "" if none or several do."""
+    """Return the one GPU UUID with this beginning; the beginning if UUIDs are unknown; "" if none or several fit."""
     if not beginning.startswith("GPU-"):
         return ""
     if "" in uuids or not uuids:
@@ -77,8 +77,8 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
     """Bind this process to the cores near its GPU, number `local_rank` of `visible_devices`; return its cores.
-    Call it before the process starts threads: those that run already keep their cores, later ones inherit the new
-    ones.
+    Call it before the process starts threads: threads that already run keep their cores, and only later ones inherit
+    the new cores.
     """
     allowed = os.sched_getaffinity(0)
     near = cores_near_gpu(local_rank, environment, root) & allowed
@@ -103,7 +103,7 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
 def _gpus(root: Path) -> dict[str, str]:
     """Return the NVIDIA GPUs that can be opened: PCI address -> UUID ("" if not reported), in order of addresses.
     The driver lists the GPUs of the whole machine, but a container may have device files of some only. Where the
-    driver lists none, each device file counts, and its path stands for the address.
+    driver lists none, each device file /dev/nvidiaN counts as a GPU, with its path in place of the address.
     """
     uuid_of_address = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):

@@ -48,7 +48,7 @@ _RECOVERY_ACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample:
-    """Readings of one GPU at one moment; None (`throttle`: empty) where it is lost or does not report the quantity."""
+    """Readings of one GPU at one moment; None (`throttle`: empty) if the GPU is lost or does not report it."""
 
     uuid: str  # "" if it cannot be read
     name: str
@@ -130,7 +130,7 @@ class GpuProbe:
         return [_sample(device.handle) for device in self._devices]
 
     def health(self) -> list[GpuHealth]:
-        """Return the current health of all GPUs in the driver's order, with that of lost ones."""
+        """Return the current health of all GPUs, lost ones included, in the driver's order."""
         return [_health(device) for device in self._devices]
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return those GPUs that CUDA_VISIBLE_DEVICES, if set, names by number, UUID, beginning of a UUID or MIG part."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (`names`) lists by number, start of a UUID or MIG part; None: all."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
@@ -186,7 +186,7 @@ def _sample(handle: Any) -> GpuSample:
 
 
 def _throttle_reasons(handle: Any) -> tuple[str, ...]:
-    """Return why the GPU's clock is reduced, such as "power cap"; reasons that are no limit or fault are left out."""
+    """Return why the GPU's clock is reduced, such as "power cap"; only limits and faults count, not an idle GPU."""
     mask = _query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if mask is None:  # Older drivers and libraries have only the older name of the function.
         mask = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -230,7 +230,7 @@ def _lost_error(handle: Any) -> str:
 
 
 def _uncorrected_errors(handle: Any, counter: int) -> int | None:
-    """Return the number of uncorrected memory errors since the driver was loaded, or in the life of the device."""
+    """Return the uncorrected memory errors since the driver was loaded or in the GPU's life, as `counter` says."""
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
@@ -249,7 +249,7 @@ def _recovery_action(handle: Any) -> str:
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
-    """Return whether each NVLink of the GPU is active; one that sleeps to save power is."""
+    """Return for each NVLink of the GPU whether it is active; a link that sleeps to save power counts as active."""
     are_active = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         state = _query("nvmlDeviceGetNvLinkState", handle, link)
@@ -259,7 +259,7 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call a function of NVML; return None if pynvml lacks it, the device does not report the quantity, or it is lost.
+    """Call an NVML function by name; return None if pynvml lacks it, or the GPU is lost or does not report the value.
     A lost GPU has the handle None.
     """
     nvml_function = getattr(pynvml, function, None)

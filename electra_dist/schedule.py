@@ -77,7 +77,7 @@ class Schedule(BaseModel, Generic[Number]):
 
     @model_serializer
     def _canonical(self) -> dict[str, Any]:
-        """Return the schedule as a mapping that is equal for equal schedules: only the keys that its shape uses."""
+        """Return a mapping of only the keys that the shape uses, so that equal schedules give equal mappings."""
         ends_and_shape = {"from": self.start, "to": self.end, "shape": self.shape}
         if self.shape == "exponential":
             return ends_and_shape | {"tau": self.tau}
@@ -88,7 +88,7 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 
 
 def _tag(value: Any) -> str:
-    """Return the tag of the type against which pydantic validates a key that may be scheduled."""
+    """Return the tag by which pydantic validates a key's value either as a schedule or as a plain number."""
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 
@@ -142,7 +142,7 @@ def value_at(value: NumberOrSchedule, progress: float) -> float:
 
 
 def mean_value(value: NumberOrSchedule) -> float:
-    """Return the mean of a config key's value over the whole run, the integral over u from 0 to 1.
+    """Return the mean of a config key's value over the whole run: its integral over the share of the run from 0 to 1.
     The mean over the steps of a run differs from it by at most |from - to| / num_steps.
     """
     if not isinstance(value, Schedule):

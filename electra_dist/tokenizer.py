@@ -37,7 +37,7 @@ _MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
 
 
 class NamedDigest(NamedTuple):
-    """SHA-256 that a file must have, and what a message says where the file has another one."""
+    """SHA-256 that a file must have, and what the error message says if the file has another one."""
 
     sha256: str  # hexadecimal
     named_by: str  # path or URL of the file that names this digest
@@ -95,9 +95,9 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
-        r"""Return the vocabulary in the bytes (UTF-8) of a vocab.txt, after a check of its digest where one is known.
+        r"""Parse the bytes (UTF-8) of a vocab.txt or tokenizer.json, after a check of its digest if one is known.
         The digest may be that of the bytes or that of the text with `\n` line ends, because copying a file may change
-        these. Without `expected`, as for a model of another program, only the special tokens are required. Raises
+        line ends. Without `expected`, as for a model of another program, only the special tokens are required. Raises
         ManifestMismatch for another digest, UserError if it is no vocabulary.
         """
         try:
@@ -128,7 +128,7 @@ class Vocabulary:
 
     @cached_property
     def shown_tokens(self) -> list[str]:
-        """Return the tokens by id for people to read: one that continues a word begins with ##, bytes are decoded."""
+        """Return a readable form of each token, by id: continuations of a word begin with ##, bytes are decoded."""
         return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
     @property
@@ -212,7 +212,7 @@ class WordPieceTokenizer:
         return self.encode(words)
 
     def split_lines(self, text: str) -> list[str]:
-        """Return the lines of a text, whose ids, one after another, are those of the text."""
+        """Split a text into lines whose ids, one after another, are the ids of the whole text."""
         return text.splitlines()
 
     def _limit_memory(self, new_words: list[str]) -> None:
@@ -246,7 +246,7 @@ class JsonTokenizer:
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the ids of each word of one text, encoded together: a token may contain the space before its word.
-        A token with parts of two words, or with only the space after a word, counts to the first.
+        A token with parts of two words, or with only the space between them, belongs to the first word.
         """
         starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
         ids_of_words: list[list[int]] = [[] for _ in words]
@@ -256,9 +256,9 @@ class JsonTokenizer:
         return ids_of_words
 
     def split_lines(self, text: str) -> list[str]:
-        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends.
-        Each line begins with the space in place of the line end before it, if the tokens of this tokenizer contain
-        spaces. Lines of white space are added to the line after them; those at the end of the text are left out.
+        """Split a text into lines whose ids, one after another, are those of the text with spaces as line ends.
+        If tokens of this tokenizer contain spaces, each line begins with the space that replaces the line end before
+        it. A line of only white space is joined to the line after it; at the end of the text it is left out.
         """
         lines = []
         line_and_space = ""

@@ -55,7 +55,7 @@ class TokenizerJson:
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Load the file; raise UserError if a special token is missing, or can be reached by its name in a text."""
+        """Load the file; raise UserError if a special token is missing, or if a text can contain it by its name."""
         content = json.loads(text)
         tokenizer = _load(text, name)
         self._text = text
@@ -108,7 +108,7 @@ class TokenizerJson:
         return shown
 
     def for_hugging_face(self) -> str:
-        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes.
+        """Return the text of a tokenizer.json for an exported model, which puts [CLS] and [SEP] around each text.
         If the file's post-processor makes other rows or token types than this project, it is replaced.
         """
         tokenizer = tokenizers.Tokenizer.from_str(self._text)
@@ -137,7 +137,7 @@ class TokenizerJson:
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
-    """Return (X, Y) if a post-processor makes rows `X A Y` and `X A Y B Y`, like this project; None for other rows.
+    """Return the tokens (X, Y) if a post-processor makes rows `X A Y` and `X A Y B Y`, like this project; else None.
     With `with_types`, B and the Y after it must have token type 1, and everything before them type 0.
     """
     if post_processor is None:
@@ -197,7 +197,7 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Return role -> id: the tokens that the file itself names have precedence over the names in `_NAMES`."""
+    """Return the id of each special token by its role; a token that the file itself names goes before `_NAMES`."""
     special = {}
     for role, names in _NAMES.items():
         known = [token for token in names if token in ids]

@@ -20,7 +20,7 @@ class LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text` if that is possible, and return its length in any case."""
+        """Write `text`, or discard it if writing fails; return its length in both cases."""
         try:
             self._stream.write(text)
         except (OSError, ValueError):  # ValueError: the stream was closed in this process
@@ -28,7 +28,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if that is possible."""
+        """Flush the stream, without an error if that fails."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -42,10 +42,10 @@ class LastingStream:
 
 
 def outlive_the_reader() -> None:
-    """Make stdout and stderr of this process survive failed writes. Call it first, before anything is opened.
+    """Make failed writes to stdout and stderr of this process harmless. Call it first, before any file is opened.
 
-    A standard file that was closed when the process started, as by `>&-`, is opened on the null device. Otherwise the
-    next file that the process opens would get its number, and output meant for stdout would be written into that file.
+    If stdin, stdout or stderr was closed when the process started, as by `>&-`, it is opened on the null device.
+    Otherwise the next opened file would get its descriptor, and output meant for stdout would go into that file.
     """
     for descriptor in _STANDARD_FILES:
         try:

@@ -1,8 +1,8 @@
 """Judge by its context AUC whether a run's discriminator has learnt more than how frequent tokens are.
 
 The context AUC is the ROC-AUC of the discriminator's scores on held-out rows whose replacements come from the unigram
-distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. Beside a generator at temperature
-1 a discriminator may stay there: the generator samples by frequency within some hundred steps, and then there is
+distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. With a generator at temperature
+1 the discriminator may stay at 0.5: within some hundred steps the generator samples by frequency, and then there is
 nothing more to learn from its samples. A falling temperature avoids this.
 
 This module imports neither torch nor numpy, so that `electra-dist status` answers quickly.
@@ -24,7 +24,9 @@ _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is e
 
 
 def first_judged_step(config: Config) -> int:
-    """Return the step from which a low context AUC is reported: 30 % of the discriminator's steps, or 1 B tokens."""
+    """Return the step from which a low context AUC is reported with a warning.
+    It comes after 30 % of the discriminator's steps, or after 1e9 tokens (pads included) if that is earlier.
+    """
     # In two-stage training the discriminator begins to learn with the second stage.
     stage_begin = config.objective.generator_only_steps
     discriminator_steps = config.train.num_steps - stage_begin
@@ -34,18 +36,18 @@ def first_judged_step(config: Config) -> int:
 
 
 def is_stuck(record: Record, config: Config) -> bool:
-    """Return whether an evaluation of metrics.jsonl shows a context AUC below 0.52 when the run should be above it."""
+    """Return whether an evaluation record has a context AUC below 0.52 at `first_judged_step` or later."""
     context_auc = record.get("context_auc", math.nan)
     return bool(record["step"] >= first_judged_step(config) and context_auc < STUCK_BELOW)
 
 
 def was_reported(records: Iterable[Record], config: Config) -> bool:
-    """Return whether an evaluation in these records of metrics.jsonl was stuck, so that the log has the warning."""
+    """Return whether the run has already warned: an evaluation in these records of metrics.jsonl was stuck."""
     return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)
 
 
 def stuck_warning(record: Record, config: Config) -> str:
-    """Return one line that describes a stuck run and what to change."""
+    """Return one line that says that the context AUC is stuck near 0.5, and what to change in a new run."""
     share = 100 * record["step"] / config.train.num_steps
     return (
         f"step {record['step']:,}: context AUC {record['context_auc']:.3f} (standard error "

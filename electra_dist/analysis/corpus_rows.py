@@ -20,8 +20,8 @@ def rows_of_shards(
     store: Store, manifest: CorpusManifest, shards: Iterable[int]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
     """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len], verified.
-    A shard on S3 is downloaded to a temporary file, a few times if its SHA-256 is wrong; then ManifestMismatch is
-    raised. `shards` is consumed one by one, so a progress bar may wrap it.
+    A shard on S3 is downloaded to a temporary file, up to `READINGS` times if its SHA-256 is wrong; if it stays wrong,
+    ManifestMismatch is raised. `shards` is consumed one by one, so a progress bar may wrap it.
     """
     from electra_dist.data.shard import Shard  # This module imports torch, which takes seconds.
 
@@ -36,7 +36,7 @@ def rows_of_shards(
 
 
 def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
-    """Return the path of a file with the bytes of a shard: the shard itself, or a download of it in `folder`."""
+    """Check a shard's SHA-256 and return its path: the shard's own, or that of a download from S3 in `folder`."""
     path = store.local_path(entry.name)
     is_fetched = path is None
     if path is None:

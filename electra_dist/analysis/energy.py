@@ -1,8 +1,8 @@
 """Estimate the electric energy of a run from the power of its GPUs, which a run records where a driver gives it.
 
 How: the energy is the product of the mean recorded power, the time in which the run's processes existed, and the
-number
-of nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does not.
+number of nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does
+not.
 
 Limits: the GPUs alone, without processors, network and cooling. Only the power of the first rank's node is known; the
 other nodes are assumed to need as much.
@@ -32,7 +32,7 @@ class Energy:
 
 
 def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy; None without recorded power, or if no time with processes is known.
+    """Return the estimated energy of a run; None without recorded power or running time.
     `train` are training records of metrics.jsonl, oldest first; `environment` is the content of environment.json.
     """
     weighted_power = 0.0

@@ -49,7 +49,7 @@ class HangLimits:
 
     def of_its_collective(self, beat: Beat) -> float:
         """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks.
-        In the first step after a checkpoint or evaluation, other ranks may still be in that: the longest limit holds.
+        In the first step after a checkpoint or evaluation, others may still be busy with it: the longest limit holds.
         """
         if _is_first_of_step_phase(beat) and beat.step_s is not None:
             return max(self.of(beat), self.checkpoint_s, self.eval_s)
@@ -57,7 +57,7 @@ class HangLimits:
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits that the keys `hang_...` in the `cluster` section of the config set."""
+    """Return the limits that the config sets in section `cluster`: keys `hang_...` and `storage_patience_s`."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -70,7 +70,7 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """How long a rank has sent no heartbeat, and how long it may; `hung` returns only those above their limit."""
+    """How long a rank has been silent, and how long it may be; `hung` returns only ranks that exceed their limit."""
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
@@ -96,12 +96,12 @@ def hung(
     not_before: float = float("-inf"),
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
-    The others usually wait for the culprit in a collective. A rank that may wait so for ranks with no more steps
-    (which still save, or wait for storage) is judged by their newest heartbeat and the longest of all these limits.
-    For this, `read_all_beats` returns the heartbeats of all nodes; it is called at most once, if a rank exceeds its
-    own limit.
-    Heartbeats before `started` are ignored; each of `ranks` without a newer one counts as in setup since then. No
-    silence is counted from before `not_before`, until which no heartbeat could be written.
+    The others usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
+    made no more steps than it, or that wait for storage: it counts as hung only if they, too, have been silent for the
+    longest of all these limits. `read_all_beats` returns the heartbeats of all nodes for this; it is called at most
+    once, and only if a rank exceeds its own limit.
+    Heartbeats before `started` are ignored; each of `ranks` without a newer one counts as in setup since `started`.
+    Time before `not_before`, until which no heartbeat could be written, does not count as silence.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
@@ -128,7 +128,7 @@ def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) 
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return the silence of a rank and all ranks that it may wait for, with the longest of their limits."""
+    """Return how long a rank and all ranks that it may wait for have been silent, and the longest of their limits."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
@@ -144,7 +144,7 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may wait in a collective for another; one with more steps has already taken part in it."""
+    """Return whether a rank may wait in a collective for `other`: it awaits storage, or is neither done nor ahead."""
     # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 

@@ -23,7 +23,7 @@ class MetricColumns:
         self._numbers = array("d")  # record by record
 
     def append(self, record: Record) -> None:
-        """Append the fields of one record."""
+        """Append the numbers of one record; a field that it lacks becomes NaN."""
         self._numbers.extend([_number(record.get(field)) for field in self._fields])
 
     def __len__(self) -> int:

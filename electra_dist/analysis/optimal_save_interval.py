@@ -24,7 +24,7 @@ _UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the steps that `checkpoint.every_steps: auto` stands for: 10 or more, at most an hour; 100 at first."""
+    """Return the steps between checkpoints for `every_steps: auto`: 10 or more, an hour at most; 100 at first."""
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts_of(ledger))
     if stall_s is None or step_s <= 0:
@@ -53,7 +53,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Return (running time + 1 day) / (interruptions + 1); the added day and interruption are a first guess."""
+    """Return (running seconds + 1 day) / (interruptions + 1), so that a new run begins with the guess of one day."""
     # A wall clock that was set back lets a start end before it began.
     running_s = sum(max(0.0, start.last - start.began) for start in starts_of(ledger))
     num_interruptions = interruptions(ledger) + 1
@@ -70,7 +70,7 @@ def measured_stall_s(ledger: Sequence[Record]) -> float | None:
 
 
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
-    """Return the steps between checkpoints by the formula, in [least, most]; `most` if `step_s` is not positive."""
+    """Return the steps between checkpoints by Young's formula, in [least, most]; `most` if `step_s` is not above 0."""
     if step_s <= 0:
         return most
     interval_s = math.sqrt(2.0 * stall_s * interruption_s)

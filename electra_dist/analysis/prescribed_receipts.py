@@ -21,7 +21,7 @@ _CHUNK = 1 << 16  # positions whose rows are looked up together
 
 
 class PhaseReceipts:
-    """Calculator of receipts for one phase. Creating it hashes every row id of the phase's corpus once."""
+    """Calculator of the receipts that a run must have for one phase; it hashes every row id of the corpus once."""
 
     def __init__(self, phase: OrderPhase) -> None:
         self._phase = phase
@@ -33,8 +33,8 @@ class PhaseReceipts:
         self._newest_query = (0, Receipt())  # position in the phase, receipt of all rows of the phase before it
 
     def before(self, position: int) -> Receipt:
-        """Return the receipt of this phase's rows at the first `position` positions of the run, with skipped steps.
-        A query for a later position than the newest one continues from its result; any other begins anew.
+        """Return the receipt of this phase's rows among the run's first `position` rows, skipped steps included.
+        A call with a larger position than the last call continues from that result; any other call begins anew.
         """
         if self._phase.end_position is not None:
             position = min(position, self._phase.end_position)

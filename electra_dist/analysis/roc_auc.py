@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Quality of the discriminator's scores: ROC-AUC, and the other three for the decision "score > 0"."""
+    """Quality of the discriminator's scores: ROC-AUC; accuracy, precision and recall of the decision "score > 0"."""
 
     auc: float  # NaN if one of the two classes is empty
     accuracy: float
@@ -70,7 +70,7 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error, for scores that are dependent within a cluster (int64 [N]).
+    """Return the ROC-AUC and its standard error, for scores that depend on each other within a cluster (int64 [N]).
     To first order, the AUC's deviation from its expected value is a sum of terms: (share of negatives below it - AUC)
     / number of positives for a positive, (share of positives above it - AUC) / number of negatives for a negative. The
     error is that of their sums by cluster, which count as independent (Obuchowski, Biometrics 1997, for one model). It

@@ -34,7 +34,7 @@ _NUM_MARKS = 200  # marks that are checked in a longer run
 
 @dataclass(frozen=True, order=True, slots=True)
 class Mark:
-    """Receipt that a run recorded after `step` optimizer steps. Marks sort by step."""
+    """Receipt (checksum of the rows used so far) that a run recorded after `step` steps. Marks sort by step."""
 
     step: int  # optimizer steps done, from the start of the run
     source: str  # where it is recorded, for messages
@@ -61,7 +61,7 @@ class AuditResult:
 
 
 class Expected:
-    """Calculator of the receipt that a run must have after a number of steps: the sum over the phases of its data."""
+    """Calculator of the receipt (checksum of the used rows) that a run must have after a number of steps."""
 
     def __init__(self, order: RowSequence, global_batch: int, skipped: Iterable[int]) -> None:
         self.order = order
@@ -71,7 +71,7 @@ class Expected:
         self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt of the rows of steps [0, step), without skipped steps. Ascending steps are cheap."""
+        """Return the receipt of the rows of steps [0, step), without skipped steps. Ascending calls are fast."""
         receipt = sum((phase.before(step * self.global_batch) for phase in self._phases), Receipt())
         for skipped_step in self.skipped:
             if skipped_step < step:
@@ -96,7 +96,7 @@ def verify(
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = _no_progress,
 ) -> AuditResult:
-    """Check the marks, sorted by step, up to the first wrong one; `advance` receives (marks checked, to check)."""
+    """Check the recorded receipts `marks`, sorted by step, up to the first wrong; `advance` gets (checked, total)."""
     last_mark = marks[-1] if marks else None
     indexes = _indexes_to_check(marks, expected.global_batch)
     last_good = -1  # index of the newest mark that was found right
@@ -118,7 +118,7 @@ def _is_good(mark: Mark, expected: Expected) -> bool:
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the marks to check: all, or 200 of a long run with the first and the last."""
+    """Return the indexes of the marks to check: all, or for a long run about 200 with the first and the last."""
     if not marks:
         return []
     num_rows = marks[-1].step * global_batch
@@ -129,8 +129,8 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 
 
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
-    """Return the first wrong mark by bisection between `good` (-1: the start) and `bad`.
-    Later receipts are wrong, too, unless a second error cancels the first.
+    """Return the index of the first wrong mark by bisection between the indexes `good` (-1: the start) and `bad`.
+    Receipts after a wrong one are wrong, too, unless a second error cancels the first.
     """
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -142,7 +142,7 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Describe the rows between two marks, whose receipt is the difference of theirs."""
+    """Describe what is wrong with the rows used between two marks; their receipt is the difference of the marks'."""
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
     skipped = set(expected.skipped)
@@ -161,7 +161,7 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
 
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
-    """Name the row that is missing or taken too often, if at most one of each is; otherwise give the number."""
+    """Say which row is missing and which was used too often, if at most one each; otherwise how many rows."""
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
         if missing is not None:
@@ -185,7 +185,7 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
-    """Return the id of the one due row [k] that was not used: its receipt has the digest -hash(id), modulo 2**64."""
+    """Return the id of the only row of `due` [k] that was not used, or None; the digest is -hash(id), modulo 2**64."""
     missing_hash = np.uint64((Receipt() - surplus).digest)
     hits = np.flatnonzero(row_hash(due) == missing_hash)
     if hits.size == 0:
@@ -194,7 +194,7 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
-    """Return (missing row, row used in its place): the digest is hash(extra) - hash(missing), modulo 2**64."""
+    """Return (missing row, row used instead) or None; the digest is hash(used) - hash(missing), modulo 2**64."""
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
     if extra is None:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
-    """Return the ranks that took more than `factor` times the median in each of the last looks ([W] seconds each).
-    The newest look is last; the result begins with the rank that is slowest in it. With too few looks it is empty.
+    """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` looks.
+    A look has the seconds of all W ranks; the newest is last, and its slowest rank comes first. [] with too few looks.
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:

@@ -37,7 +37,7 @@ def rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the rows that contain all tokens of some part of the text, in any order: a superset of those sought."""
+    """Return the rows that hold all of some `least` consecutive tokens of the text, in any order: candidates."""
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
     found = np.zeros(num_rows, np.bool_)

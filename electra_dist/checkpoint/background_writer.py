@@ -59,11 +59,11 @@ class CheckpointWriter:
         patience: Patience | None = None,
         clears_staging: bool = True,
     ) -> None:
-        """Rank 0 also commits, and then deletes what `policy` and `rollback_steps` (see `superfluous`) do not keep.
+        """Rank 0 also commits checkpoints and deletes those that are `superfluous` by `policy` and `rollback_steps`.
 
         `staging` holds a file before its upload if no target is a local folder. The ranks of a node share it, so one
-        of them has `clears_staging`: it deletes what starts before `attempt` left there. A save waits `patience` for
-        targets that are full or away; None: not at all.
+        of them has `clears_staging`: it deletes the files of starts before `attempt`. `patience` limits how long a
+        save waits for targets that are full or away; None: not at all.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -92,7 +92,7 @@ class CheckpointWriter:
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
         """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
-        Without it the first save does so, and is slower. Call it while no save is in flight.
+        If it is not called, the first save does this, and is slower. Call it while no save is in flight.
         """
         num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
         if self._buffer is not None and self._buffer.numel() == num_values:
@@ -104,7 +104,7 @@ class CheckpointWriter:
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy this rank's part of the training state to host memory, and start writing it in the background.
         Call it on every rank at the same step, with the same `state`. It first waits for the previous save, and raises
-        what that raised. Afterwards the fragments may change, but the checkpoint exists only when `on_commit` is
+        its error. Afterwards the fragments may change, but the checkpoint exists only when `on_commit` is
         called on rank 0.
         """
         wait_begin = time.perf_counter()
@@ -147,7 +147,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save and deletion, free the host buffer, and raise what the two threads have raised."""
+        """Wait for the last save and deletion, and free the host buffer; raise the error of either, if any."""
         try:
             self.wait()
         finally:
@@ -168,7 +168,7 @@ class CheckpointWriter:
         return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments into the host buffer; return its parts in file order: masters, first, second moments."""
+        """Copy the fragments into the host buffer; return its parts in file order: weights, first, second moments."""
         self.reserve(fragments)
         assert self._buffer is not None
         tensors = []
@@ -195,7 +195,7 @@ class CheckpointWriter:
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's file in every target; a leader of ranks also merges entries, and rank 0 commits."""
+        """Store this rank's file in every target; the leader of a rank group merges entries, and rank 0 commits."""
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
         if self._rank == 0:

@@ -83,7 +83,7 @@ class FileEntry(_Frozen):
 
     @property
     def is_listed_in_header(self) -> bool:
-        """Return whether only the header of the file lists its tensors (format 3); `with_tensors` then reads it."""
+        """Return whether this entry lists no tensors, because the header of the file lists them (format 3)."""
         return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
@@ -124,14 +124,14 @@ class RunState(_Frozen):
     shared: dict[str, str]  # second name of a shared parameter -> the name in `shapes`
     versions: dict[str, str]  # package -> version, of the process that saved
     bit_settings: dict[str, str] = {}  # what may change the last bits (engine/bit_settings.py); {} in older versions
-    rows_seen: int = 0  # rows trained on since step 0
+    rows_seen: int = 0  # rows (packed sequences) trained on since step 0
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
     skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/skip_list_file.py), ascending
-    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
+    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first, for the loss guard
     # Of the evaluation at this step, if there was one. Checkpoints of older versions have `eval_rtd_loss` only.
     eval_rtd_loss: float | None = None  # loss of replaced-token detection
     eval_context_auc: float | None = None  # of an objective with a discriminator
-    eval_loss: float | None = None  # of an objective without a discriminator, whose large tower predicts tokens
+    eval_loss: float | None = None  # of an objective without a discriminator, whose only network predicts tokens
     loss_scale: LossScaleState | None = None  # in fp16 only
     overflowed: tuple[int, ...] = ()  # steps below `step` whose gradients overflowed fp16, so no update, ascending
 
@@ -188,8 +188,8 @@ class Manifest(_Frozen):
 
     def check_coverage(self) -> None:
         """Raise TornCheckpoint unless the files hold every element of every parameter and its moments exactly once.
-        Format 2 also shows whether each byte of a file is covered; in format 3 the header of the file does, when it is
-        read.
+        In format 2 it is also checked that each byte of a file is covered; in format 3 that is checked when the header
+        of the file is read.
         """
         if self.runs is not None:
             self._check_runs(self.runs)
@@ -261,8 +261,8 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read and verify the manifest of a checkpoint (again after a fault); the tensor files are not read.
-    Raises TornCheckpoint if it is damaged or of another folder, StoreMissing if there is none.
+    """Read and verify a checkpoint's manifest, but no tensor file; a faulty reading is repeated.
+    Raises TornCheckpoint if the manifest is damaged or of another folder, StoreMissing if there is none.
     """
     manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
@@ -274,7 +274,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until a reading passes, or two fail with the same bytes: a bit may flip on its way."""
+    """Read a manifest until it is valid, or two readings have the same wrong bytes: a bit may flip on the way."""
 
     def read_once() -> tuple[Manifest | TornCheckpoint, str]:
         data = store.read(key, must_exist=True)

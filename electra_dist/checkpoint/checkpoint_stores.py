@@ -71,9 +71,9 @@ class OtherRun(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """The run whose checkpoints are expected, as their manifests record it."""
+    """Run whose checkpoints are expected, described by two digests that every manifest records."""
 
-    identities: frozenset[str]  # digests of its identity, one for each numerics with which it may have been computed
+    identities: frozenset[str]  # digests of its identity, one for each version of numerics that it may have used
     corpora: frozenset[str]  # fingerprint of its corpus
 
     def fault(self, state: RunState) -> str:
@@ -105,7 +105,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the run of a run folder, from its config and its identity.json; None if `identity` is empty."""
+    """Return the run of a run folder, from its config and `identity` (its identity.json); None if that is empty."""
     if not identity:
         return None
     numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}

@@ -52,9 +52,9 @@ def read_chosen(
     progress: CheckpointProgress = report_nothing,
     owner: Owner | None = None,
 ) -> ChosenWeights:
-    """Read the fp32 master weights of the chosen checkpoint, or the mean of `num_averaged` that end with it.
+    """Read the fp32 master weights of a chosen checkpoint, or the mean of it and the `num_averaged - 1` before it.
     The best checkpoint has the highest context AUC on held-out rows or, without a discriminator, the lowest loss.
-    Raises OtherRun if another run than `owner` wrote one of them, UserError if there are too few good checkpoints.
+    Raises OtherRun if another run than `owner` wrote such a checkpoint, UserError if too few are good.
     """
     progress(0, num_averaged)
     if choice == "best":
@@ -100,7 +100,7 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Yield the undamaged checkpoints of `steps`, each read when asked for; add a line to `damaged` for each other."""
+    """Read the checkpoints of `steps` one by one; yield the good ones, and add a line to `damaged` for each other."""
     for step in steps:
         try:
             state, weights, damaged_copies = assemble(targets, step)

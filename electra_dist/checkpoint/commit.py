@@ -51,8 +51,8 @@ _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
 class Fenced(UserError):
-    """Error raised in a start of a run when a newer start has replaced it: end, and commit or delete nothing.
-    It counts as a user's error, so that the process ends with one line and is not started again.
+    """Error in a process whose run has been started again: it must end, and neither commit nor delete anything.
+    It is a UserError, so that the process ends with one line and is not started again.
     """
 
 
@@ -62,10 +62,10 @@ def begin_attempt(
     older_runs: Mapping[int, dict[str, str]] = _NO_OLDER_RUNS,
     accept_new_numerics: bool = False,
 ) -> int:
-    """Take a number for this start of the run, and delete what earlier starts left uncommitted. Once, on rank 0.
-    The number is above all in the targets. To take it is to create `attempts/NNNN.json`, which contains `run`, on
-    every target: a store creates it only if it is absent, so two starts never get the same number. `older_runs` maps
-    an older numerics (version of random draws and rounding) to what identified this run with it.
+    """Take the next number for this start of the run, and delete uncommitted files of earlier starts. Once, on rank 0.
+    The number is above all numbers in the targets. It is taken by creating `attempts/NNNN.json`, which contains `run`,
+    on every target: a store creates it only if it is absent, so no two starts get the same number. `older_runs` maps
+    older numerics (versions of random draws and rounding) to what identified this run with them.
     Raises UserError if a target holds another run's checkpoints or cannot create a file only if it is absent;
     OtherNumerics if the newest start had older numerics and `accept_new_numerics` is not set.
     """
@@ -100,7 +100,7 @@ def begin_attempt(
 def _check_older_run(
     target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> None:
-    """Raise unless the newest start in a target is of this run with older numerics, and the change is accepted."""
+    """Raise unless the newest start in a target belongs to this run, with older numerics whose change is accepted."""
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
     if numerics is None:
@@ -118,8 +118,8 @@ def _attempt_document(run: dict[str, str]) -> bytes:
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
-    """Try to create the file of an attempt number on every target; return whether this call created all of them.
-    The files that it has created on some targets stay, and the caller tries the next number.
+    """Try to create the file that takes number `attempt` on every target; return whether this call created them all.
+    If not, the files that it has created on some targets stay, and the caller tries the next number.
     """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
@@ -149,7 +149,7 @@ def newest_attempt(target: Store) -> int:
 
 
 def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
-    """Return what `begin_attempt` stored as the run of a start; None if the file is missing or damaged."""
+    """Return the run's identity as start `attempt` recorded it in a store; None if the file is missing or damaged."""
     try:
         document = parse_json(target.read(_attempt_key(attempt)))
     except (StoreMissing, DamagedJson):
@@ -161,8 +161,8 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 def leftovers(target: Store, attempt: int) -> list[str]:
     """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
-    These are file entries of checkpoints that are committed or set aside, and all files of a folder without a manifest
-    that a start before `attempt` (the newest one) wrote. Later folders may still be written to.
+    These are the ranks' single entries of checkpoints that are committed or set aside, and all files of a folder
+    without a manifest that a start before `attempt` (the newest) wrote. The newest start may still write to its own.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
@@ -178,7 +178,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete `leftovers`, and unfinished uploads of starts before `attempt`; return the keys of the leftovers."""
+    """Delete the files that `leftovers` returns, and unfinished uploads of earlier starts; return the files' keys."""
     leftover_keys = leftovers(target, attempt)
     target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
@@ -191,13 +191,13 @@ def _attempt_of(key: str) -> float:
 
 
 def _is_of_checkpoint(key: str) -> bool:
-    """Return whether a key in a checkpoint folder is that of a file that a save writes, and not one of the user."""
+    """Return whether a key in a checkpoint folder names a file of the checkpoint, not one that a user put there."""
     _, _, name = key.partition("/")
     return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or is_entry(name) or bool(_TENSORS.fullmatch(name))
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder that a start before `attempt` wrote; False outside any."""
+    """Return whether a key is in a checkpoint folder that a start before `attempt` wrote; False elsewhere."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -215,7 +215,7 @@ def commit(
     give_up: Callable[[], bool] = lambda: False,
 ) -> None:
     """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
-    Call `is_repeated` if this process has tried it before: an existing manifest is then its own. With more than 16
+    Set `is_repeated` if this process has tried it before: an existing manifest is then its own. With more than 16
     ranks it waits for the merged entries of `merge_group`. `saved_at` is UTC in ISO 8601, the same in all targets.
     Raises Fenced if a newer start exists (if that began during the commit, the checkpoint exists nevertheless) or
     another process has created the manifest; TimeoutError after `ENTRY_TIMEOUT_S`, or if `give_up` returned True
@@ -250,7 +250,7 @@ def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise Fenced if a newer start than `attempt` has taken a number. Call it before each commit and deletion."""
+    """Raise Fenced if a newer start of the run than `attempt` exists. Call it before each commit and deletion."""
     newest = newest_attempt(target)
     if newest > attempt:
         raise Fenced(
@@ -262,9 +262,9 @@ def check_fence(target: Store, attempt: int) -> None:
 def retain(
     target: Store, policy: CheckpointConfig, rollback_steps: int, attempt: int, scores: dict[str, HeldOutScore]
 ) -> None:
-    """Delete the checkpoints of a target that `superfluous` names; those that were set aside stay. Rank 0 only.
-    `scores` caches the scores by folder; missing ones are read from the manifests if the policy has `keep_best`.
-    Raises Fenced if a newer start of the run exists; nothing was deleted then.
+    """Delete the checkpoints of a target that the retention policy does not keep (see `superfluous`). Rank 0 only.
+    Checkpoints that were set aside stay. `scores` caches scores by folder; if the policy has `keep_best`, missing ones
+    are read from the manifests. Raises Fenced if a newer start of the run exists; nothing was deleted then.
     """
     checkpoints = []
     for step, writing_attempt, folder in committed(target):
@@ -279,8 +279,8 @@ def retain(
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:
-    """Return the scores in a checkpoint's manifest; `NOT_EVALUATED` also if it is damaged or cannot be read.
-    Raises StoreAway if the store is full or away: the best checkpoint must not be deleted for that.
+    """Return a checkpoint's scores on held-out rows, by its manifest; `NOT_EVALUATED` if absent or unreadable.
+    Raises StoreAway if the store does not respond: the best checkpoint must not be deleted for that.
     """
     try:
         state = read_manifest(target, folder).state

@@ -110,7 +110,7 @@ def read_tensors(
     use: Callable[[TensorEntry, memoryview], None],
     rereading: Rereading,
 ) -> list[str]:
-    """Pass each tensor of a request that matches its digest to `use`, and return a fault for each other.
+    """Read the tensors of a request; pass each one that matches its digest to `use`; return a fault for each other.
     `use` receives little-endian fp32 bytes; after a fault it is called again for tensors that it has received before.
     """
     name = f"{store.url}/{folder}/{request.file}"
@@ -143,8 +143,8 @@ def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
     """Fill the views of `fragments` from a checkpoint, each tensor verified, and return the faults.
-    With faults the views are partly overwritten. The checkpoint may cut the parameters into other ranges. Only stored
-    tensors that share elements with a fragment are read. `check` are files whose size and header are compared, too:
+    With faults the views are partly overwritten. Stored tensors may be other ranges of the parameters than fragments;
+    only those that share elements with a fragment are read. `check` are files whose size and header are compared, too:
     each rank passes its share. Not collective.
     """
     destinations = _Destinations(fragments)
@@ -170,7 +170,7 @@ def fill(
 def _files_of(
     files: Sequence[FileEntry], runs: Mapping[str, Sequence[Run]], fragments: Sequence[Fragment]
 ) -> list[FileEntry]:
-    """Return the files of a checkpoint of format 3 that hold any element of the fragments."""
+    """Return the files that hold any element of the fragments, for a manifest that lists no tensors (format 3)."""
     file_numbers: set[int] = set()
     for fragment in fragments:
         end = fragment.start + fragment.numel
@@ -181,7 +181,7 @@ def _files_of(
 def with_tensors(
     store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
 ) -> tuple[list[FileEntry], list[str]]:
-    """Add to manifest entries of format 3 the tensors that their files' headers list; leave other entries as they are.
+    """Complete manifest entries that list no tensors (format 3) from the headers of their files; keep other entries.
     Returns the entries without those whose header is missing or damaged, and one fault for each of these. Raises
     TornCheckpoint if a header's tensors do not cover its file.
     """
@@ -221,7 +221,7 @@ class _Destinations:
         return len(self._overlapping(tensor)) > 0
 
     def copy(self, tensor: TensorEntry, data: memoryview) -> None:
-        """Copy the shared elements of a stored tensor, verified little-endian fp32 bytes, into the fragments."""
+        """Copy the verified little-endian fp32 bytes of a stored tensor into the fragments that share elements."""
         values = torch.frombuffer(data, dtype=torch.float32)
         for fragment in self._overlapping(tensor):
             # The shared elements are [begin, end) of the flattened parameter.
@@ -244,8 +244,8 @@ def verify(
     store: Store, folder: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
     """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and the faults.
-    `advance` is called from several threads, with the bytes read since its last call. A StoreError says nothing about
-    the checkpoint: it may be good.
+    `advance` is called from several threads, with the bytes read since its last call. A StoreError is no verdict: the
+    checkpoint may be good.
     """
     try:
         manifest = read_manifest(store, folder)
@@ -285,7 +285,7 @@ def verify_file(
 
 
 def missing(file: str) -> str:
-    """Return the fault of a missing file, by which a caller distinguishes it from a damaged one."""
+    """Return the fault text of a missing file, with which callers tell a missing file from a damaged one."""
     return f"{file} is missing"
 
 

@@ -13,7 +13,7 @@ from electra_dist.store.interface import Store
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest existing parent, on whose disk it will be."""
+    """Return the folder itself if it exists, otherwise its nearest existing parent, on the same disk."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -21,16 +21,16 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def save_folders(targets: Sequence[Store], staging: Path) -> list[Path]:
-    """Return the local folders that a rank writes its file to: all local targets, or else the staging folder."""
+    """Return the folders to which a rank writes its file of a checkpoint: all local targets, or else `staging`."""
     local_paths = [target.local_path("checkpoint") for target in targets]
     local_folders = [path.parent for path in local_paths if path is not None]
     return local_folders or [staging]
 
 
 def shortage(folders: Sequence[Path], needed_bytes: int) -> str:
-    """Return which disk lacks space for `needed_bytes` in each of the folders, and how much it has; "" if none does.
-    Folders on the same disk add up, and need not exist. A disk that does not answer is passed over: the save reports
-    it.
+    """Return a text about a disk without space for `needed_bytes` in each of its folders; "" if all have enough.
+    The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over:
+    the save reports it.
     """
     folders_by_disk: dict[int, list[Path]] = {}
     for folder in folders:

@@ -60,7 +60,7 @@ class _Candidate(NamedTuple):
 
 
 class _Discarded(TornCheckpoint):
-    """Error for a checkpoint of this run that was trained on steps which a rollback has put on the skip list since."""
+    """Error for a checkpoint that was trained on steps which this run skips since a later rollback."""
 
 
 class _Fault(NamedTuple):
@@ -82,8 +82,8 @@ def load_newest(
     """Load the newest good checkpoint into the views of `fragments`, this rank's part of the state. Collective.
     Returns its state and a line for each checkpoint that was set aside. The state is None, and the run begins at step
     0, if there is no checkpoint or a rollback has discarded all. `older_identities` are digests of this run's identity
-    with older numerics, a change that `commit.begin_attempt` has had accepted. `stopped` are the skipped steps that
-    the guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other difference in
+    with older numerics (rounding, random draws), which the user has accepted. `stopped` are the skipped steps that the
+    loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other difference in
     skipped steps is an error.
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StoreAway, on all ranks, if the call may be repeated later.
@@ -138,8 +138,8 @@ def set_all_aside(targets: Sequence[Store]) -> list[str]:
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
-    Nothing is written: damaged checkpoints are passed over, and returned as one line each. The order of `targets` is
-    that of preference. Raises UserError if there is no good checkpoint.
+    Returns run state, weights by parameter name, and a line for each damaged checkpoint, which is passed over. Nothing
+    is written. Earlier `targets` are preferred. Raises UserError if there is no good checkpoint.
     """
     damaged: list[str] = []
     for candidate in _newest_first(targets):
@@ -189,8 +189,8 @@ def check_belongs(
     found: RunState, expected: RunState, older_identities: Collection[str] = (), stopped: Collection[int] = ()
 ) -> None:
     """Raise TornCheckpoint if this run cannot resume from a checkpoint: another run wrote it, or skipped steps differ.
-    Only steps below the checkpoint's are compared, and neither step nor world size. The error is `_Discarded` if the
-    difference comes from a rollback of this run, whose steps `stopped` contains.
+    Skipped steps after the checkpoint do not matter, nor do its step and world size. The error is `_Discarded` if the
+    difference comes from a rollback of this run: the checkpoint was trained on steps that `stopped` contains.
     """
     identities = frozenset([expected.identity_sha256, *older_identities])
     fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
@@ -215,7 +215,7 @@ def check_belongs(
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, newest first; copies of one in the order of the targets."""
+    """Return the committed checkpoints of all targets, newest first; copies of one in the order of `targets`."""
     candidates = []
     for target_index, target in enumerate(targets):
         for step, attempt, folder in committed(target):
@@ -231,7 +231,7 @@ def _read_own_part(
     older_identities: Collection[str],
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
-    """Fill this rank's `fragments` and verify them and every W-th file's size and header (W ranks). Not collective.
+    """Fill this rank's `fragments` with verified values; check size and header of its share of files. Not collective.
     Returns the checkpoint's run state and None, or None and the first fault.
     """
     try:

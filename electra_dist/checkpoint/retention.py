@@ -13,7 +13,7 @@ class HeldOutScore:
     """Scores of a checkpoint on held-out rows, by which the best ones are chosen; None where it has no such score."""
 
     context_auc: float | None = None  # None without a discriminator, and in checkpoints of older versions
-    loss: float | None = None  # of the discriminator, or without one of the tower that predicts tokens
+    loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens
 
 
 NOT_EVALUATED = HeldOutScore()
@@ -35,8 +35,8 @@ def superfluous(
     """Return the checkpoints of one store that the retention policy does not keep, oldest first. Nothing is deleted.
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
     `keep_steps` names its step, or if it is one of the first `keep_best` in `best_first`. Two are always kept: the
-    newest, and the newest that is at least `rollback_steps` (`guard.most_skipped`) older. A rollback skips at most so
-    many steps before the newest checkpoint, so it finds one that has not been trained on a skipped step.
+    newest, and the newest that is at least `rollback_steps` (`guard.most_skipped`) older. A rollback skips at most
+    that many steps before the newest checkpoint, so it finds a checkpoint that was not trained on a skipped step.
     """
     ordered = sorted(checkpoints)
     num_newest = max(1, policy.keep_last)
@@ -51,8 +51,8 @@ def superfluous(
 
 
 def best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first.
-    Those with a context AUC come first, the highest first; the others follow by their loss, the lowest first.
+    """Return the checkpoints that have a score on held-out rows, the best first; of equal ones the newest first.
+    Checkpoints with a context AUC come first, the highest first; the others follow by their loss, the lowest first.
     """
     ranked = []
     for checkpoint in checkpoints:

@@ -1,8 +1,8 @@
-"""Store one checkpoint in several targets; after a failure of one target only its unfinished stages are repeated.
+"""Save one checkpoint in several stores (targets) in three stages: store this rank's file, merge entries, commit.
 
-Guarantee: every stage can be repeated after a failure. A file is written once on this node, and then copied to all
-other targets at the same time. An entry is submitted after its file is complete. If a commit is repeated, a manifest
-that this process has created is recognised as its own.
+Guarantee: every stage can be repeated after a failure, and then does only what is unfinished. A file is written
+once on this node, and then copied to all other targets at the same time. An entry is submitted after its file is
+complete. If a commit is repeated, a manifest that this process has created is recognised as its own.
 
 Limits: a target that goes away after it has received the only written copy of this rank's file holds up the others.
 """
@@ -41,9 +41,9 @@ class _Copy:
 
 
 class Save:
-    """One checkpoint on its way to all targets, as one rank stores it.
-    Its stages return the first error that may pass, such as a full disk, so that the caller can wait and repeat the
-    stage; None means success. All other errors are raised.
+    """Save of one checkpoint by one rank, to all targets.
+    `store`, `merge` and `commit` return the first error that may pass, such as a full disk, so that the caller can
+    wait and call them again; None means success. All other errors are raised.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Save:
         self._written: tuple[Path, FileEntry] | None = None  # the file that was written, and its manifest entry
 
     def store(self) -> Exception | None:
-        """Store this rank's tensor file and then its manifest entry in every target that lacks them."""
+        """Store this rank's file and manifest entry in every target that lacks them; return an error that may pass."""
         failures: list[Exception | None] = []
         for copy in self._copies:
             if self._written is not None:
@@ -71,7 +71,7 @@ class Save:
         return self._for_each(self._store, failures)
 
     def merge(self, give_up: Callable[[], bool]) -> Exception | None:
-        """Merge the entries of the group of ranks that this rank leads, if any, in every target that has its own file.
+        """Merge the manifest entries of the ranks that this rank leads, if any, in every target that has its file.
         While entries of other ranks are missing, `give_up` is called; if it returns True, TimeoutError is raised.
         """
         group = led_group(self._rank, self._state.world_size)
@@ -86,12 +86,12 @@ class Save:
         return self._for_each(lambda copy: self._commit(copy, give_up))
 
     def delete_staged(self) -> None:
-        """Delete the file in the staging folder, if there is one, because all targets have it."""
+        """Delete this rank's file from the staging folder, if it is there; call it when all targets have the file."""
         if self._written is not None and self._written[0] == self._staging.local_path(self._key):
             self._staging.delete(self._key)
 
     def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
-        """Run a stage for the copy in every target, up to 16 at a time; `failures` are results of the first copies."""
+        """Run a stage for all targets but the first ones, whose results are `failures`; return the first failure."""
         remaining_copies = self._copies[len(failures) :]
         results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
         return next((failure for failure in results if failure is not None), None)
@@ -106,7 +106,7 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Write the file into a local target or else into staging, at the first call; other targets receive copies."""
+        """Write the file (first call) into a local target or the staging folder; upload copies to other targets."""
         if copy.is_stored:
             return
         path_in_target = copy.target.local_path(self._key)  # None for a target on S3
@@ -138,7 +138,7 @@ class Save:
 
 
 def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Raise StoreAway if the file does not fit: the write would fill the disk for everybody, again at every try."""
+    """Raise StoreAway if the disk is too full for the file: each try would fill it up, also for other users."""
     needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
     try:
         free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free

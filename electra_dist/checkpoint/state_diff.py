@@ -21,8 +21,8 @@ class Difference:
     """Result of comparing one parameter and its optimizer moments in two checkpoints."""
 
     name: str  # of the parameter
-    largest: dict[Kind, float]  # kind -> largest absolute difference; NaN if either side has a NaN
-    equal: bool  # bit for bit, in all kinds
+    largest: dict[Kind, float]  # kind (weights or a moment) -> largest absolute difference; NaN if either has a NaN
+    equal: bool  # bit for bit, weights and both moments
 
 
 @dataclass(frozen=True, kw_only=True)

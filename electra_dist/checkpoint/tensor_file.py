@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
     """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
-    The views alias the tensors that they were made from, such as the training state: writing to them changes it.
+    The views share the memory of the tensors that they are parts of, such as the training state.
     """
 
     name: str  # of the parameter
@@ -65,8 +65,8 @@ class Tensor:
 
 def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_header: bool = False) -> FileEntry:
     """Write fp32 CPU tensors to a safetensors file in this order, sync it to the disk, and return its manifest entry.
-    An existing file is overwritten in place: readers must not look at it before the checkpoint's manifest exists. A
-    manifest of format 3 requires `digests_in_header`; the entry lists all tensors nevertheless.
+    An existing file is overwritten in place: readers must not look at it before the checkpoint's manifest exists. With
+    `digests_in_header` (format 3) the header holds the tensors' digests, too; the entry lists all tensors anyway.
     """
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
     header = _header(pieces, [_NO_DIGEST] * len(pieces) if digests_in_header else [])
@@ -106,7 +106,7 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
 
 
 def parse_header(file: FileEntry, header: bytes) -> FileEntry:
-    """Return a manifest entry of format 3 with the tensors that its file's header, verified by the caller, lists.
+    """Return a file's manifest entry, completed by the tensors that its header (verified by the caller) lists.
     Raises TornCheckpoint if header and tensors do not cover every byte of the file exactly once.
     """
     table = json.loads(header[_LENGTH_BYTES:])
@@ -141,7 +141,7 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
 
 
 def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
-    """Return the header of a safetensors file, with pieces named `KIND|PARAMETER|START`; no `digests` store none.
+    """Return the header of a safetensors file: pieces named `KIND|PARAMETER|START`, and `digests` if there are any.
     The JSON is padded to a multiple of 8 bytes, as the format asks, so that the data after it are aligned.
     """
     table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}

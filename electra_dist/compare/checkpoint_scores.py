@@ -30,8 +30,8 @@ from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_ob
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """Score of one checkpoint by one measure; the fields are the keys of its JSON file.
-    It is the result of a probe at the layer that the training data choose, the median over the seeds of fine-tuning,
-    the accuracy on minimal pairs, or the context AUC.
+    The score is that of a probe at the layer which the training data choose, the median over the seeds of fine-tuning,
+    the accuracy on minimal pairs, or the context AUC (see `context_measure.py`).
     """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
@@ -71,11 +71,11 @@ class Scores:
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of the measures for which a checkpoint has no valid score yet."""
+        """Return the measures for which the checkpoint of the run `cell` at `step` has no valid score yet."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
-        """Return the score of a checkpoint; None without one from the present config, corpus and data."""
+        """Return a checkpoint's stored score; None without one for the present config, corpus and task data."""
         path = self._path(entry, cell, step, measure)
         if not path.exists():
             return None
@@ -90,9 +90,9 @@ class Scores:
             raise damaged_file(path, error, next_step) from None
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
-        """Score a checkpoint in several ways, and write each score at once, so that an interrupt loses at most one.
-        Existing scores are replaced. Raises UserError if the checkpoint cannot be read, or not be scored in one of the
-        ways.
+        """Score a checkpoint by each of `measures`, and write every score as soon as it is known.
+        An interrupt loses at most one score. Existing scores are replaced. Raises UserError if the checkpoint cannot
+        be read, or a measure cannot score it.
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
@@ -125,11 +125,11 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of a score's file; it is the same for every config, so that a new score replaces the old."""
+        """Return the path of a score's file. It does not depend on the config, so new scores replace old ones."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        # The identity is that of the numerics version that the run records, so scores of an older run stay valid.
+        # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(
             {

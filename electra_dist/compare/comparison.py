@@ -46,8 +46,8 @@ class Comparison:
     """A comparison of pretraining objectives: its runs, the scores of their checkpoints, tables and pictures."""
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
-        """Check config, corpus and tasks; if all are valid, write the vocabulary and a config file for each run.
-        They go to the output folder. `glue` is the folder of the GLUE tasks; None if every task has its own `data`.
+        """Check config, corpus and tasks; if all are valid, write the vocabulary and each run's config to `output`.
+        `file` is the config's path, `glue` the folder of the GLUE tasks, or None if every task has its own `data`.
         Raises UserError if something is not valid, or the folder of a run has checkpoints of another run.
         """
         self._compare = compare
@@ -56,8 +56,8 @@ class Comparison:
         self.plan: Plan = make_plan(compare, file)
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
-        # The numerics version is not checked here: a finished run is only read, whichever version made it, and for an
-        # unfinished run the process that continues it makes this check.
+        # Whether the version of the arithmetic (numerics) has changed since a run was made is not checked here: a
+        # finished run is only read, and for an unfinished run the process that continues it makes this check.
         inputs_of_runs = [
             check_inputs(cell.config, compare.ranks, accept_new_numerics=True) for cell in self.plan.cells
         ]
@@ -87,8 +87,8 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
-        """Make the missing scores and the runs that they need, and write the results after each run.
-        Returns whether all runs are finished and all checkpoints scored; `failures` lists the others. `note` is called
+        """Score the checkpoints that lack scores, train the runs that this needs, and write results after each run.
+        Returns whether all runs are finished and all checkpoints scored; if not, `failures` says why. `note` is called
         with one line for the user after each run.
         """
         if self._compare.criterion is not None:
@@ -119,7 +119,7 @@ class Comparison:
         return not self._failures
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
-        """Score what interrupted runs have saved. Finished runs are scored later, while the next runs train."""
+        """Score the checkpoints that interrupted runs have saved; finished runs come later, while others train."""
         for cell in cells:
             is_finished = cell.marks[-1] in saved_steps(cell)
             if not is_finished:
@@ -134,7 +134,7 @@ class Comparison:
                 self._score(cell.entry, cell, step, progress)
 
     def _record_missing_checkpoints(self, cell: Cell) -> None:
-        """Record a failure for each checkpoint of a finished run that lacks a score and does not exist."""
+        """Record a failure for each checkpoint of a finished run that still needs scores, but does not exist."""
         saved = saved_steps(cell)
         for step in cell.marks:
             if step not in saved and self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)):
@@ -146,7 +146,7 @@ class Comparison:
                 self._failures[key] = Failure(entry=cell.entry, seed=cell.seed, what=what)
 
     def _summary(self, cell: Cell) -> str:
-        """Return how many steps a finished run has made, and how many of its checkpoints have all their scores."""
+        """Return a line on a finished run: its steps, and how many of its checkpoints have all their scores."""
         num_scored = 0
         for step in cell.marks:
             measures = self._due_measures(cell, step)
@@ -155,7 +155,7 @@ class Comparison:
         return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint by every measure that has no score of it yet; record a failure if that fails."""
+        """Score a checkpoint by every measure that has no valid score of it yet; turn a UserError into a failure."""
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
@@ -167,13 +167,13 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether a run is not needed any more; without measures it is, as its records are the only result."""
+        """Return whether all checkpoints of a run are scored, so that it need not be made; False without measures."""
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
-        """Return the measures of a checkpoint; those with `at: ends` score only the initial and the last weights."""
+        """Return the measures for the checkpoint at `step`; `at: ends` means initial and last weights only."""
         is_first_or_last = step in (0, cell.marks[-1])
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
@@ -197,7 +197,7 @@ class Comparison:
         return scores
 
     def failures(self) -> list[Failure]:
-        """Return the failures of runs and checkpoints in this process, then those of seeds of fine-tuning."""
+        """Return the runs and checkpoints that failed in this process, then the failures that stored scores record."""
         return [*self._failures.values(), *score_failures(self.scores())]
 
     def results(self) -> ComparisonResults:
@@ -241,7 +241,7 @@ class Comparison:
 
 
 def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
-    """Return the name of a checkpoint for its failure, as in "rtd-seed1 500" or "random-seed1 0"."""
+    """Return a key for a checkpoint's failure: run and step, as in "rtd-seed1 500" or "random-seed1 0"."""
     return f"{entry}-seed{cell.seed} {step}"
 
 

@@ -145,7 +145,7 @@ class Criterion(Section):
 
     @property
     def num_needed(self) -> int:
-        """Return the number of metrics on which the arm must be better for the criterion to be met."""
+        """Return the number of metrics on which `arm` must be better than `baseline` for the criterion to be met."""
         return self.at_least or len(self.metrics)
 
 

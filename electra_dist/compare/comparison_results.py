@@ -44,7 +44,7 @@ class ComparisonResults:
         command: str,
         criterion_origin: str,
     ) -> None:
-        """Group the scores into rows and judge the criterion; `criterion_origin` says when it was stated, or is ""."""
+        """Group the scores into rows and judge the criterion; `criterion_origin` tells when it was stated (or "")."""
         self._compare = compare
         self._plan = plan
         self._scores = scores
@@ -74,11 +74,11 @@ class ComparisonResults:
         return console_table(self._title, self.rows, len(self._compare.seeds))
 
     def difference_table(self) -> Table:
-        """Return the differences to the baseline at the end of the runs as a table for the terminal."""
+        """Return a table for the terminal: how the objectives' final scores differ from those of the baseline."""
         return console_differences(self._difference_rows, self._baseline, self._columns)
 
     def verdict_lines(self) -> list[str]:
-        """Return the criterion, its verdict and when it was stated as lines of text; none without a criterion."""
+        """Return lines of text: the criterion, its verdict, and when it was stated; no lines without a criterion."""
         if self._compare.criterion is None or self._verdict is None:
             return []
         return [*verdict_lines(self._compare.criterion, self._verdict), self._criterion_origin]
@@ -124,7 +124,7 @@ class ComparisonResults:
 
 
 def _describe_run(cell: Cell) -> dict[str, object]:
-    """Return the entry of a run in compare.json; steps and FLOPs are those of the whole run, finished or not."""
+    """Return what compare.json records of a run; steps and FLOPs are those of the whole run, finished or not."""
     num_steps = cell.marks[-1]
     return {
         "objective": cell.entry,

@@ -1,8 +1,8 @@
 """Judge a comparison by the criterion that its config states before the runs.
 
 Guarantee: the verdict is a function of the scores and of the criterion alone. The criterion is recorded in the output
-folder when the comparison is started first, with the number of scores that existed by then, and so is each change of
-it: a reader sees whether it was stated before the scores.
+folder when the comparison is first started, with the number of scores that existed by then, and so is each change of
+it, so that a reader sees whether it was stated before the scores.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the cri
 
 
 class Verdict(NamedTuple):
-    """Answer of a criterion: "met", "not met", or "open" as long as scores are missing, and what it is based on."""
+    """Whether a criterion is "met" or "not met", or "open" while scores are missing, and the numbers behind it."""
 
     answer: str
-    passed: list[str]  # metrics on which the arm is better by the stated number of standard errors
-    differences: dict[str, Difference]  # metric -> difference of arm and baseline; without those that lack scores
+    passed: list[str]  # metrics on which `arm` beats `baseline` by the stated number of standard errors
+    differences: dict[str, Difference]  # metric -> score of `arm` minus `baseline`; metrics without scores are missing
 
 
 def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verdict:
-    """Return whether a criterion is met by the scores of the runs' last checkpoints; missing seeds leave it open.
-    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors` times
-    its standard error, which is the larger one of those over the seeds and over the test examples.
+    """Judge a criterion by the scores of the runs' last checkpoints; it stays open as long as seeds are missing.
+    A metric is passed if the mean over the seeds of `arm` minus `baseline` is larger than `standard_errors` times its
+    standard error, which is the larger one of those over the seeds and over the test examples.
     """
     differences: dict[str, Difference] = {}
     passed = []
@@ -55,7 +55,7 @@ def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verd
 
 
 def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
-    """Return the criterion and its verdict as lines of text for the page and the terminal."""
+    """Return the criterion and its verdict as lines of text for compare.md and the terminal."""
     lines = [
         f"Criterion: {criterion.statement}",
         f"Checked as: {criterion.arm} minus {criterion.baseline} above {criterion.standard_errors:g} standard errors "
@@ -72,7 +72,7 @@ def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
 
 
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
-    """Append the criterion to the folder's record if it is new or changed; return a sentence on when it was stated."""
+    """Append a new or changed criterion to criterion.jsonl; return a sentence that says when it was stated."""
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")
     records = read_records(file, criterion_fault)

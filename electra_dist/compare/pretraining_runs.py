@@ -31,7 +31,7 @@ _POLL_S = 0.5  # seconds between checks of a run
 
 
 def saved_steps(cell: Cell) -> set[int]:
-    """Return the steps of the complete checkpoints of a run, on all its checkpoint stores together."""
+    """Return the steps at which a run has a complete checkpoint in at least one of its checkpoint stores."""
     steps = set()
     for target in open_targets(cell.config):
         for step, _, _ in committed(target):
@@ -41,7 +41,7 @@ def saved_steps(cell: Cell) -> set[int]:
 
 class Pretrainings:
     """Pool of the runs of a comparison, of which at most `parallel` train at the same time; a context manager.
-    Call `result` for the runs in order. While it waits, the next runs train beside its run.
+    Call `result` for one run after the other. While it waits for a run, the next ones train at the same time.
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
@@ -62,8 +62,8 @@ class Pretrainings:
 
     def result(self, cell: Cell, progress: Progress) -> str:
         """Start a run if necessary and wait for its end; return "" if it is finished, else the reason in one line.
-        `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log not be
-        written.
+        `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log
+        cannot be written.
         """
         self._start(cell)
         run = self._started[cell.name]
@@ -74,7 +74,7 @@ class Pretrainings:
         return run.result()
 
     def _start_runs_beside(self, cell: Cell) -> None:
-        """Start runs in their order until `parallel - 1` train beside the run `cell`, or none is left."""
+        """Start runs, in their order, until `parallel - 1` other runs train beside `cell`, or all are started."""
         for next_cell in self._cells:
             num_beside = sum(not run.done() for name, run in self._started.items() if name != cell.name)
             if num_beside >= self._parallel - 1:
@@ -130,7 +130,7 @@ def _current_step(cell: Cell) -> int:
 
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-    """Start the supervisor of a run and return its exit code; if `pause` raises, it lets the ranks save and ends."""
+    """Run a supervisor and return its exit code; if `pause` raises, the ranks save a checkpoint and all end."""
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.

@@ -38,7 +38,7 @@ _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the
 
 def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
     """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
-    `titles` maps each task to the title of its panel; there may be no rows yet. An existing file is replaced at once.
+    `titles` maps each task to its panel's title; there may be no rows yet. An existing file is replaced atomically.
     """
     with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
         for axes, task in zip(panels, titles):
@@ -47,7 +47,7 @@ def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -
 
 def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw what runs have recorded at their evaluations: a panel for each value, a line for each run (at least one).
-    An existing file is replaced at once.
+    An existing file is replaced atomically.
     """
     color_of = _colors(run.entry for run in curves)
     titles = {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
@@ -96,7 +96,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Return objective -> color, in the order of `entries`; colors repeat if there are more objectives than colors."""
+    """Return objective -> color, in the order of `entries`, without "random"; from the ninth on, colors repeat."""
     names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
     return dict(zip(names, itertools.cycle(_COLORS)))
 

@@ -34,7 +34,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions."""
+    """Scores, over the seeds, of one objective on one task after some steps, as fractions: one cell of `ScoreRow`."""
 
     median: float
     low: float
@@ -44,7 +44,7 @@ class ScoreSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """Row of the table: one objective after some number of steps, or the initial weights, which have step 0."""
+    """Row of the table of scores: one objective after some number of steps, or the initial weights, with step 0."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     step: int
@@ -53,9 +53,9 @@ class ScoreRow:
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """Group scores into the rows of the table, by objective as they first occur and then by step.
-    `tasks` maps each task, in the order of the columns, to whether it counts in the average, which needs two such
-    tasks.
+    """Group scores into the rows of the table, ordered by objective, as they first occur, and then by step.
+    `tasks` maps each task, in the order of the columns, to whether it counts in the average. There is an average only
+    if two or more do.
     """
     scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
     for score in scores:
@@ -80,7 +80,7 @@ def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -
 
 
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """Return the failures that are stored in scores, such as "rte after 1,000 steps: degenerate: ..."."""
+    """Return the failures that scores record, described as in "rte after 1,000 steps: degenerate: ..."."""
     failures = []
     for score in scores:
         for reason in score.failures:
@@ -90,7 +90,7 @@ def score_failures(scores: Sequence[Score]) -> list[Failure]:
 
 
 def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
-    """Return the rows as a table for the terminal: medians in per cent with the lowest and the highest seed."""
+    """Return the rows as a table for the terminal: median, lowest and highest seed in per cent."""
     columns = _columns(rows)
     table = Table("objective", "steps", "FLOPs", *columns, title=title)
     for row in rows:
@@ -106,7 +106,7 @@ def markdown(
     notes: Sequence[str],
     sections: Sequence[str] = (),
 ) -> str:
-    """Return the table and below it the failures as a Markdown page.
+    """Return a Markdown page with the table of scores and, below it, the failures.
     `notes` are lines before the table, `sections` lines between the table and the failures.
     """
     columns = _columns(rows)
@@ -169,7 +169,7 @@ def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[st
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" without any."""
+    """Format one table cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" without any."""
     if summary is None:
         return "-"
     num_scores = len(summary.scores)

@@ -44,13 +44,13 @@ class Difference:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the larger one of the errors over seeds and over test examples; None if neither is known."""
+        """Return the larger one of the standard errors over seeds and over test examples; None if neither is known."""
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
 def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
-    """Return the difference of two objectives on a task, paired by seed; None if no seed has a score of both.
-    `scores` are those of the last checkpoints.
+    """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has a score of both.
+    `scores` are those of the runs' last checkpoints.
     """
     entry_scores = _by_seed(scores, entry, task)
     baseline_scores = _by_seed(scores, baseline, task)
@@ -91,7 +91,7 @@ def difference_text(difference: Difference | None) -> str:
 def difference_rows(
     scores: Sequence[Score], entries: Sequence[str], baseline: str, tasks: Sequence[str]
 ) -> list[list[str]]:
-    """Return the rows of the table of differences: objective, then a text for each task; none for the baseline."""
+    """Return a row for each objective but the baseline: its name, then its difference on each task as text."""
     rows = []
     for entry in entries:
         if entry == baseline:
@@ -102,7 +102,7 @@ def difference_rows(
 
 
 def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> Table:
-    """Return the differences as a table for the terminal, with the remark about errors below it."""
+    """Return the differences to the baseline as a table for the terminal, with the remark about errors below it."""
     table = Table(f"minus {baseline}", *tasks, title="differences at the end of the runs", caption=REMARK)
     for row in rows:
         table.add_row(*row)
@@ -110,7 +110,7 @@ def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Seq
 
 
 def markdown_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> list[str]:
-    """Return the differences as the lines of a section of a Markdown page."""
+    """Return the differences to the baseline as the lines of a section of compare.md."""
     lines = ["## Differences at the end of the runs", "", REMARK, ""]
     lines.append(markdown_row([f"minus {baseline}", *tasks]))
     lines.append("|---|" + "--:|" * len(tasks))
@@ -141,7 +141,7 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
-    """Return the test error of a difference; None if a score has no standard error."""
+    """Return the standard error of a difference over the choice of test examples; None if a score has none."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.standard_error for score in scores if score.standard_error is not None]

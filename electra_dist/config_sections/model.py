@@ -186,13 +186,13 @@ class ModelConfig(Section):
         return self.generator_embedding_size or self.embedding_size
 
     def is_global(self, layer: int) -> bool:
-        """Return whether the tokens of a layer, from 0, attend to their whole example instead of a window of it."""
+        """Return whether tokens in layer number `layer`, from 0, attend to their whole example and not to a window."""
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
-        """Return the largest number of tokens that a token attends to, summed over the layers of a tower.
+        """Return the largest number of tokens that a token attends to, summed over the layers of one network.
 
-        A global layer counts with all tokens of a row, a local layer with those of the window.
+        A global layer counts all `seq_len` tokens of a row, a local layer those of its window.
         """
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
@@ -361,7 +361,7 @@ class ObjectiveConfig(Section):
 
 
 def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Raise ValueError if the towers or what they share contradict the objective."""
+    """Raise ValueError if the shapes of both networks, or the weights that they share, contradict the objective."""
     if objective.generator_only_steps:
         _check_two_stage(model)
     if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):

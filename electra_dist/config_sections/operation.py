@@ -256,7 +256,7 @@ class ClusterConfig(Section):
     @field_validator("notify")
     @classmethod
     def _is_a_command(cls, command: str | None) -> str | None:
-        """Refuse the text that takes the place of the command in a recorded command line."""
+        """Refuse the text "(hidden)", which stands in recorded command lines in place of the command."""
         if command == HIDDEN:
             raise ValueError("a record has this text in place of the command; write the command itself")
         return command

@@ -1,4 +1,4 @@
-"""Hide in every record what only its user may know: the command `cluster.notify`, and passwords within URLs.
+"""Keep secrets out of every record of a run: the command `cluster.notify`, and passwords within URLs.
 
 Guarantee: `without_secrets` replaces the command, and `without_secret_arguments` the command and the passwords. Every
 record of a config or of a command line that others may read is made by one of them. The files from which a run goes on
@@ -30,9 +30,9 @@ _PASSWORD_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
-    """Return a tree of dicts, lists and plain values of configs with `HIDDEN` in place of its secrets.
+    """Return a config as a tree of dicts, lists and plain values, with `HIDDEN` in place of its secrets.
 
-    Keys in it may be dotted, such as "cluster.notify"; `key` is that of the tree within a larger one.
+    Its keys may be dotted, such as "cluster.notify". If `tree` is a part of a larger tree, `key` is its key there.
     """
     is_secret = _SECRET_KEY.search(key) or (_SECTION.search(key) and not isinstance(tree, (dict, list)))
     if is_secret:
@@ -55,7 +55,7 @@ def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def hide_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of a config without their secrets, for the command line of a process that this one will start.
+    """Return config overrides with their secrets hidden, for the command line of a process that will be started.
 
     If there are secrets, the unchanged overrides are put into an environment variable of this process. The new process
     inherits it and reads them with `whole_overrides`.
@@ -67,6 +67,6 @@ def hide_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def whole_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of this process's command line, with the secrets that a supervisor has hidden in them."""
+    """Return the overrides of this process's command line with their secrets, which the parent process has hidden."""
     whole: list[str] = json.loads(os.environ.get(_VARIABLE, "[]"))
     return whole if without_secret_arguments(whole) == list(overrides) else list(overrides)

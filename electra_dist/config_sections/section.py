@@ -48,7 +48,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a boolean, or one in a list, where none is allowed: pydantic would take `true` for 1."""
+        """Refuse a boolean, alone or in a list, for a key that allows none: pydantic would take `true` for 1."""
         assert info.field_name is not None
         if _allows_boolean(cls.model_fields[info.field_name].annotation):
             return value
@@ -70,7 +70,7 @@ class Section(BaseModel):
 
 
 def _floats_in(value: object) -> Iterator[float]:
-    """Yield the floats in the value of a key: itself, or elements of a collection or a schedule."""
+    """Yield every float in a config value: the value itself, or the elements of a mapping, a list or a schedule."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, dict):

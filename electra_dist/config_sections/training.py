@@ -258,7 +258,7 @@ class GuardConfig(Section):
 
 
 class GeneratorOptimizerConfig(Section):
-    """Settings of the optimizer for the generator's own parameters; unset keys are those of `optimizer`.
+    """Settings of the optimizer for the generator's own parameters; an unset key has the value from `optimizer`.
 
     The generator has embeddings of its own only with model.sharing none and gdes. Otherwise the settings of
     `optimizer` apply to the embeddings, which both towers share.
@@ -368,7 +368,7 @@ class OptimizerConfig(Section):
 
     @property
     def for_generator(self) -> OptimizerConfig:
-        """Return the settings of the generator's parameters: this section with the keys that `generator` sets."""
+        """Return the settings for the generator's parameters: this section, with the values that `generator` sets."""
         if self.generator is None:
             return self
         return self.model_copy(update=self.generator.model_dump(exclude_none=True))
@@ -377,8 +377,8 @@ class OptimizerConfig(Section):
 class EngineConfig(Section):
     """Settings of how the computation is distributed and saves memory; all of them may change at a restart.
 
-    None belongs to the identity of a run. Some change the rounding, and on a GPU `attention` also changes which
-    attention probabilities dropout drops.
+    None belongs to a run's identity, the values that must not change. Some change the rounding, and on a GPU
+    `attention` also changes which attention probabilities dropout drops.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = Field(

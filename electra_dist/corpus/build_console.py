@@ -50,20 +50,20 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Show from now on how much of the inputs is read, in bytes on disk; `done_bytes` were read before."""
+        """Begin to show how much of the input files is read, in bytes on disk; earlier calls read `done_bytes`."""
         self._begin("reading", total_bytes, done_bytes)
 
     def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Show from now on how many bytes of documents (undecoded) have become rows; `done_bytes` had before."""
+        """Begin to show how many bytes of documents (undecoded) became rows; `done_bytes` did in earlier calls."""
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Add a group of input files (its bytes on disk) that was read, and show the new counts."""
+        """Count a group of input files (`num_bytes` on disk) as read, and show the new counts."""
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
     def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Add documents that became rows (undecoded bytes; tokens without special ones), and show the counts."""
+        """Count documents that became rows (undecoded bytes, tokens without special ones), and show the new counts."""
         self._documents += num_documents
         self._tokens += num_tokens
         elapsed_s = max(time.monotonic() - self._started, 1e-9)  # not 0, because it is a divisor
@@ -72,7 +72,7 @@ class BuildConsole:
         self._advance(num_bytes, counts)
 
     def _begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
-        """Begin a stage with counts of 0; its speed is measured from now on."""
+        """Set all counts to 0 for a new stage, "reading" or "rows", and measure its speed from now on."""
         self._stage = stage
         self._total_bytes = max(total_bytes, 1)
         self._resumed_bytes = done_bytes
@@ -102,7 +102,7 @@ class BuildConsole:
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
     """Return the table that a build prints at its end: documents by outcome, then text, tokens, rows and padding.
 
-    `totals` and `heldout` (None without a held-out corpus) are the key `totals` of the two corpus.json.
+    `totals` and `heldout` are the `totals` in the corpus.json of the training and the held-out corpus (None: none).
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
@@ -121,7 +121,7 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 
 
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
-    """Add the size of one corpus to the table; `prefix` begins each label, for example "held-out "."""
+    """Add the counts of text, tokens and rows of a corpus to a table; `prefix` begins each label: "held-out "."""
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places
     table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")

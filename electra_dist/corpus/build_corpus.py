@@ -49,7 +49,7 @@ _LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in mem
 
 @dataclass(frozen=True)
 class Part:
-    """One of several parts of a build, which may run on several machines at once."""
+    """One of the parts into which a build is divided, so that several machines can work on it at once."""
 
     number: int  # from 1
     count: int
@@ -60,7 +60,7 @@ class Part:
         return f"{self.number}/{self.count}"
 
     def owns(self, number: int) -> bool:
-        """Return whether a group or bucket, numbered from 0, belongs to this part."""
+        """Return whether this part processes the group of inputs or bucket of documents with this number, from 0."""
         return number % self.count == self.number - 1
 
 
@@ -89,10 +89,10 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 
 
 def build_part(request: BuildRequest, part: Part, console: BuildConsole | None = None) -> int | None:
-    """Do one part of a build: read inputs, and write the shards of the part's buckets. `join_parts` does the rest.
+    """Do one part of a build: read input files, and write this part's shards. `join_parts` then finishes the corpus.
 
     All parts need equal requests. Returns how many shards of the part were finished before this call; None if the
-    whole corpus is finished. Raises as `build_corpus` does.
+    whole corpus is finished. Raises ManifestMismatch as `build_corpus` does.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
@@ -103,7 +103,7 @@ def build_part(request: BuildRequest, part: Part, console: BuildConsole | None =
 
 
 class _PartOfBuild:
-    """State of one call of `build_part`, with one method for each stage."""
+    """State of one call of `build_part`, with methods that read the inputs and that write the shards."""
 
     def __init__(self, request: BuildRequest, part: Part, console: BuildConsole) -> None:
         self._request = request
@@ -116,14 +116,14 @@ class _PartOfBuild:
         self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
-        """Return whether the output holds this corpus; raise ManifestMismatch if it holds another finished one."""
+        """Return whether the output holds this corpus, finished; raise ManifestMismatch if it holds another one."""
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
-        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before.
+        """Read this part's inputs and write its shards; return how many of its shards earlier calls had finished.
 
-        A build that is refused or interrupted before it has read anything gives its output up, so that the corrected
-        command may have other parameters. The output of a part stays claimed, because other parts may be at work.
+        If a new build is refused or interrupted before it has read anything, its records are deleted, so that the
+        corrected command may have other parameters. One of several parts keeps them: other parts may be at work.
         """
         self._refuse_unknown_sources()
         was_begun = self._records.is_begun()
@@ -167,7 +167,7 @@ class _PartOfBuild:
         return resumed_shards
 
     def _changed_groups(self) -> set[int]:
-        """Return the numbers of the groups of inputs whose documents have changed since they were recorded.
+        """Return the numbers of the input groups whose documents have changed since an earlier call read them.
 
         Other names or sizes of files count as a change. If only times of modification differ, the group is read again
         and the digest of its documents decides.
@@ -192,7 +192,7 @@ class _PartOfBuild:
         return changed
 
     def _read_inputs(self, changed: set[int]) -> None:
-        """Read the groups of inputs that are not read yet or have `changed` since, this part's groups first."""
+        """Read the input groups that no part has read yet or that have `changed`, this part's own groups first."""
         recorded = self._records.groups()
         missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
         if recorded:
@@ -201,9 +201,9 @@ class _PartOfBuild:
             pass
 
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
-        """Let workers read the `tasks`, which name some of `groups`; yield each record, and show the progress.
+        """Read input groups in worker processes; yield the record of each group, and show the progress.
 
-        A task is taken when a worker will soon be free.
+        `groups` has all groups that `tasks` may name. The next task is taken when a worker will soon be free.
         """
         if not groups:
             return
@@ -226,7 +226,7 @@ class _PartOfBuild:
                 yield record
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
-        """Yield the groups of this part, then those of the parts after it, without those that were read meanwhile."""
+        """Yield tasks for this part's groups, then for those of the other parts; leave out groups read meanwhile."""
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
             for group in missing:
@@ -234,7 +234,7 @@ class _PartOfBuild:
                     yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> CorpusOrder:
-        """Decide how many buckets the corpus has and how often each source is used.
+        """Decide how many buckets (ranges of the shuffled documents) the corpus has and how often each source is used.
 
         All parts decide the same, because the result follows from the records of all groups.
         """
@@ -271,7 +271,7 @@ class _PartOfBuild:
         return [records[group.number] for group in self._groups]
 
     def _make_rows(self, order: CorpusOrder) -> int:
-        """Write the shards of this part's buckets that are missing; return the number of shards that were there."""
+        """Write those shards of this part that are missing; return how many shards earlier calls had finished."""
         request = self._request
         finished = self._records.buckets()
         own = [bucket for bucket in range(order.num_buckets) if self._part.owns(bucket)]
@@ -310,12 +310,12 @@ class _PartOfBuild:
 
 
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
-    """Return the number of buckets of a corpus, and the number of shards of each bucket.
+    """Return the number of buckets (ranges of shuffled documents) of a corpus, and the number of shards of each one.
 
     A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket reads
-    a piece of each spill file, and more buckets would mean more and smaller pieces. A worker holds a bucket's
-    documents in memory, so there are more buckets if they would exceed 256 MB each. In `total_bytes` a document counts
-    at each use.
+    a piece of each intermediate file, and more buckets would mean more and smaller pieces. A worker holds a bucket's
+    documents in memory, so there are more buckets, up to 4,096, if they would exceed 256 MB each. `total_bytes` is the
+    size of all documents, each counted as often as the corpus uses it.
     """
     shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)

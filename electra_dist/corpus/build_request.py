@@ -44,40 +44,40 @@ class BuildRequest:
     vocabulary: Vocabulary
     output: str  # folder or s3://bucket/prefix
     seq_len: int  # tokens of a row
-    seed: int  # of the examples' random draws and of the choice of held-out documents
+    seed: int  # decides the order of the documents, which are held out, and the examples' random draws
     corpus: CorpusConfig
     text_field: str = "text"  # field of a JSON line, or parquet column, that holds the text
     num_workers: int = 1  # processes; 1: the calling process does the work
     endpoint_url: str | None = None  # S3 endpoint; None: AWS
     skipped_inputs: SkippedInputs = field(default_factory=SkippedInputs)  # what the search for inputs left out
-    prepared: dict[str, PreparedText] = field(default_factory=dict)  # source -> counts of its preparation
+    prepared: dict[str, PreparedText] = field(default_factory=dict)  # source -> counts of `corpus prepare`
 
     @property
     def shard_bytes(self) -> int:
-        """Return `corpus.shard_size_mb` in bytes; the shards differ from it by some per cent."""
+        """Return the intended size of a shard in bytes (`corpus.shard_size_mb`); real ones differ by some per cent."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Return how many bytes of documents become rows together: a quarter of a shard, 64 KiB to 4 MiB."""
+        """Return the size of a chunk (documents that become rows together): a quarter of a shard, 64 KiB to 4 MiB."""
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
     @property
     def group_bytes(self) -> int:
-        """Return the size of a group of input files, in bytes on disk; one worker reads a group. 64 MB by default."""
+        """Return the least size of a group of input files, which one worker reads: bytes on disk, 64 MB by default."""
         return max(_GROUP_SHARDS * self.shard_bytes, _MIN_CHUNK_BYTES)
 
     @property
     def spill_bytes(self) -> int:
-        """Return the size at which a spill file is complete, in bytes of documents; 128 MB by default."""
+        """Return how many bytes of documents fill an intermediate (spill) file on disk; 128 MB by default."""
         return 2 * self.group_bytes
 
     def parameters(self) -> dict[str, Any]:
-        """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
+        """Return the parameters, as JSON values, that determine the rows together with the text and the vocabulary.
 
         They are stored in corpus.json and, while the build is not finished, in progress/build.json. A parameter with
-        the value that `PARAMETERS_LEFT_OUT` gives for it is left out.
+        the value that `PARAMETERS_LEFT_OUT` gives for it, that of older versions, is left out.
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
@@ -112,7 +112,7 @@ class BuildRequest:
 
     @property
     def order_seed(self) -> int:
-        """Return the seed of the order of the documents."""
+        """Return the seed of the shuffled order of the documents."""
         return derive_seed(self.seed, Purpose.CORPUS, _ORDER)
 
     def rules(self) -> Rules:

@@ -27,7 +27,7 @@ _NUM_BYTES = 256
 def train_kind(
     kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
 ) -> Vocabulary:
-    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names.
+    """Train a WordPiece or a byte-level BPE vocabulary, as `kind` (the config key `corpus.tokenizer`) says.
 
     Each call of `texts` must begin with the first text; WordPiece may call it several times. Few or short texts may
     give fewer tokens than `vocab_size`. WordPiece alone uses `lowercase`. Raises UserError if the texts are empty or
@@ -39,9 +39,10 @@ def train_kind(
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens: special tokens, the 256 bytes, merges.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens: special tokens, the 256 bytes, merged pairs.
 
-    The vocabulary's text is a tokenizer.json that Hugging Face's libraries can load. Raises as `train_kind` does.
+    The vocabulary's text is a tokenizer.json that Hugging Face's libraries can load. Raises UserError if the texts are
+    empty or `vocab_size` is too small.
     """
     smallest_size = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < smallest_size:

@@ -55,7 +55,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of the corpus's order, with their random seeds: the unit that is turned into rows."""
+    """Consecutive documents of the shuffled corpus, which become rows together, and the seeds of their examples."""
 
     documents: list[RawDocument]
     seed: int  # of the random draws for the examples of its training documents
@@ -91,7 +91,7 @@ class _Text(NamedTuple):
 
 
 class ChunkProcessor:
-    """Converter of chunks to rows. Create one per process, because the tokenizer keeps a cache of known words."""
+    """Converter of chunks of documents to rows of ids; one per process, because the tokenizer caches known words."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -136,7 +136,7 @@ class ChunkProcessor:
         sources: SourceCounts,
         names: dict[int, DocumentNames],
     ) -> Iterator[_Text]:
-        """Yield the usable texts; count every document in `outcomes` and `sources`, and fill `names`."""
+        """Decode documents, yield the usable texts; count each one in `outcomes` and `sources`, and fill `names`."""
         for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
             document_bytes = len(document.data or b"")
@@ -154,7 +154,7 @@ class ChunkProcessor:
             yield _Text(index, decoded.text, document_bytes, counts)
 
     def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
-        """Yield each text with the token ids of each line that has tokens; count a text without any as "no_tokens".
+        """Yield each text with the ids of its lines that have tokens; count a text without tokens as "no_tokens".
 
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
         """
@@ -174,7 +174,7 @@ class ChunkProcessor:
                     document.counts.add_skipped("no_tokens", document.document_bytes)
 
     def _is_heldout(self, text: str) -> bool:
-        """Decide by a keyed 64-bit hash of the text, so that all copies of a text go to the same corpus."""
+        """Return whether a text is held out, by its keyed 64-bit hash, so that all copies go to the same corpus."""
         if self._rules.heldout_fraction == 0:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
@@ -183,7 +183,7 @@ class ChunkProcessor:
 
 
 class _RowCollector:
-    """Collector of a chunk's examples for one corpus: call `add` for each document, then `finish` once."""
+    """Collector of a chunk's training or held-out examples: call `add` for each document, then `finish` once."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
         self._rules = rules
@@ -202,7 +202,7 @@ class _RowCollector:
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
-        """Build the examples of the document with this index in the chunk; each line of it is a sentence."""
+        """Add the examples of document `index` of the chunk; a sentence is the token ids of one line of it."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
@@ -210,7 +210,7 @@ class _RowCollector:
         self._document_of_example += [index] * num_new_examples
 
     def finish(self) -> Rows:
-        """Pack the examples of all added documents into rows."""
+        """Pack the examples of all added documents into rows, and return the rows with their counts."""
         pad_id = self._special["[PAD]"]
         seq_len = self._rules.seq_len
         lengths = [len(example) for example in self._examples]

@@ -78,7 +78,7 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the ids of a row and their type (uint16 or uint32), from the first block; `name` is for errors."""
+    """Return the number of ids in a row and their type, uint16 or uint32, from a shard's first block of rows."""
     try:
         first_block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
@@ -97,7 +97,7 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | None:
-    """Return name, shape and type of the first .npy member of a tar, by its header; None without one."""
+    """Read name, shape and type of the first .npy member of a tar from its header; None if there is no such member."""
     with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
@@ -132,7 +132,7 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why rows cannot be trained on, to follow the shard's name in a sentence; None if they can."""
+    """Return why a shard's rows cannot be trained on, such as "has no rows"; None if they can."""
     if len(rows) == 0:
         return "has no rows"
     largest_id = rows.max()

@@ -57,7 +57,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
-    """Write the prose to `python_docs.txt` in `folder`; return the file's path and the number of documents.
+    """Write the prose of docstrings to `python_docs.txt` in `folder`; return the path and the number of documents.
 
     A blank line separates two documents. An existing file is replaced atomically. `packages` are import names to read
     beside the standard library; those that are not installed are ignored.
@@ -90,7 +90,7 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
-    """Return the paragraphs of a docstring whose hashes are not in `seen`, by hash; letter case is ignored."""
+    """Return hash -> paragraph for the new prose of a docstring: its hash, without letter case, is not in `seen`."""
     new_paragraphs: dict[int, str] = {}
     for paragraph in prose(docstring):
         key = _paragraph_hash(paragraph)
@@ -138,7 +138,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _joined_without_markup(lines: list[str]) -> str:
-    """Join lines without mark-up: "- See :func:`f` for" and "  **details**." give "See f for details."."""
+    """Join lines and remove mark-up: "- See :func:`f` for" and "  **details**." give "See f for details."."""
     text = _SPACE.sub(" ", " ".join(lines))
     text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
     text = _ROLE.sub(r"\1\2", text)
@@ -167,7 +167,7 @@ def _indent(line: str) -> int:
 
 
 def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the docstrings of each source: help topics, C modules, the standard library, then the packages."""
+    """Yield the docstrings of each help topic, C module, file of the standard library, and file of the packages."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]
@@ -191,7 +191,7 @@ def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
 
 
 def _docstrings_of_file(path: Path) -> list[str]:
-    """Return the docstrings of a .py file; [] if it has few (`MIN_SHARE`) or is for another version of Python."""
+    """Return the docstrings of a .py file; [] if they are less than `MIN_SHARE` of it, or it cannot be parsed."""
     source = read_regular(path)
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))

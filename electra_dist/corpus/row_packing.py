@@ -31,14 +31,17 @@ def make_rows(
     dtype: type[np.uint16] | type[np.uint32],
     packing: Literal["rows", "none"],
 ) -> np.ndarray:
-    """Return rows that hold every example once, [num_rows, seq_len]; `dtype` must hold every id."""
+    """Pack examples (lists of token ids) into rows, and return the rows, [num_rows, seq_len].
+
+    `packing` "rows" puts as many examples into a row as fit, "none" only one. `dtype` must hold every id.
+    """
     lengths = [len(example) for example in examples]
     groups = group_examples(lengths, seq_len, packing)
     return fill_rows(examples, places_of_examples(lengths, groups), len(groups), seq_len, pad_id, dtype)
 
 
 def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
-    """Return which examples each row holds: for each row a list of indices into `lengths` (each at most `seq_len`)."""
+    """Choose which examples share a row; return for each row their indices in `lengths` (each at most `seq_len`)."""
     if packing == "rows":
         return pack(lengths, seq_len)
     return [[index] for index in range(len(lengths))]
@@ -47,7 +50,8 @@ def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows"
 def places_of_examples(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> np.ndarray:
     """Return where each example lies, int64 [examples, 3]: row, position of the first token in the row, example index.
 
-    `groups` comes from `group_examples`. The result is ordered by row, and within a row from left to right.
+    `groups` lists the examples of each row (`group_examples`). The result is ordered by row, and within a row from
+    left to right.
     """
     places = []
     for row, group in enumerate(groups):

@@ -31,16 +31,15 @@ _NO_LIMIT = 1 << 60  # limit of segment A, in tokens, if it takes all sentences
 
 
 class ExampleBuilder:
-    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from the documents of one chunk, in order.
+    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from consecutive documents (one chunk of a corpus).
 
-    All documents of a chunk share one random generator, so the examples of a document depend on the documents before
-    it.
+    All these documents share one random generator, so the examples of a document depend on the documents before it.
     """
 
     def __init__(
         self, seq_len: int, cls_id: int, sep_id: int, single_segment_prob: float, short_target_prob: float, seed: int
     ) -> None:
-        """Start with a target length of `seq_len`; the reference has probabilities of 0.1 and 0.05."""
+        """Begin with a target length of `seq_len`; Google's probabilities are 0.1 (single segment), 0.05 (short)."""
         assert seq_len >= MIN_SEQ_LEN
         self._seq_len = seq_len
         self._cls = [cls_id]
@@ -53,7 +52,7 @@ class ExampleBuilder:
         self._length = 0  # tokens in _sentences
 
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
-        """Yield the examples of one document, each of 3 to seq_len ids; each line of the document is a sentence."""
+        """Yield the examples of one document, each of 3 to seq_len ids; a sentence is the ids of a line."""
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
                 self._add(piece)
@@ -64,7 +63,7 @@ class ExampleBuilder:
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return the sentence as a list of one, or cut into halves of an example if it cannot fit one alone."""
+        """Return [sentence] or, if it is too long for one example, the sentence cut into pieces of half an example."""
         longest_alone = self._seq_len - 2  # with [CLS] and one [SEP]
         if len(sentence) <= longest_alone:
             return [sentence]
@@ -77,7 +76,7 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences, carry what does not fit, and draw the next target."""
+        """Make an example of the accumulated sentences; keep what does not fit for the next, and draw its length."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.

@@ -32,7 +32,7 @@ class RawDocument(NamedTuple):
 
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
-    source: str = ""  # source of the input file, for the report of a build and the side files
+    source: str = ""  # input path, or its first sub-folder, from which the document comes
     id: str | None = None  # id from a table's column `id`; None for other formats (a JSON line has its id in `data`)
     fields: dict[str, Any] | None = None  # other cells of a table's row, by column; None unless asked for
 
@@ -41,7 +41,7 @@ class SkippedDocument(Exception):
     """Exception for a document that is left out of the corpus, with its reason; the caller counts it and goes on."""
 
     def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
-        """Store the reason, a key of `SKIPPED_KINDS`, and how many bytes are not UTF-8 if that is the reason."""
+        """Take the reason, a key of `SKIPPED_KINDS`; if it is "undecodable", also how many bytes are not UTF-8."""
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
@@ -49,14 +49,14 @@ class SkippedDocument(Exception):
 
 
 class DocumentNames(NamedTuple):
-    """Id and source that a document's own record gives it, as opposed to the names of its input file."""
+    """Id and source that a document's own record (its JSON line or table row) states, apart from its file's name."""
 
     id: str | None = None  # field `id` of a JSON line, or cell of a table's column `id`; None if there is none
     source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes; None without it
 
 
 class DecodedText(NamedTuple):
-    """Text of a document, how many of its bytes were replaced because they are not UTF-8, and its names."""
+    """Text of a document, how many of its bytes were replaced because they are not UTF-8, and its id and source."""
 
     text: str
     replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
@@ -64,17 +64,17 @@ class DecodedText(NamedTuple):
 
 
 def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
-    """Return the text of a document, as `decode_counted` does, without the count of replaced bytes."""
+    """Decode a document as `decode_counted` does, and return its text alone."""
     return decode_counted(document, text_field, undecodable).text
 
 
 def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
-    """Return the text of a document, without a byte order mark at its start; raise SkippedDocument if it has none.
+    """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
 
-    `text_field` names the field of a JSON line that holds the text. If bytes are not UTF-8, or JSON has half a
-    surrogate pair (which counts as the six bytes of its escape), "skip" leaves the document out, and "replace" puts
-    U+FFFD in their place, which the tokenizer drops. The kind "no_tokens" is not raised here, because only the
-    tokenizer can find it.
+    `text_field` names the field of a JSON line that holds the text. `undecodable` decides about bytes that are not
+    UTF-8, and about half a surrogate pair in JSON (it counts as the six bytes of its escape): "skip" leaves the
+    document out, "replace" puts U+FFFD in their place, which WordPiece drops. A text of which the tokenizer keeps no
+    token is not noticed here.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
@@ -108,7 +108,7 @@ def _num_undecodable_bytes(data: bytes) -> int:
 
 
 def _num_half_pairs(text: str) -> int:
-    """Count the unpaired surrogates of a text; Python stores a whole pair as one other character."""
+    """Count the unpaired surrogates of a text; Python stores a whole surrogate pair as one ordinary character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,14 +136,14 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:
-    """Return the fields `id` and `metadata.source`; one that is neither a string nor an integer is None."""
+    """Return the fields `id` and `metadata.source` of a JSON record; None for all but a string or integer."""
     metadata = record.get("metadata")
     source = metadata.get("source") if isinstance(metadata, dict) else None
     return DocumentNames(name_of_value(record.get("id")), name_of_value(source))
 
 
 def name_of_value(value: object) -> str | None:
-    """Return a string or an integer as text that can be encoded as UTF-8; None for a value of another type.
+    """Convert a string or an integer to text that can be encoded as UTF-8; None for other types, such as bool.
 
     Half of a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
     """

@@ -62,7 +62,7 @@ class DocumentStream:
     """
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text", *, with_fields: bool = False) -> None:
-        """Open nothing yet; `text_field` is a table's column of texts, and `with_fields` adds its other cells."""
+        """Open no file yet; `text_field` is the column of a table with the text, `with_fields` keeps other cells."""
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
@@ -75,8 +75,8 @@ class DocumentStream:
     def numbered(self) -> Iterator[tuple[int, int, RawDocument]]:
         """Yield (position of the file in `files`, position of the document in its file, document), both from 0.
 
-        Raises UserError if a file cannot be read to its end, or if a parquet file or a table that the user named lacks
-        the text's column.
+        Raises UserError if a file cannot be read to its end, or if the column of the text is missing in a parquet or
+        Arrow file, or in a table that the user gave by its name.
         """
         for position, file in enumerate(self._files):
             try:
@@ -124,7 +124,7 @@ class DocumentStream:
 
 @contextlib.contextmanager
 def local_path(file: InputFile) -> Iterator[Path]:
-    """Provide the path of an input file on a local disk; a file on S3 is downloaded, and deleted after the block."""
+    """Provide a local path of an input file; a file on S3 is downloaded, and deleted again after the `with` block."""
     if file.store is None:
         yield file.path
         return

@@ -25,7 +25,7 @@ _NUM_CODE_POINTS = 0x110000
 def train_vocabulary(
     texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool, max_alphabet: int = MAX_ALPHABET
 ) -> Vocabulary:
-    """Train a vocabulary of at most `vocab_size` tokens, the special tokens first; a small text may yield fewer.
+    """Train a WordPiece vocabulary of at most `vocab_size` tokens, special tokens first; a small text may yield fewer.
 
     `texts` is called twice, and each call must begin with the first text. `lowercase` also strips accents (BERT
     uncased). The `max_alphabet` most frequent characters are kept; words with others become [UNK]. Raises UserError if
@@ -65,7 +65,7 @@ def _continuations(
     normalizer: tokenizers.normalizers.Normalizer,
     pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer,
 ) -> list[str]:
-    """Return `##c` for each character c that can occur within a word, unlike a comma: "a," is two words."""
+    """Return the token `##c` for each character c that can continue a word. A comma cannot: "a," is two words."""
     continuations = []
     for char in alphabet:
         words = pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))
@@ -75,7 +75,7 @@ def _continuations(
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters, without white space, by code point; the lower wins a tie."""
+    """Return the `limit` most frequent characters except white space, sorted; a tie goes to the lower code point."""
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)

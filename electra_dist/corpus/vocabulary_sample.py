@@ -33,7 +33,7 @@ _LEVEL_NAME = re.compile(r"[0-9]{2}\.zst")
 
 
 class _Record(TypedDict):
-    """Content of sample.json."""
+    """Content of sample.json, which is written when the sample is complete."""
 
     description: dict[str, str | int]  # the inputs and settings from which the sample was taken
     files: dict[str, NonNegativeInt]  # name of a file of the sample -> bytes of its texts, uncompressed
@@ -43,17 +43,17 @@ _RECORD = TypeAdapter(_Record)
 
 
 class VocabularySample:
-    """Sample of documents in a folder of its own; a finished one is used again if its inputs are the same."""
+    """Random sample of a corpus's documents in a folder; used again for the same inputs, limit and seed."""
 
     def __init__(self, folder: Path, inputs_digest: str, limit_bytes: int, seed: int) -> None:
-        """Do not touch the folder yet; `inputs_digest` covers all that decides which documents there are."""
+        """Leave the folder as it is; `inputs_digest` must change if the documents or how they are read change."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._seed = seed
         self._description = {"inputs": inputs_digest, "limit_bytes": limit_bytes, "seed": seed}
 
     def is_finished(self) -> bool:
-        """Return whether the folder holds the complete sample of these inputs."""
+        """Return whether the folder holds the complete sample of these inputs, with this limit and seed."""
         try:
             stored = self._record()
         except (OSError, DamagedJson):
@@ -62,10 +62,10 @@ class VocabularySample:
         return is_whole and stored["description"] == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
-        """Read all documents, and keep the sample in the folder; another sample there is replaced.
+        """Read all documents, and write a sample of them to the folder in place of an earlier one.
 
         `texts` gives (position of the file among the inputs, position of the document in the file, text). `progress`
-        gets the position of the file for each document.
+        is called for each document with the position of its file.
         """
         self.delete()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -90,11 +90,11 @@ class VocabularySample:
             out.write(json.dumps({"description": self._description, "files": files}).encode())
 
     def num_bytes(self) -> int:
-        """Return the size of the texts of the finished sample in UTF-8."""
+        """Return the total size of the finished sample's texts, in bytes of UTF-8."""
         return sum(self._files().values())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the finished sample, always in the same order; a damaged file is a UserError."""
+        """Yield the texts of the finished sample, always in the same order; raise UserError if a file is damaged."""
         for name, num_bytes in self._files().items():
             path = self._folder / name
             num_read = 0
@@ -114,7 +114,7 @@ class VocabularySample:
                 raise self._damaged(path, f"it has {num_read} bytes of text, not {num_bytes}")
 
     def delete(self) -> None:
-        """Delete the files of the sample, also of an unfinished one, and the folder if nothing else is in it."""
+        """Delete the files of the sample, finished or not, and the folder if nothing else is in it."""
         with contextlib.suppress(OSError):  # there is no such folder, or it holds other files
             for file in list(self._folder.iterdir()):
                 if _LEVEL_NAME.fullmatch(file.name) or file.name == _DONE_FILE or is_temporary(file.name):
@@ -132,11 +132,11 @@ class VocabularySample:
 
 
 class _LevelFile:
-    """Writer of the texts of one level: for each its length (4 bytes) and its UTF-8, compressed."""
+    """Writer of one compressed file of sampled texts: the length of each text (4 bytes), then its UTF-8."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_bytes = 0  # of the texts
+        self.num_bytes = 0  # size of the texts, uncompressed
         self._raw = path.open("wb")
         self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._raw)
 

@@ -78,7 +78,7 @@ class RowSearch:
     """
 
     def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
-        """Open the side files, if the corpora have them; `progress` wraps the indices of the shards in each pass."""
+        """Open the lists of side files, if any; `progress` wraps each loop over shard indices, to show a bar."""
         self._query = query
         self._corpora = corpora
         self._store = corpora.store
@@ -90,13 +90,13 @@ class RowSearch:
 
     @property
     def has_side_files(self) -> bool:
-        """Return whether all corpora have side files, which a search for a source or a document needs."""
+        """Return whether all corpora have side files (documents of each row), which searches for documents need."""
         return None not in self._origins
 
     def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
-        """Return the rows with at least `least` consecutive tokens of one form of a text (`tokens_of_text`).
+        """Return the rows with at least `least` consecutive tokens of a text; `forms` are from `tokens_of_text`.
 
-        Of a form that is shorter than `least`, all tokens must be there.
+        A row needs the tokens of one form. Of a form with fewer tokens than `least`, all must be there.
         """
         special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
@@ -110,7 +110,7 @@ class RowSearch:
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows with the query's document or source; raise UserError if a corpus has no side files."""
+        """Return the rows with text of the query's document or source; UserError if a corpus has no side files."""
         if not self.has_side_files:
             without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
@@ -160,7 +160,7 @@ class RowSearch:
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return a shard's side file; `shard` counts over the shards of all corpora."""
+        """Return the table of a shard's side file; `shard` is its index over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
         phase = self._phase_of_shard(shard)
@@ -189,10 +189,10 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
 
 
 def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[list[int]]:
-    """Return the forms of a text in the vocabulary of a corpus, as token ids; each line is tokenized as in a build.
+    """Tokenize a text as the build of a corpus does, and return its forms: one or two lists of token ids.
 
-    Byte-level tokens contain the space before a word. Such a text has two forms: one for the beginning of a document,
-    and one for a place after other text. For other vocabularies they are equal, and the result has one form. Raises
+    Byte-level tokens contain the space before a word, so a text has two forms: one at the beginning of a document, and
+    one after other text. With other vocabularies both are equal, and the result has one form. Raises
     UserError if the text has no token, for example because it is only white space, or is not UTF-8.
     """
     if encodable(text) != text:

@@ -21,7 +21,7 @@ _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 
 
 class RowUse(NamedTuple):
-    """Step of a run that uses a certain row."""
+    """Use of a row by a run: the step in whose batch the row is."""
 
     epoch: int  # epoch of the corpus in which the step uses the row, from 0
     step: int  # number of the step, from 0
@@ -30,7 +30,7 @@ class RowUse(NamedTuple):
 
 
 class StepsOfRows:
-    """Counter of the steps of a run that use any of the found rows; a step with several of them counts once."""
+    """Counter of the steps of a run that use found rows; a step that uses several of them counts once."""
 
     def __init__(self) -> None:
         self._read: set[int] = set()
@@ -38,7 +38,7 @@ class StepsOfRows:
         self._skipped: set[int] = set()
 
     def add(self, uses: Sequence[RowUse]) -> None:
-        """Add the steps that use one row."""
+        """Count the steps that use one row, unless they were counted for an earlier row."""
         for use in uses:
             if use.is_skipped:
                 self._skipped.add(use.step)
@@ -55,9 +55,9 @@ class StepsOfRows:
 def uses_of_found_rows(
     found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
-    """Return the uses of the first `num_listed` rows, in order of the steps, and `StepsOfRows.counts` of all rows.
+    """Return which steps use each of the first `num_listed` rows, and `StepsOfRows.counts` for all found rows.
 
-    The rows are processed in blocks of `_BLOCK_ROWS`, so that millions of rows need little memory.
+    The steps of a row ascend. Rows are processed in blocks, so that millions of rows need little memory.
     """
     listed: list[list[RowUse]] = []
     steps = StepsOfRows()
@@ -75,8 +75,8 @@ def steps_of_rows(
 ) -> list[list[RowUse]]:
     """Return the steps of the whole run that use each row, in ascending order.
 
-    `shards` counts over the shards of all corpora of the run. The records in `run` tell the last step that was done,
-    and the skipped steps.
+    `shards` has the shard index of each row, counted over all corpora of the run. Files in the run folder `run` tell
+    the last step that was done, and the skipped steps.
     """
     from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList

@@ -44,7 +44,7 @@ class SearchResult(NamedTuple):
 
 
 def json_tree(result: SearchResult) -> dict[str, Any]:
-    """Return the result as a JSON object; without a run, `steps` and the `uses` of each row are null."""
+    """Return the result as a JSON object; if no run was given, `steps` and the `uses` of each row are null."""
     rows = []
     for index, hit in enumerate(result.hits):
         rows.append(

@@ -43,7 +43,7 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
-        """Raise StoreError if the name of the shard leaves the folder of the corpus, such as ../x.tar."""
+        """Raise StoreError if the shard's name leads out of the folder of the corpus, such as ../x.tar."""
         check_key(self.name)
         return self
 
@@ -116,7 +116,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _agrees_with_the_build(self) -> CorpusManifest:
-        """Refuse a row length or a casing that is not the one among the parameters of the build."""
+        """Refuse a row length or a casing that contradicts the recorded parameters of the corpus build."""
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
         # A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
@@ -161,7 +161,7 @@ class CorpusManifest(Section):
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times.
 
-    `key` is the config key that names the corpus, for messages. StoreMissing: there is no corpus, or no finished one.
+    `key` is the config key that names the corpus, for messages. Raises StoreMissing without a finished corpus.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
@@ -186,6 +186,6 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
-    """Write corpus.json, as the last file of a corpus: readers trust a corpus that has it, and refuse one without."""
+    """Write corpus.json, as the last file of a corpus, because readers take a corpus with this file for complete."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
     store.write(MANIFEST_KEY, text.encode())

@@ -1,4 +1,4 @@
-"""Read the vocabulary of a corpus, verified against corpus.json, and write that of a new corpus."""
+"""Read the vocabulary of a corpus, verified against corpus.json, and write the vocabulary of a new corpus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) ->
 def write_corpus_vocabulary(store: Store, text: str) -> bool:
     """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written.
 
-    Raises UserError if the store has a vocab.txt with another vocabulary, or none.
+    Raises UserError if the store's vocab.txt holds another vocabulary, or is not a vocabulary.
     """
     if not store.exists(VOCAB_FILE):
         store.write(VOCAB_FILE, text.encode())
@@ -57,8 +57,8 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
 
 
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
-    """Return the vocabulary in an object of a store, after a check of its digest if one is recorded.
+    """Read the vocabulary file `key` of a store, and compare its digest with `expected` (None: none is recorded).
 
-    `expected` is None if no file records the digest. A wrong body from S3 is read again a few times.
+    Wrong content from S3 is read again a few times.
     """
     return read_verified(store, key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))

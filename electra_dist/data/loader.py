@@ -63,11 +63,11 @@ class RowLoader:
         call: Callable[[Callable[[], RowBatch]], RowBatch] = lambda read: read(),
         on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
-        """Start the thread that reads ahead; nobody else may use `cache`, which the caller closes after the loader.
+        """Start the thread that reads ahead. Only this loader may use `cache`; the caller closes it after the loader.
 
-        The thread passes to `call` a function that reads one batch and may be called again after an error: a run
-        passes `Patience.call`, which waits for storage. `on_wait` is called about every second while `next` waits,
-        with the seconds so far. Raises UserError if the number of ranks does not divide `global_batch`.
+        The thread reads each batch by `call(read)`, which may repeat `read` after an error; runs use `Patience.call`,
+        which waits for storage. `on_wait` is called about every second while `next` waits, with the seconds so far.
+        Raises UserError if the number of ranks does not divide `global_batch`.
         """
         if global_batch % world_size:
             raise UserError(
@@ -173,7 +173,7 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return shard and number within it of this rank's rows in a step, two int64 [G / W]."""
+        """Return the shard of each row of this rank in a step, and the row's number in it, two int64 [G / W]."""
         # All steps of a block are located at its first step, which costs little more than one step.
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:
@@ -187,9 +187,9 @@ class RowLoader:
         return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the shards of the windows that overlap [first, end), and close those no longer needed.
+        """Begin to fetch the shards of all windows that overlap positions [first, end), and close unneeded shards.
 
-        The shards of the window after them are only stored in `_next_window`; the caller fetches them later.
+        The shards of the following window are only stored in `_next_window`; the caller fetches them later.
         """
         if end <= self._horizon:
             return

@@ -89,7 +89,7 @@ class NodeCache:
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
         """Fetch a shard into the folder unless it is there; wait if another process is fetching it.
 
-        `verify` compares the digest of a shard that is there, too. `ask_peers` asks other nodes before the store.
+        With `verify`, check the digest of a shard that is there, too. With `ask_peers`, ask other nodes first.
         Raises ManifestMismatch if the bytes are wrong several times in a row.
         """
         path = self.path(entry)
@@ -232,13 +232,13 @@ def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
-    """Return the modification time (0 without a file), which every process that opens the shard sets to now."""
+    """Return when a shard was last opened: its modification time, which each opening sets to now; 0 without a file."""
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 
 
 def _delete_unless_in_use(path: Path) -> None:
-    """Delete a shard unless a process has it open: each of these holds a shared flock on it."""
+    """Delete a shard unless a process has it open, and therefore holds a shared flock on it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -27,7 +27,7 @@ _ROWS_AT_A_TIME = 1024  # Rows for which NumPy holds the products at once.
 
 @functools.cache
 def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
-    """Return the keys of the checksums of rows of `row_bytes` bytes: uint32, odd, one for each word of 4 bytes."""
+    """Return the factors of a row's words in its checksum: odd uint32, one for each 4 of the `row_bytes` bytes."""
     # They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. If `row_bytes` is not a
     # multiple of 4, the remaining bytes, padded with zeros, are one more word.
     num_words = -(-row_bytes // _WORD_BYTES)
@@ -36,7 +36,7 @@ def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
 
 
 def row_checksums(rows: NDArray[Any]) -> Checksums:
-    """Return the checksum of each row, uint64 [k], of contiguous little-endian integers [k, seq_len]."""
+    """Return the checksum of each row, uint64 [k]; `rows` are contiguous little-endian integers [k, seq_len]."""
     row_bytes = rows.shape[1] * rows.itemsize
     keys = checksum_keys(row_bytes)
     if cpu_library.row_checksums:

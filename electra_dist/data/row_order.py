@@ -111,7 +111,7 @@ def scaled(word: Words, limit: Words) -> Words:
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Positions of a run's sequence whose rows are shuffled together, with the shards that may hold any of them."""
+    """Range of positions in a run's sequence of rows that is shuffled as a whole, with the shards of its rows."""
 
     first_position: int
     end_position: int  # exclusive
@@ -120,11 +120,11 @@ class ShardWindow:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Layout of an epoch: the order of its shards, and the offset in rows of each shard, each window and the end."""
+    """Layout of an epoch: the order of its shards, and after how many rows each shard and each window begins."""
 
     shards: Integers  # [num_shards] index in the manifest of the shard at each place
-    shard_start: Integers  # [num_shards + 1]
-    window_start: Integers  # [num_windows + 1]
+    shard_start: Integers  # [num_shards + 1] rows before the shard at each place, and rows of the epoch
+    window_start: Integers  # [num_windows + 1] rows before each window, and rows of the epoch
 
 
 class OrderPhase(NamedTuple):
@@ -133,8 +133,8 @@ class OrderPhase(NamedTuple):
     order: RowOrder  # sequence of the rows of this corpus alone
     first_position: int  # position of the run at which the part begins
     end_position: int | None  # exclusive; None if the part has no end
-    first_shard: int  # number of the corpus's first shard
-    first_row_id: int  # id of the corpus's first row
+    first_shard: int  # number of the corpus's first shard, counted over all corpora
+    first_row_id: int  # id of the corpus's first row, counted over all corpora
 
 
 class RowSequence(Protocol):
@@ -145,7 +145,7 @@ class RowSequence(Protocol):
         """Return the parts of the sequence, one for each corpus, in the order of their positions."""
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return epoch (of its corpus), shard (of all corpora) and row in it of each position, three int64 [P]."""
+        """Return each position's epoch of its corpus, shard (among all corpora) and row in it, int64 [P] each."""
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
         """Return the id of each row, [P] int64: its number, counted over the manifests of all corpora.
@@ -161,7 +161,7 @@ class RowOrder:
     """Infinite sequence of the rows of one corpus, epoch after epoch; see `RowSequence`. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Fix the sequence by the positive row counts in the order of the manifest, the seed and the window length."""
+        """Take the rows of each shard (> 0, in manifest order), the seed and the number of shards in a window."""
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
         assert self._rows.min() > 0
@@ -184,7 +184,7 @@ class RowOrder:
         return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return epoch, shard and row within the shard of each position (in any order), three int64 [P]."""
+        """Return the epoch, the shard and the row in the shard of each position (in any order), three int64 [P]."""
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
         layouts = [(epochs == epoch, self.layout(int(epoch))) for epoch in np.unique(epochs)]
@@ -237,7 +237,7 @@ class RowOrder:
         )
 
     def layout(self, epoch: int) -> Epoch:
-        """Return the order of an epoch's shards, and where each shard and each window begins; cache newest epochs."""
+        """Return the order of an epoch's shards, and where shards and windows begin; cache the newest epochs."""
         layout = self._epochs.get(epoch)
         if layout is not None:
             return layout

@@ -18,7 +18,7 @@ from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, RowSeque
 
 
 class RowPosition(NamedTuple):
-    """Position of a run's sequence at which a row is used, and the number of the corpus's epoch at that position."""
+    """Position in a run's sequence of rows at which a row is used, and the epoch of its corpus at that position."""
 
     epoch: int  # from 0, counted within the phase of the run that trains on the row's corpus
     position: int  # from 0, over the whole run
@@ -27,7 +27,7 @@ class RowPosition(NamedTuple):
 def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
     """Return for each of k rows the positions below `num_positions` at which a run uses it, in ascending order.
 
-    `shards` [k] are counted over the shards of all corpora, `rows` [k] within the shard.
+    `shards` [k] are numbers of shards, counted over all corpora; `rows` [k] are numbers of rows in their shard.
     """
     uses: list[list[RowPosition]] = [[] for _ in rows]
     for phase in order.phases:
@@ -72,7 +72,7 @@ def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integ
 def permute_back(
     place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: int, block: Integers
 ) -> Words:
-    """Return the index that `row_order.permute` moves to each place, uint64 [k]; all places are of one epoch."""
+    """Return the index that `row_order.permute` moves to each place, uint64 [k]; all places belong to one epoch."""
     index = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     blocks = block.astype(np.uint64)

@@ -52,7 +52,7 @@ class ChangedRow(Exception):
     """Error for a row whose bytes have another checksum than when its shard was verified."""
 
     def __init__(self, shard_index: int, row: int) -> None:
-        """Name the row; `shard_index` is its shard's place in the list that `rows_of` got, and 0 from `Shard.rows`."""
+        """Name the row; `shard_index` is the index of its shard in the argument of `rows_of`; 0 from `Shard.rows`."""
         super().__init__(f"row {row} of shard {shard_index} has changed")
         self.shard_index = shard_index
         self.row = row
@@ -101,7 +101,7 @@ class Shard:
         )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Return copies of rows, [k, seq_len]; raise ChangedRow if a copy has another checksum than its row had."""
+        """Return copies of rows, by their numbers, [k, seq_len]; raise ChangedRow if a copy has a wrong checksum."""
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
         # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.
@@ -146,7 +146,7 @@ class Shard:
         self._map.close()
 
     def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return its blocks; set `is_linked`, False if the cache deleted the file before the lock."""
+        """Map the file and return its blocks; set `is_linked` to False if it was deleted before it could be locked."""
         with readable(self.path), open_regular(self.path) as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)

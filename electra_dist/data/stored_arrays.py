@@ -35,7 +35,7 @@ _HEADER = re.compile(
 
 
 class CheckedTarInfo(tarfile.TarInfo):
-    """Header of a member of a tar, which is small and has no negative size. Pass it as `tarinfo` to `tarfile.open`."""
+    """Header of a tar member, for `tarfile.open(tarinfo=...)`; ReadError if damaged, huge or of negative size."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED_HEADERS and self.size > _MOST_EXTENDED_BYTES:
@@ -54,7 +54,7 @@ class CheckedTarInfo(tarfile.TarInfo):
 
 
 def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, whether the order is Fortran's, and type of the array in an .npy file of version 1 or 2.
+    """Return shape, whether it is in Fortran order, and dtype of the array in an .npy file of version 1 or 2.
 
     `header` has at least the file's first `MAX_HEADER_BYTES` bytes, and is left at the first byte of the array. Raises
     ValueError for damage.

@@ -21,9 +21,9 @@ _Content = TypeVar("_Content")
 
 
 def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
-    """Return what `parse` makes of an object; it raises UserError for a wrong content.
+    """Read an object and return what `parse` makes of its bytes; `parse` must raise UserError for wrong content.
 
-    An object of a local folder is read once, one that is fetched up to `READINGS` times, with pauses in between.
+    A local file is read once. An object that is fetched is read up to `READINGS` times, with pauses in between.
     """
     is_fetched = store.local_path(key) is None
     if is_fetched:

@@ -8,12 +8,13 @@ local one ends the run with an error that names the shard and the block. No shar
 How: `prefetch` queues shards for `fetch_threads` threads, which fetch them (`node_disk_cache.py`) and read them once:
 the SHA-256 and the checksums of the rows (`row_checksums.py`) are made of the same bytes. `open` waits for its shard
 and maps it into memory. The checksums stay in memory, for local and for cached shards alike, so they need no file of
-their own that could be damaged, and older corpora have them, too. Those of closed shards are kept up to `_KEPT_BYTES`
-(8 bytes a row); a shard without them is read and verified again when it is opened again. The threads are daemons: a
-process that ends does not wait for a download. The next process that needs the shard deletes the unfinished file.
+their own that could be damaged, and older corpora have them, too. Checksums of closed shards are kept up to
+`_KEPT_BYTES` (8 bytes a row); a shard whose checksums are not kept is verified again when it is opened again. The
+threads are daemons: a process that ends does not wait for a download. The next process that needs the shard deletes
+the unfinished file.
 
-Limits: all methods must be called by the same thread, in a run the loader's. A file that becomes shorter while it is
-mapped ends the process with SIGBUS; the next start refuses it by its size.
+Limits: all methods must be called by the same thread; in a run, it is the thread of the loader. A file that becomes
+shorter while it is mapped ends the process with SIGBUS; the next start refuses it by its size.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ShardCache:
         limit_bytes: int | None = None,
         peers: PeerGroup | None = None,
     ) -> None:
-        """Start the background threads; a local corpus uses neither `directory` nor `limit_bytes` of `NodeCache`."""
+        """Start the background threads; `directory` and `limit_bytes` of `NodeCache` are for a corpus on S3 only."""
         self.store = store
         self.manifest = manifest
         self._peers = peers
@@ -135,7 +136,7 @@ class ShardCache:
         )
 
     def _verify_again(self, index: int, row: int, block: int) -> None:
-        """Verify a shard in which a row has changed again, fetch it again if it is wrong, and report it on stderr."""
+        """Verify a shard again because a row has changed; fetch it again if it is wrong, and report on stderr."""
         path = self._shards[index].path
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.refetches
@@ -181,7 +182,7 @@ class ShardCache:
             self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all other shards and cancel their queued downloads; a download that has begun is completed.
+        """Close all shards but these and cancel queued downloads of others; a download that has begun is completed.
 
         The node's cache may delete a shard once no process has it open.
         """
@@ -260,7 +261,7 @@ class ShardCache:
         )
 
     def _verified_checksums(self, path: Path, entry: ShardEntry) -> Checksums | None:
-        """Return the checksums of the rows in a file, or None if the file is not the shard of the entry."""
+        """Return the checksums of a file's rows; None if its size or SHA-256 is not that of the manifest entry."""
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None
@@ -295,7 +296,7 @@ class ShardCache:
         return shard
 
     def _map_cached(self, path: Path, checksums: Checksums) -> Shard | None:
-        """Open a cached shard with a lock against eviction, and mark it as just used; None if it is evicted."""
+        """Open a cached shard, locked against deletion, and mark it as just used; None if it has been deleted."""
         try:
             manifest = self.manifest
             shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True, checksums=checksums)

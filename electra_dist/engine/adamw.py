@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def moments_of(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the optimizer's own first and second moments of `params`, creating zeros where there are none."""
+    """Return the first and second moments that the optimizer keeps for `params`; missing ones are created as zeros."""
     first_name, second_name = MOMENTS
     first_moments = []
     second_moments = []
@@ -56,7 +56,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update in place those `params` of one group that have a gradient and at least one element."""
+        """Update `params` in place: all parameters of one group that have a gradient and at least one element."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]

@@ -23,7 +23,7 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings of this start, name -> text; those of the processor or the GPU are this rank's."""
+    """Return the settings of this run that may change the last bits, name -> text; the hardware is this rank's."""
     guard = config.guard
     settings = {
         "ranks": str(dist.get_world_size()),
@@ -49,7 +49,7 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return why this start draws other dropout masks than the previous one, as a clause for the log; "" if not.
+    """Return a clause for the log on why attention dropout differs after this restart; "" if it does not.
 
     On a GPU torch's kernels draw the dropout of attention, by the size of the micro-batch and the backend. All other
     masks, and all masks on a CPU, depend on the training row alone. `changed` has the names from `changes`.
@@ -61,7 +61,7 @@ def changed_draws(changed: Collection[str], attention_dropout: float, device_typ
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return what has changed, name -> "BEFORE to NOW"; nothing if `before` is empty, as older versions left it."""
+    """Return the settings that differ, name -> "BEFORE to NOW"; {} if `before` is empty, as in old checkpoints."""
     if not before:
         return {}
     names = sorted({*before, *now})

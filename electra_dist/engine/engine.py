@@ -232,7 +232,7 @@ class Engine:
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of one micro-batch to the sums of the step; the losses must add up to the step's loss."""
+        """Add the gradients of a micro-batch's loss to the step's; these losses must add up to the step's loss."""
         # DeepSpeed divides gradients by both numbers, so that the result is the plain sum.
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
@@ -252,10 +252,10 @@ class Engine:
     ) -> tuple[float, bool]:
         """Clip the gradients, update the weights unless `accept` refuses, and clear the gradients. Collective.
 
-        `accept` is called once, if the gradients are finite, and must return the same on all ranks. The learning rate
-        of a parameter group is multiplied by its `lr_scale`, if it has one; the generator's groups may have their own.
-        `numbers` are copied to the host together with the norm, before `accept` is called, so that the host waits for
-        the device only once.
+        `accept` is called once, if the gradients are finite, and must return the same on all ranks. The generator's
+        parameter groups use `generator_learning_rate`, if given. A group's rate is multiplied by its `lr_scale`, if it
+        has one. `numbers` are copied to the host together with the norm, before `accept` is called, so that the host
+        waits for the device only once.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
@@ -289,7 +289,7 @@ class Engine:
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
-        """Update if `accept` agrees; DeepSpeed calls this, once or for each group, in place of `optimizer.step`."""
+        """Update the weights if `accept` agrees; called by DeepSpeed, once or for each group, as `optimizer.step`."""
         if self._applied is None:  # `accept` is asked once in a step, and its answer holds for all groups
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
@@ -303,7 +303,7 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which DeepSpeed's step, where possible, computes the norm without the host waiting."""
+        """Return a context in which DeepSpeed, where possible, computes the gradient norm without the host waiting."""
         # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
         # offloading, because the norm is computed on the host.
         is_offloading = getattr(self.optimizer, "cpu_offload", False)
@@ -312,7 +312,7 @@ class Engine:
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
-        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step. Collective."""
+        """Repair the state that DeepSpeed 0.19.8 leaves behind when it skips the update of a step. Collective."""
         optimizer = self.optimizer
         # DeepSpeed keeps these gradients, and would add those of the next step to them.
         if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
@@ -347,7 +347,7 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
-    """Return whether all gradients are finite; if not, DeepSpeed reports the norm inf, NaN or -1."""
+    """Return whether the norm shows that all gradients are finite; otherwise DeepSpeed reports inf, NaN or -1."""
     return math.isfinite(norm) and norm >= 0
 
 

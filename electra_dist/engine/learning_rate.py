@@ -16,7 +16,7 @@ from electra_dist.config import OptimizerConfig
 
 
 def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> float:
-    """Return the learning rate of the update that follows after `step` finished steps of `num_steps`."""
+    """Return the learning rate of the update after `step` finished steps, in a run of `num_steps` steps."""
     warmup_factor = 1.0
     if optimizer.warmup_steps:
         warmup_factor = min(1.0, step / optimizer.warmup_steps)

@@ -58,9 +58,9 @@ def with_micro_batch(
 ) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    A size that an earlier start has stored in the run folder is taken; otherwise it is measured, and rank 0 stores it.
-    `module` is the objective on the host, with every setting that changes its memory; a copy of it is measured.
-    `predict_rows` None starts from 16 rows. Raises UserError if not even one row fits.
+    A size that an earlier start of the run has stored in the run folder is taken; otherwise it is measured, and rank 0
+    stores it. `module` is the objective on the host, with every setting that changes its memory; a copy is measured.
+    Without `predict_rows`, a GPU is tried with 16 rows first. Raises UserError if not even one row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -85,7 +85,7 @@ def with_micro_batch(
 
 
 def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Reduce the micro-batch, where necessary, to a divisor of each rank's rows of a step; also return log lines.
+    """Reduce the micro-batch if it does not divide the rows that a rank has in a step; also return log lines.
 
     The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share it
     evenly, the config is returned unchanged, and `check_world_size` raises for it.
@@ -111,7 +111,7 @@ def read_known_sizes(run_dir: Path) -> dict[str, int]:
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
-    """Return the largest divisor of the rows per rank and step that fits on this rank; 0 if not even one row does."""
+    """Return the largest micro-batch that fits in this rank's memory and divides its rows of a step; 0 if none."""
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -133,21 +133,21 @@ def _largest(config: Config, module: Objective, device: torch.device, predict_ro
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Memory of a forward and backward pass as a straight line through measured numbers of rows."""
+    """Memory of a forward and backward pass by number of rows: a straight line through two measurements."""
 
     num_rows: int  # the smaller number of rows that was measured
     num_bytes: float  # bytes that this number of rows takes
     extra_row_bytes: float  # bytes of every further row; infinite if more rows did not fit
 
     def bytes_of(self, num_rows: int) -> float:
-        """Return the estimated bytes of a micro-batch: those of `self.num_rows` rows, and beyond that the line."""
+        """Estimate the bytes of a micro-batch: at least those of `self.num_rows` rows, more for further rows."""
         if num_rows <= self.num_rows:  # the gradients exist for any number of rows, so the line does not hold here
             return self.num_bytes
         return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
 
 
 def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
-    """Measure half of `most_rows` and then `most_rows`, halving both until they fit; return the line."""
+    """Measure `most_rows` / 2 and then `most_rows` rows, halving both until they fit; return the line through them."""
     more_rows = most_rows
     while more_rows > 1:
         few_rows = more_rows // 2
@@ -163,7 +163,7 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Build a function from a number of rows to the bytes of a pass, or None if a GPU has too little memory."""
+    """Return a function: number of rows -> bytes that a pass takes, or None if a GPU has too little memory."""
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -249,7 +249,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the GPU's model or the size of the host memory: a size that was found fits on the same kind only."""
+    """Return the GPU's model or the size of the host memory; a micro-batch that was found is valid only for these."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

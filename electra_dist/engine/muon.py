@@ -42,7 +42,7 @@ _TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine i
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Bring the singular values of an fp32 matrix to 0.7 to 1.2; those below 1 % of its norm come out smaller."""
+    """Return an fp32 matrix with singular values brought to 0.7 to 1.2; those below 1 % of its norm stay smaller."""
     a, b, c = _COEFFICIENTS
     x = matrix / (matrix.norm() + 1e-7)
     if matrix.device.type == "cuda":
@@ -61,8 +61,8 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 class ForeachMuon(ForeachAdamW):
     """Muon for parameter groups with a key `num_matrices`, AdamW without bias correction for all other groups.
 
-    `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and value,
-    2 for inner values and gates, otherwise 1.
+    `num_matrices` is the number of matrices of equal shape that a parameter stacks along its rows: 3 for query, key
+    and value, 2 for inner values and gates, otherwise 1.
     """
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class ForeachMuon(ForeachAdamW):
 
 
 def check_update(optimizer: Any) -> None:
-    """Raise RuntimeError unless the optimizer's update of a test matrix is orthogonal; change nothing."""
+    """Raise RuntimeError unless Muon makes an orthogonal update of a test matrix; the training state is unchanged."""
     base = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the optimizer that does the updates
     muon_groups = [group for group in base.param_groups if "num_matrices" in group]
     if not muon_groups or not isinstance(base, ForeachMuon):

@@ -38,9 +38,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: LayerNorm parameters and biases are not decayed, all others are.
 
-    In two-stage training, and with `generator` (its settings), the generator's parameters have groups of their own,
-    with `is_generators` True. With `use_muon` so have the matrices of the layers, with the key `num_matrices` of
-    `ForeachMuon`.
+    In two-stage training, and with `generator` (its optimizer settings), the generator's parameters have groups of
+    their own, with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, too,
+    with the key `num_matrices` of `ForeachMuon`.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -78,7 +78,7 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates it (tables, projections and heads)."""
+    """Return how many matrices a parameter stacks for Muon; 0 if AdamW updates it (tables, projections, heads)."""
     if ".layers." not in name or parameter.dim() != 2:
         return 0
     if name.endswith("gated_expand.weight"):
@@ -96,9 +96,9 @@ class Implementation(NamedTuple):
 def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
     """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
 
-    A configured one is tried as well, so that UserError names a missing one before the engine is built. The first
-    trial of DeepSpeed's compiles it, which takes about a minute. With `updates_on_host` the state is in host memory,
-    which only foreach can update.
+    A configured implementation is tried out, too, so that a missing one is a UserError before the engine is built. The
+    first trial of DeepSpeed's compiles it, which takes about a minute. With `updates_on_host` the optimizer's state is
+    in host memory, which only foreach can update.
     """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
@@ -202,7 +202,7 @@ def _build_lamb(
 
 
 def _import_fused_adam(implementation: str) -> tuple[Any, str]:
-    """Import a FusedAdam, which may be absent or be compiled at first use; also return its name for logs."""
+    """Import FusedAdam of apex or DeepSpeed, which may be absent or compile at first use; also return its log name."""
     if implementation == "apex":
         from apex.optimizers import FusedAdam
 

@@ -31,7 +31,7 @@ _DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Place of this rank among all ranks and among those of its node."""
+    """Number of this rank among all ranks and among those of its node, and how many of each there are."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class RankPlace:
 
 
 def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
-    """Return the place of this rank; raise UserError if a variable of the launcher cannot be used."""
+    """Read this rank's place from the launcher's variables; raise UserError if they are invalid or contradictory."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     rank = whole_number("RANK", 0, environment)
     local_rank = whole_number("LOCAL_RANK", 0, environment)
@@ -65,7 +65,7 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
 
 
 def check_device(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if DeepSpeed is to use a device on which this program does not run."""
+    """Raise UserError if DS_ACCELERATOR asks DeepSpeed for another device than "cuda" or "cpu"."""
     device = environment.get("DS_ACCELERATOR", "")
     if device and device not in _DEVICES:
         raise UserError(
@@ -75,7 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return a variable's value, or `default` if it is not set; raise UserError unless it is in [0, 999999999]."""
+    """Return the number in an environment variable, `default` if unset; UserError unless it is in [0, 999999999]."""
     text = environment.get(name)
     if text is None:
         return default
@@ -85,7 +85,7 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if RANK is not set beside other ranks, or if `host` is no name of a machine."""
+    """Raise UserError if one of several ranks has no RANK, or if `host`, where they meet, is not a known machine."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:
         raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
@@ -101,7 +101,7 @@ def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def check_port(port: int) -> None:
-    """Raise UserError if rank 0 of a run cannot listen on a port; the kernel chooses a free one for 0."""
+    """Raise UserError if rank 0 of a run cannot listen on a port of this node; 0 stands for any free port."""
     if not is_free(port):
         raise UserError(
             f"port {port}, at which the ranks of this run would meet, is in use on this node; start the run with "
@@ -110,7 +110,7 @@ def check_port(port: int) -> None:
 
 
 def is_free(port: int) -> bool:
-    """Return whether a server can listen on a TCP port of all addresses of this host now."""
+    """Return whether a server can now listen on this TCP port, at all addresses of this host."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:

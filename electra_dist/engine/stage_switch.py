@@ -49,7 +49,7 @@ class Stages:
         return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let one tower learn, by `lr_scale` 1 for its parameter groups and 0 for those of the other tower."""
+        """Let only generator or discriminator learn, by `lr_scale` 1 for its parameter groups and 0 for the others."""
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
@@ -60,7 +60,7 @@ class Stages:
 
 
 def copy_generator(engine: Engine) -> None:
-    """Copy the masters of generator and embeddings to the discriminator, and zero its moments. Collective."""
+    """Copy the fp32 weights of generator and embeddings to the discriminator, and zero its moments. Collective."""
     module = engine.deepspeed.module
     optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
@@ -80,7 +80,7 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
-    """Return the name of the discriminator's parameter that a parameter is copied to; None if it is not copied."""
+    """Return the name of the discriminator's parameter to which parameter `name` is copied; None if it is not."""
     for prefix, copy_prefix in _COPIES.items():
         if name.startswith(prefix):
             return copy_prefix + name.removeprefix(prefix)
@@ -88,7 +88,7 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Return the fp32 master of a whole parameter, 1-D, on every rank. Collective."""
+    """Return a parameter's whole fp32 master weights, 1-D, from the `fragment` that each rank holds. Collective."""
     # Every element has exactly one owner, so the sum over the ranks is the master itself, bit for bit.
     master = torch.zeros(numel, device=device)
     if fragment is not None:

@@ -65,7 +65,7 @@ def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return the fragments with views; moments that do not exist before the first step are created with zeros."""
+    """Return this rank's fragments, at stage 0 its `share`; moments that do not exist yet are created with zeros."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in _master_slices(module, optimizer, share, num_shares):
@@ -92,7 +92,7 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
 
 
 def publish(optimizer: Any) -> None:
-    """Copy overwritten fp32 masters to the parameters that the forward pass reads. Collective."""
+    """Copy the fp32 masters, once overwritten, to the parameters that the forward pass reads. Collective."""
     if isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -120,7 +120,7 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return a dict from each alias of a shared parameter to its first name in the module, by which it is stored."""
+    """Return the aliases of shared parameters: alias -> first name in the module, which checkpoints use."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

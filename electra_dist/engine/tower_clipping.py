@@ -28,14 +28,14 @@ _EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
 
 
 class TowerClipping:
-    """Clipping by two norms: call `measure` once a step, after its last backward pass, and then `apply`."""
+    """Separate clipping of generator and discriminator: after a step's last backward, call `measure`, then `apply`."""
 
     def __init__(self, discriminator_clip: float, generator_clip: float, device: torch.device) -> None:
         self._clip_2 = torch.tensor([discriminator_clip, generator_clip], dtype=torch.float64, device=device)
         self._factor_2 = torch.ones(2, device=device)
 
     def measure(self, optimizer: Any, gradient_scale: float = 1.0) -> None:
-        """Compute the factors; the gradients are still multiplied by `gradient_scale`. Collective at stages 1 to 3."""
+        """Compute both clipping factors from gradients multiplied by `gradient_scale`. Collective at stages 1 to 3."""
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in _gradient_parts(optimizer):
             tower = int(group["is_generators"])
@@ -49,7 +49,7 @@ class TowerClipping:
         self._factor_2 = (self._clip_2 / (norm_2 + _EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
-        """Scale the gradients (`.grad`) of parameter groups in place by the factor of their tower."""
+        """Scale the gradients (`.grad`) of parameter groups in place by the factor of generator or discriminator."""
         for group in groups:
             factor = self._factor_2[int(group["is_generators"])]
             for parameter in group["params"]:
@@ -58,7 +58,7 @@ class TowerClipping:
 
 
 def _gradient_parts(optimizer: Any) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Yield parameter groups with this rank's parts of their gradients; a group may come several times."""
+    """Yield parameter groups with this rank's parts of their gradients; at stage 3 a group may come several times."""
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             yield group, [parameter.grad for parameter in group["params"] if parameter.grad is not None]

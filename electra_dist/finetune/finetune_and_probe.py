@@ -39,9 +39,9 @@ from electra_dist.pretrained.load_encoder import Pretrained
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
 PROBED_LAYERS = "all"  # part of a probe's identity, so that results of older versions (last layer only) are not used
-# Part of the identity of a result on tagged words with a tokenizer.json; older versions encoded each word by itself.
+# Part of the identity of a tagging result of a model with a tokenizer.json: older versions encoded words one by one.
 WORDS_OF_TAGS = "with the spaces between them"
-PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
+PROBE_SEED = 0  # recorded as the seed of a probe, in which nothing is random
 
 
 def finetune_task(
@@ -57,7 +57,7 @@ def finetune_task(
 
     `seed` determines the head's initial weights, the order of the training rows and the dropout. The trained model and
     its predictions are written to `folder`, in place of an older one; None writes nothing. If the loss became NaN or
-    infinite, no error is raised and no model is written: the result's score is None, and `failure` has the reason.
+    infinite, no error is raised and no model is written: the result's score is None, and its `failure` says why.
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
@@ -97,11 +97,12 @@ def finetune_task(
 def probe_task(
     encoder: Pretrained, task: Task, settings: FinetuneConfig, device: torch.device, progress: Progress = quiet
 ) -> Result:
-    """Train linear models on the frozen states of all layers of `encoder`, and score the one of the chosen layer.
+    """Fit a linear model to the frozen states of each layer of `encoder`, and return the result at the best layer.
 
-    Only the settings `max_length` and `both_orders` have an effect. With fewer than 10 examples nothing can be held
-    out, and the last layer is chosen. The result has the scores of all layers, from 0 for the embeddings. `progress`
-    is called with ("predict", rows done, rows in total), then with ("fit layers", layers done, layers in total).
+    The layer is chosen on a held-out tenth of the training examples; with fewer than 10 examples, it is the last one.
+    The result also has the scores of all layers, from layer 0, the embeddings. Of `settings`, only `max_length` and
+    `both_orders` have an effect. `progress` is called with ("predict", rows done, rows in total), then with ("fit
+    layers", layers done, layers in total).
     """
     if not isinstance(task, TextTask):
         raise UserError(
@@ -159,7 +160,7 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the features of N examples (see `pooled`) at every layer, fp32 [layers + 1, N, 2H] on the host."""
+    """Return the `pooled` states of N examples at every layer, fp32 [L + 1, N, 2H]; `shape` is (L + 1, 2H)."""
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
         is_token_BS = ids_BS != backbone.special.pad
@@ -174,7 +175,7 @@ def _probe_features(
 
 
 def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
-    """Return the state of [CLS], then the mean of the states of all tokens of a row, [CLS] included, fp32 [B, 2H]."""
+    """Return each row's [CLS] state, then the mean state of its tokens with [CLS], without padding: fp32 [B, 2H]."""
     wide_state_BSH = state_BSH.float()
     cls_state_BH = wide_state_BSH[:, 0]
     is_token_BS1 = is_token_BS.unsqueeze(-1)

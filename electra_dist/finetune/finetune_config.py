@@ -29,7 +29,7 @@ from electra_dist.errors import UserError
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
 _NO_IDENTITY = ("max_unk_rate",)  # fields on which no result depends
-_LATER_KEYS = ("span_head",)  # newer fields, whose defaults are how versions without these fields computed results
+_LATER_KEYS = ("span_head",)  # newer fields; with their defaults, results are those of versions without the fields
 
 
 class FinetuneConfig(Section):
@@ -129,10 +129,10 @@ class FinetuneConfig(Section):
     )
 
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Return the settings, or `only` some, as a JSON tree for the digest under which a result is stored.
+        """Return the settings, or those named in `only`, as a JSON tree, which becomes part of a result's digest.
 
-        A field that older versions did not have is left out if it has its default value, which is how those versions
-        computed their results. So their stored results are found, too.
+        `max_unk_rate`, on which no result depends, is left out. So is a field that older versions lack, if it has its
+        default value: those versions computed the same, so the results that they have stored are found, too.
         """
         values = self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
         for key in _LATER_KEYS:
@@ -144,9 +144,9 @@ class FinetuneConfig(Section):
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
     """Return the paper's settings for a task and a model size, with overrides applied last.
 
-    `width` is the encoder's hidden size. The default of `max_length` is lowered to `max_positions`, the rows of the
-    model's position table; a larger override is an error. `overrides` are `key=value` texts, whose values are parsed
-    as YAML.
+    `width` is the encoder's hidden size, and `max_positions` the longest row that the model can read, in tokens: the
+    default of `max_length` is lowered to it, and a larger override raises UserError. `overrides` are `key=value`
+    texts, whose values are parsed as YAML.
     """
     values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
     for text in overrides:
@@ -166,7 +166,7 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
-    """Return the settings that depend on the size of the model; for Base they are the defaults of the fields."""
+    """Return the settings that differ from the defaults for a model of this hidden size; none do for Base."""
     if width < BASE_WIDTH:
         return {"lr": 3e-4}
     if width >= LARGE_WIDTH:
@@ -187,7 +187,7 @@ def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    """Parse one `key=value` override; the message about an unknown key suggests the nearest valid one."""
+    """Return a `key=value` text as {key: value}; raise UserError, which suggests a similar key, for an unknown key."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:

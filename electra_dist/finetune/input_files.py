@@ -21,7 +21,7 @@ _MAX_SHOWN_CHARS = 40  # of a value in an error message
 
 
 class NotText(ValueError):
-    """Error for a JSON value that is no text; the message describes the value."""
+    """Error: a JSON value is not text; the message describes the value."""
 
 
 class JsonLine(NamedTuple):
@@ -31,7 +31,7 @@ class JsonLine(NamedTuple):
     record: dict[str, Any]
 
     def text(self, key: str) -> str:
-        """Return the text that the object has under `key`; UserError if the value is no text."""
+        """Return the text under `key`; raise UserError if the value is not text."""
         try:
             return as_text(self.record[key])
         except NotText as error:
@@ -41,7 +41,7 @@ class JsonLine(NamedTuple):
             ) from None
 
     def name(self, key: str) -> str:
-        """Return the label, id or other name under `key`; UserError if the value is neither text nor a number."""
+        """Return the label or id under `key` as text; raise UserError if the value is neither text nor a number."""
         try:
             return as_name(self.record[key])
         except NotText as error:
@@ -54,8 +54,8 @@ class JsonLine(NamedTuple):
 def split_lines(data: bytes, file: Path) -> list[str]:
     """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped.
 
-    A line ends at a line feed, a carriage return, or both, as in text files that Python opens; at no other character.
-    UserError, which names `file`, if `data` is not UTF-8.
+    A line ends at a line feed, a carriage return, or both together, as when Python opens a text file, and at no other
+    character. Raises UserError, which names `file`, if `data` is not UTF-8.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -65,7 +65,7 @@ def split_lines(data: bytes, file: Path) -> list[str]:
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
-    """Parse a line of a file as a JSON object; `number` counts from 1. UserError if the line is none."""
+    """Parse line `number` (from 1) of a file as a JSON object; raise UserError if it is something else."""
     try:
         return JsonLine(f"{file}:{number}", parse_json_object(line))
     except DamagedJson as error:
@@ -73,7 +73,7 @@ def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
 
 
 def as_text(value: object) -> str:
-    """Return a JSON value if it is text; NotText if it has another type, or contains half of a surrogate pair."""
+    """Return a JSON value that is text; raise NotText if it has another type, or contains half of a surrogate pair."""
     if not isinstance(value, str):
         shown = json.dumps(value)
         raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
@@ -86,7 +86,7 @@ def as_text(value: object) -> str:
 
 
 def as_name(value: object) -> str:
-    """Return a label, an id or another name in JSON: text as it is, a finite number in Python's notation.
+    """Return a JSON value that serves as a label or an id: text as it is, a finite number as Python writes it.
 
     Raises NotText if the value is neither.
     """

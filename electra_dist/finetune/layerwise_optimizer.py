@@ -51,7 +51,7 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 
 
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
-    """Return the factor by which update `step`, counted from 0, multiplies every peak learning rate.
+    """Return the factor on every peak learning rate at update `step`, counted from 0: linear warm-up, linear decay.
 
     The decay also runs during the warm-up, so the peak rates themselves are never reached.
     """

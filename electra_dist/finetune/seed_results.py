@@ -38,15 +38,16 @@ class Result:
     seconds: float
     layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
     layer_scores: list[float] = dataclasses.field(default_factory=list)  # of a probe: score at layers 0, 1, ...
-    held_out_scores: list[float | None] = dataclasses.field(default_factory=list)  # the same, by which it was chosen
+    # Of a probe: scores at layers 0, 1, ... on held-out training data, which choose `layer`; None: nothing held out.
+    held_out_scores: list[float | None] = dataclasses.field(default_factory=list)
     standard_error: float | None = None  # of a probe's score, over the choice of the development examples
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:
         """Build the result from a parsed line of results.jsonl.
 
-        Raises DamagedJson if the keys or types are others, for example because another version of the package wrote
-        the line.
+        Raises DamagedJson if keys or types differ from the fields, for example because another version of the package
+        wrote the line.
         """
         unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
@@ -81,7 +82,7 @@ class SeedSummary:
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """Summarize at least one result over the seeds; all are of the same task and mode, in any order."""
+    """Summarize the results of one task and mode over the seeds; they are at least one, in any order."""
     by_seed = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in by_seed if result.score is not None]
     return SeedSummary(

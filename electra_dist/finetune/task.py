@@ -18,7 +18,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """Metrics and predictions of a model on the development data; they are kept if the result counts as failed."""
+    """Metrics and predictions of a model on the development data, and the reason if its result counts as failed."""
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD
     failure: str  # why the result counts as failed, in one line; empty for a good one
@@ -35,7 +35,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples as rows of token ids, without padding, with their targets."""
+        """Return the training examples: rows of token ids, without padding, and the targets to predict."""
 
     @abc.abstractmethod
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
@@ -52,7 +52,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a trained model under Hugging Face's names; None if Hugging Face has no such head."""
+        """Return a trained model's head under Hugging Face's weight names; None if Hugging Face has no such head."""
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
         """Return in one line why models of this task cannot be saved and what to do; empty if they can."""

@@ -45,8 +45,8 @@ class TaskModel(nn.Module):
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean loss of a batch of padded rows, as an fp32 scalar.
 
-        `target_BK` has K targets per row: int64 label numbers or positions, or fp32 numbers for a regression. The
-        encoder's dropout is a function of `dropout_keys`.
+        `target_BK` has K targets per row: int64 label numbers or positions, or fp32 numbers for a regression.
+        `dropout_keys` are the random keys that determine the encoder's dropout.
         """
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class Classifier(TaskModel):
         seed: int,
         features: ModernFeatures | None = None,
     ) -> None:
-        """Add a new head to `backbone`, after `features` (from `new_features`); both modules are used, not copied."""
+        """Put a new head on `backbone`, after the layers `features` (see `new_features`) if any; neither is copied."""
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
         if settings.head == "dense":
             layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(settings.head_dropout)]
@@ -74,7 +74,7 @@ class Classifier(TaskModel):
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of each row, fp32 [B, N], or the numbers [B, 1] that a regression predicts.
 
-        `dropout_keys` is None in evaluation mode.
+        `dropout_keys`, the random keys for the encoder's dropout, is None in evaluation mode.
         """
         state_BSH = self.backbone(ids_BS, dropout_keys)
         cls_state_BH = state_BSH[:, 0]
@@ -109,7 +109,7 @@ def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
 
 
 def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
-    """Put the layers that `new_features` has returned, if any, in front of a task head, as one flat Sequential."""
+    """Return a task head with the layers `features` in front, as one flat Sequential; the head itself if None."""
     if features is None:
         return head
     layers = head if isinstance(head, nn.Sequential) else [head]

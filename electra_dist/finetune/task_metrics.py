@@ -68,9 +68,9 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
     """Return the standard error of a metric over the choice of the test examples; `num_labels` is 0 for a regression.
 
-    That of an accuracy p over N examples is sqrt(p (1 - p) / N). That of another metric is found by the bootstrap: it
-    is the standard deviation of the metric over 200 resamples of the examples with replacement, always the same ones
-    for the same number of examples.
+    For an accuracy p over N examples it is sqrt(p (1 - p) / N). For any other metric it is found by the bootstrap: the
+    standard deviation of the metric over 200 resamples of the examples, drawn with replacement. The resamples are
+    always the same for the same number of examples.
     """
     if metric == "accuracy":
         accuracy = float(sk.accuracy_score(true, predicted))
@@ -89,7 +89,7 @@ def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: i
 class LinearProbe(NamedTuple):
     """Outputs of a linear model for development data, and its score on the held-out part of the training data."""
 
-    outputs: dict[str, np.ndarray]  # name of a development file -> log-probabilities [M, L], or numbers [M, 1]
+    outputs: dict[str, np.ndarray]  # development file -> log-probabilities [M, labels], or predicted numbers [M, 1]
     held_out_score: float | None  # None if nothing could be measured, because there are too few examples
 
 
@@ -129,7 +129,7 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return a mask of a fixed random tenth of the distinct examples; nothing is held out of fewer than 10."""
+    """Return a mask of the rows to hold out: a fixed random tenth of the distinct examples, none of fewer than 10."""
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
     num_held_out = num_distinct // 10
@@ -143,7 +143,7 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return the penalty with the best metric on the held-out rows, and that metric; None if it cannot be measured."""
+    """Return (L2 penalty with the best held-out score, this score); (smallest penalty, None) if there is none."""
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]
     fitted_features = train_NF[~is_held_out_N]
@@ -168,7 +168,7 @@ def _best_penalty(
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
-    """Fit standardization and a linear model; return both as a scikit-learn pipeline."""
+    """Fit standardization and a linear model (ridge if `num_labels` is 0); return both as a scikit-learn pipeline."""
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

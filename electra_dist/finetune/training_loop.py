@@ -44,7 +44,7 @@ _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronize
 
 
 class Examples(NamedTuple):
-    """Training examples of a task: for each of them a row of token ids without padding, and K targets."""
+    """Training examples of a task: for each one a row of token ids without padding, and K targets to predict."""
 
     ids: Ids
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
@@ -55,7 +55,7 @@ class Diverged(UserError):
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Ignore a progress report; the default callback of functions with a parameter `progress`."""
+    """Do nothing with a progress report; this is the default of parameters named `progress`."""
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
@@ -122,8 +122,8 @@ def predict(
     `function` gets padded ids, int64 [B, S] on `device`, under autocast (bf16 on a GPU). Rows of similar length share
     a batch, and the longest come first, so that lack of memory shows at the first batch. The caller uses the row
     numbers to put the outputs back in order. `progress` is called after each batch with ("predict", rows done, rows in
-    total). Raises Diverged if an output is NaN or plus infinity; minus infinity is the log-probability of what cannot
-    be.
+    total). Raises Diverged if an output is NaN or plus infinity; minus infinity, the log-probability of the
+    impossible, is allowed.
     """
     num_rows = len(ids)
     longest_first = sorted(range(num_rows), key=lambda row: -len(ids[row]))
@@ -138,14 +138,14 @@ def predict(
 
 
 def _check_outputs(output: object) -> None:
-    """Raise `Diverged` if a tensor of the output of a model, or of a tuple of them, is NaN or plus infinity."""
+    """Raise `Diverged` if a model's output, a tensor or a tuple of tensors, contains NaN or plus infinity."""
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and not bool((tensor < math.inf).all()):
             raise Diverged("outputs of the model are not finite: it has diverged; give an earlier checkpoint")
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
-    """Yield row numbers without end: a permutation of all rows per pass, each a function of seed and pass."""
+    """Yield row numbers endlessly: in each pass a new permutation of all rows, which depends on seed and pass only."""
     epoch = 0
     while True:
         generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
@@ -170,7 +170,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of one training batch, with gradient; seeds torch's global generator."""
+    """Return the mean loss of one training batch, with gradient; torch's global generator is seeded for `step`."""
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)

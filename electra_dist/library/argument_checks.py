@@ -2,7 +2,7 @@
 
 Guarantee: an argument of another type than its annotation, or outside of the range that it states, is a UserError of
 one line (and, as usual in Python, a ValueError) with the function, the argument, its value and what is accepted.
-Numbers of NumPy become Python's; nothing else is converted. True and False are no numbers.
+Numbers of NumPy become Python's; nothing else is converted. True and False do not count as numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MESSAGE_BEGINS = re.compile("^(Input should be|Value error,) ")  # of pydantic'
 
 
 def _unicode(text: str) -> str:
-    """Return a text; raise ValueError if it cannot be encoded, as no tokenizer could read it."""
+    """Return a text unchanged; raise ValueError if it is not valid Unicode, which no tokenizer could read."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ class WrongArgument(UserError, ValueError):
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function or method that checks its arguments, then calls `function`."""
+    """Wrap a function or method so that it raises WrongArgument for an argument that its annotations do not allow."""
     signature = inspect.signature(function)
 
     @functools.cache
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _explain(function: str, faults: list[ErrorDetails]) -> str:
-    """Return one line about the first wrong argument of a call; a type of several alternatives has a fault of each."""
+    """Return one line about the first wrong argument of a call; a union type gives one fault for each of its types."""
     first = faults[0]
     argument, *places = first["loc"]
     if first["type"] == "sequence_str":

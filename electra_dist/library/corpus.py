@@ -50,7 +50,7 @@ class Corpus:
         cache_dir: Path,
         corpora: RunCorpora | None = None,
     ) -> None:
-        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` present all `corpora` as one."""
+        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` present all phases' corpora as one."""
         only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
         self._corpora = corpora or RunCorpora(phases=(only_phase,))
         self._seed = seed
@@ -63,7 +63,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json (with `data.phases`, of all), with which alone a run can be resumed."""
+        """Return the digest of corpus.json (with `data.phases`, of all); a run resumes only with an equal digest."""
         return self.manifest.fingerprint
 
     @property
@@ -78,8 +78,8 @@ class Corpus:
     @checked
     def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
-        Rank r of W ranks reads the r-th of W equal slices. Any step, counted from 0, can be asked for at any time; the
-        record of step t + 1 in metrics.jsonl is about the step of number t.
+        In a run, rank r of W ranks reads the r-th of W equal slices. Steps are counted from 0, and any may be asked
+        for at any time; the record of step t + 1 in metrics.jsonl is about the step with number t.
         Raises StoreError if a shard cannot be read, ManifestMismatch if it is not the one that the manifest lists.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
@@ -93,14 +93,14 @@ class Corpus:
     def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
         Numbers follow the shards in corpus.json from 0, and with `data.phases` go on from corpus to corpus. A run's
-        receipts are checksums of them (`electra_dist.data.row_receipt`).
+        receipts are checksums of these numbers, which it records (`electra_dist.data.row_receipt`).
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     @checked
     def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
-        """Yield what `batch` returns for one step after another without end; a thread reads ahead."""
+        """Yield the rows of one step after another, as `batch` returns them, without end; a thread reads ahead."""
         _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
@@ -141,7 +141,7 @@ class Corpus:
 
 
 def _first_row(step: int, global_batch: int) -> int:
-    """Return the position of a step's first row; raise UserError if 64 bits do not hold the number."""
+    """Return the position of a step's first row among all rows of a run; raise UserError if it is 2**62 or more."""
     first_position = int(step) * int(global_batch)
     if first_position >= 2**62:
         raise UserError(

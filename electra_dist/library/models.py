@@ -79,7 +79,7 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
 
 
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
-    """Copy the verified weights of a run's checkpoint into a module built from its config; return the steps of it.
+    """Copy the verified weights of a run's checkpoint into a module built from the run's config; return its step.
     `step` names a checkpoint; None is the newest good one. Raises UserError if `run_dir` is not a run, has no
     undamaged checkpoint (of that step), or has parameters of other names or shapes.
     """
@@ -100,10 +100,10 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: N
 
 
 def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
-    """Load one tower of a pretrained model with its tokenizer.
+    """Load the discriminator or the generator of a pretrained model, with its tokenizer.
     `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
     `model` is the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml. A Hugging Face folder
-    holds one tower, which may be a generator even by default. `step` is as for `load_weights`.
+    holds one tower, which may be a generator even by default. `step` is a run's checkpoint; None: the newest good one.
     """
     return load_pretrained(str(model), tower, step=step)
 

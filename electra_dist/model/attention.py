@@ -98,8 +98,8 @@ def attend(
     """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
 
     With `keep_BNSS` the attention probabilities are multiplied by these factors, 0 or 1 / (1 - p), and `dropout` is
-    ignored. It serves CPUs, where torch has no fused attention with dropout and needs 10 ns for each random bit.
-    ValueError if `dropout` is asked for with flex, which has none.
+    ignored. This is for CPUs, where torch has no fused attention with dropout and needs 10 ns for each random bit.
+    Raises ValueError for `dropout` with flex, which has none.
     """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
@@ -153,7 +153,7 @@ def attend_with_plain_operations(
 
 @functools.cache
 def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return FlexAttention; uncompiled it holds all scores and has no backward pass, and serves tests on a CPU."""
+    """Return FlexAttention; not compiled, for tests on a CPU, it holds all scores and has no backward pass."""
     if not compiled:
         return flex_attention
     keep_compiled_code(user_cache_folder() / "compiled")

@@ -183,7 +183,7 @@ def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: 
 def _output_and_gradients(
     backend: str, inputs_BNSD: Sequence[torch.Tensor], upstream_BNSD: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the output and the gradients of query, key and value, [B, N, S, D] each, without dropout."""
+    """Return the attention output of a backend and the gradients of query, key and value, [B, N, S, D], no dropout."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs_BNSD]
     query, key, value = leaves
     if backend == "flash":
@@ -217,7 +217,7 @@ def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> 
 
 
 def _trial_layout(device: torch.device) -> RowLayout:
-    """Return the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
+    """Return the layout of the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
     example_S = torch.arange(_TRIAL_TOKENS, device=device).div(_TRIAL_EXAMPLE_TOKENS, rounding_mode="floor")
     example_BS = example_S.expand(_TRIAL_ROWS, _TRIAL_TOKENS)
     return RowLayout(
@@ -238,7 +238,7 @@ def _trial_bounds(device: torch.device) -> ExampleBounds:
 
 
 def _first_line(error: Exception) -> str:
-    """Cut long compiler output to 120 characters for one line of the run's log."""
+    """Return the first line of an error's message, cut to 120 characters, since compiler output may be long."""
     lines = str(error).splitlines()
     first = lines[0] if lines else type(error).__name__
     return first[:120]

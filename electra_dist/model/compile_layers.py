@@ -39,7 +39,7 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Forward pre-hook of an `Encoder`, without which every number of sequences would compile its own graph."""
+    """Let one compiled graph serve inputs with any number of sequences; runs before each forward of an `Encoder`."""
     attention_mask = inputs[1]
     if isinstance(attention_mask, ExampleBounds):
         torch._dynamo.maybe_mark_dynamic(attention_mask.cu_seqlens, 0)

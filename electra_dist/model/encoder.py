@@ -45,7 +45,7 @@ class DropoutAddNorm(nn.LayerNorm):
     """LayerNorm(residual + dropout(x)) as one fused operation, with the parameter names of nn.LayerNorm."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """Let `site`, 0 after attention and 1 after feed-forward, distinguish the random keys of the two."""
+        """Create the module; `site`, 0 after attention and 1 after feed-forward, gives each its own dropout mask."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
@@ -72,13 +72,13 @@ class DropoutAddNorm(nn.LayerNorm):
         return normed_BSH
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return what `forward` drops with: a probability, which is 0 in evaluation mode, and a random key."""
+        """Return the dropout of `forward`: its probability, which is 0 in evaluation mode, and its random key."""
         probability = self.probability if self.training else 0.0
         return LayerDropout(probability, dropout_keys.key_3, self.site, SITES)
 
 
 class SmallEmbedding(nn.Embedding):
-    """Embedding of a table with few rows; its gradient on a GPU is a matrix product and adds nothing atomically."""
+    """Embedding table with few rows; on a GPU its gradient is a matrix product, without atomic additions."""
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,14 @@ class SmallEmbedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    """Base class of what embeds token ids; a subclass sets the three attributes and implements `tables`."""
+    """Base class of modules that embed token ids; a subclass sets the three attributes and implements `tables`."""
 
     word: nn.Embedding  # token table
     layer_norm: nn.LayerNorm
     dropout: float  # probability
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the tables' entries, [B, S, E]; positions count within an example."""
+        """Return the sum of each token's table entries, [B, S, E]; positions are counted within an example."""
         raise NotImplementedError
 
     def forward(
@@ -106,8 +106,8 @@ class Embeddings(nn.Module):
     ) -> torch.Tensor:
         """Return dropout(layer_norm(sum of the tables' entries + base)), [B, S, E].
 
-        The keys are those of the tower that reads; evaluation needs none. The base holds the generator's entries if
-        this instance has only differences to them (`model.sharing: gdes`).
+        `dropout_keys` are those of the network that reads the embeddings; evaluation needs none. `base_BSE` holds the
+        generator's entries if the tables here are only differences to them (`model.sharing: gdes`).
         """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
@@ -121,7 +121,7 @@ class Embeddings(nn.Module):
 
 
 class SharedEmbeddings(Embeddings):
-    """Token, position and type tables; by default both towers read one instance, as in Google's code."""
+    """Token, position and type tables; by default generator and discriminator share them, as in Google's code."""
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H], for those of the previous one or the embeddings."""
+        """Return the states after this layer, [T, H]; its input is the previous layer's states or the embeddings."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
@@ -266,7 +266,7 @@ class Encoder(nn.Module):
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the tower's output, [T, H]: the states of the last layer, which ends with a LayerNorm."""
+        """Make the output, [T, H], from the last layer's states: here the same, as it ends with a LayerNorm."""
         return hidden_TH
 
     def forward(

@@ -41,7 +41,7 @@ class TokenFlops:
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return training FLOPs per token; in two-stage training `step` tells the stage, and None means the second."""
+    """Return training FLOPs per token; in two-stage training, of the stage of `step`, where None means the second."""
     tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)

@@ -51,7 +51,7 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 
 @torch.no_grad()
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
-    """Overwrite every parameter of `towers`, which are on the host, in place with its initial value."""
+    """Set every parameter of `towers`, which must be on the host, to its initial value in place."""
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
         # "discriminator.layers.0.expand.weight" is the parameter "weight" of "discriminator.layers.0.expand".
@@ -76,7 +76,7 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _standard_deviation(model: ModelConfig, module_name: str) -> float:
-    """Return `model.initializer_range`; less for the last matrix of a sub-layer of `modern`, as in ModernBERT."""
+    """Return a matrix's deviation: `initializer_range`, less at the end of a `modern` sub-layer, as in ModernBERT."""
     # The outputs of these matrices are added to the residual stream, whose variance would otherwise grow with the
     # depth.
     writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
@@ -87,7 +87,7 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
 
 
 def _is_glorot(module_name: str) -> bool:
-    """Decide by the last component in `_GLOROT`; "generator.layers.0.attention.out" is none of them."""
+    """Return whether a module has Glorot-uniform weights, by the last part of its name; attention.out has none."""
     if module_name.endswith("attention.out"):
         return False
     last_component = module_name.rpartition(".")[2]

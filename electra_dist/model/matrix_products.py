@@ -73,7 +73,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _emulates_bf16(x: torch.Tensor) -> bool:
-    """Return whether a product of `x` is one in bf16 that this CPU has no instructions for."""
+    """Return whether a product of `x` would be in bf16 on a CPU that has no instructions for it."""
     return x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
 
 

@@ -12,14 +12,14 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters; those that both towers train count for the discriminator."""
+    """Numbers of trainable parameters; one that generator and discriminator share counts for the discriminator."""
 
     discriminator: int  # with its head and the embeddings that it trains
     generator_only: int  # parameters that only the generator's loss trains
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; those that generator and discriminator share count once."""
+        """Number of all trainable parameters; one that generator and discriminator share counts once."""
         return self.discriminator + self.generator_only
 
 
@@ -44,7 +44,7 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return how many parameters only the generator uses; what both share (`model.sharing`) is not among them."""
+    """Return how many parameters only the generator's loss trains; shared ones (`model.sharing`) do not count."""
     if objective.name == "mlm" or objective.generator != "trained":
         return 0
     tower = model.generator
@@ -77,7 +77,7 @@ def _embeddings(model: ModelConfig, width: int) -> int:
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
-    """Count the head without its output matrix: that is the token table, which is counted with the embeddings."""
+    """Count a head that predicts tokens, without its output matrix: the token table, counted with the embeddings."""
     return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
 
 

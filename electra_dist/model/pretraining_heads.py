@@ -8,7 +8,7 @@ predicted nor sampled. Losses are fp32 whatever the dtype of the parameters.
 How: the table is an argument of `GeneratorHead.forward` and not a parameter of the head. The objective reads it from
 the embeddings in its own forward pass, in which ZeRO-3 gathers it.
 
-Shapes: M masked slots, H hidden width, E embedding width, V padded vocabulary, B rows, S tokens, T = B * S.
+Shapes: M masked positions, H hidden width, E embedding width, V padded vocabulary, B rows, S tokens, T = B * S.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from electra_dist.model.matrix_products import Linear, linear
 
 
 class GeneratorHead(nn.Module):
-    """Head that predicts tokens, for the generator and for a large network that is trained to predict tokens."""
+    """Head that predicts tokens, for the generator, or for a discriminator that learns to predict tokens (`mlm`)."""
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GeneratorHead(nn.Module):
         disallow_correct: bool,
         backend: str,
     ) -> MlmHeadOutput:
-        """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
+        """Return the weighted sum of the losses, one sampled token per masked position, and counts for metrics.
 
         `mlm_head_loss_and_sample` of `electra_kernels.mlm_head` explains the arguments.
         """

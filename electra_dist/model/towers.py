@@ -34,11 +34,11 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 from electra_dist.model.row_layout import RowLayout
 
-PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose large tower predicts tokens
+PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose `discriminator` predicts tokens
 
 
 def detects_replacements(objective: ObjectiveConfig) -> bool:
-    """Return whether the objective's large tower classifies tokens as replaced or not, instead of predicting them."""
+    """Return whether the objective's discriminator classifies tokens as replaced or not instead of predicting them."""
     return objective.name not in PREDICTS_TOKENS
 
 

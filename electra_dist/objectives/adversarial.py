@@ -7,7 +7,7 @@ under the assumption that other replacements do not matter. The generator's para
     (R - b) * gradient of log p(inserted token),   b = -log sigmoid(w . h + c), a learned baseline of the position
 
 where h is the generator's state and p the distribution that was sampled from, temperature included. The inserted
-token is the sample, except where `masking: reference` has drawn a position more than once. The baseline learns by
+token is the one sampled from p, unless `masking: reference` drew the position more than once. The baseline learns by
 cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), and sends no gradient to h. The surrogate loss
 of a step has the right gradient; its value has no meaning. `mlm_weight` weighs the loss of generator and baseline.
 
@@ -45,12 +45,12 @@ class AdversarialGenerator(ReplacedTokenDetection):
         )
         rtd = self.detect(batch, corruption)
 
-        # A position that was drawn twice (`masking: reference`) holds the mean of its samples' ids. The discriminator
-        # judges the token that the row holds, so the reward is for that token and not for the sample of a slot.
+        # A position that was drawn twice (`masking: reference`) holds the mean of its two sampled ids. The
+        # discriminator judges the token that the row holds, so the reward is for that token, not for a sampled one.
         inserted_M = corrupted_BS.gather(1, masking.position_BN).flatten()
 
-        # The discriminator's logit is that of "replaced", so that of the right label has the other sign where the
-        # inserted token equals the original one.
+        # The discriminator's logit is for "replaced". Where the inserted token equals the original one, the logit for
+        # the right label has the opposite sign.
         is_replaced_BN = label_BS.gather(1, masking.position_BN)
         logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
         right_logit_M = torch.where(is_replaced_BN, logit_BN, -logit_BN).flatten()
@@ -71,7 +71,10 @@ class AdversarialGenerator(ReplacedTokenDetection):
         weight_M: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss."""
+        """Return the sum over the M masked positions of the generator's REINFORCE loss and the baseline's own loss.
+
+        Only its gradient has a meaning. `right_logit_M` are the discriminator's logits of the right labels.
+        """
         # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.
         head = self.towers.generator_head
         inverse_temperature = 1.0 / temperature
@@ -89,7 +92,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         baseline_logit_M = self.towers.baseline(states_MH.detach()).squeeze(-1).to(log_prob_M.dtype)
         advantage_M = F.logsigmoid(baseline_logit_M.detach()) - F.logsigmoid(right_logit_M)
 
-        # The baseline learns to predict D(right label). The generator raises the probability of samples with a
+        # The baseline learns to predict D(right label). The generator raises the probability of tokens with a
         # positive advantage; a loss is minimised, hence the minus.
         baseline_loss_M = F.binary_cross_entropy_with_logits(
             baseline_logit_M, right_logit_M.sigmoid(), reduction="none"

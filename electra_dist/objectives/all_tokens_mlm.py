@@ -1,8 +1,8 @@
 """Implements All-Tokens MLM: every token is predicted, with a copy gate (the paper's third ablation, section 3.4).
 
-The large tower, which is the network that is kept, reads text whose masked tokens the generator has replaced. At every
-real position t it predicts the original token x with a mixture of two distributions: one copies the token that the
-tower reads at t, the other is a softmax over the vocabulary. A learned gate D = sigmoid(w . h_t + b) on the tower's
+The discriminator, which is the network that is kept, reads text whose masked tokens the generator has replaced. At
+each position t but padding, it predicts the original token x with a mixture of two distributions: one copies the token
+read at t, the other is a softmax over the vocabulary. A learned gate D = sigmoid(w . h_t + b) on the discriminator's
 state h_t weighs them:
 
     p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(x)

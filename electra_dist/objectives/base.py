@@ -10,8 +10,8 @@ and micro-batches add up to the mean over the global batch, however it is split.
 micro-batch x number of micro-batches on all ranks), they add up to the average of the micro-batches' means, as in
 Google's code. `loss_counts` returns the counts. Shapes are static, and the host never waits for the device.
 
-How: the token table is also the output matrix of a head. The objective reads the table in its own forward pass and
-passes it to the head; under ZeRO-3, DeepSpeed notices this access and gathers the table.
+How: the table of token embeddings is also the output matrix of the heads that predict tokens. The objective reads the
+table in its own forward pass and passes it to the head; under ZeRO-3, DeepSpeed notices this and gathers the table.
 
 Shapes: B rows, S tokens.
 """
@@ -37,7 +37,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
 from electra_dist.objectives.scheduled_values import ScheduledValues, evaluation_values, first_values
 
-# Each tower's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
+# Each network's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
 # seeds differ from those that the training loop derives for torch's generator.
 GENERATOR = 2**32 - 1
 DISCRIMINATOR = 2**32 - 2
@@ -48,33 +48,34 @@ class Sums(NamedTuple):
     """Sums over the tokens of a batch, from which metrics are computed; losses are in nats.
 
     Add them over micro-batches and ranks before dividing: the mean MLM loss is mlm_loss_sum / mlm_weight. Sums that an
-    objective does not have are 0. A slot is a masked position; with `electric`, every token that may be masked is one.
+    objective lacks are 0. The predicted positions are the masked ones; with `electric`, all that may be masked.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
     tokens: float  # tokens that are not [PAD]
-    mlm_loss_sum: float  # loss of the generator (with `mlm`: of the large tower) over its slots, weighted
+    mlm_loss_sum: float  # loss of the generator (with `mlm`: the only network) at the predicted positions, weighted
     mlm_weight: float  # sum of the weights in mlm_loss_sum
-    mlm_correct: float  # the part of mlm_weight on slots whose most probable token is the original
-    sampled_correct: float  # number of slots whose sample is the original token
+    mlm_correct: float  # the part of mlm_weight where the most probable token is the original
+    sampled_correct: float  # predicted positions whose sampled token is the original
     rtd_loss_sum: float  # loss of the detection of replaced tokens
     rtd_weight: float  # sum of the weights in rtd_loss_sum
     replaced: float  # the part of rtd_weight on tokens with label 1 (replaced)
     replaced_correct: float  # the part of `replaced` with a logit above 0
     original: float  # the part of rtd_weight on tokens with label 0 (original)
     original_correct: float  # the part of `original` with a logit of at most 0
-    token_loss_sum: float  # loss of a large tower that predicts tokens, where there is also a generator
+    token_loss_sum: float  # loss of a discriminator that predicts original tokens (the generator's is above)
     token_weight: float  # sum of the weights in token_loss_sum
     token_correct: float  # the part of token_weight where the most probable token of the softmax is the original
-    entropy_sum: float  # entropies of the generator's distributions, weighted as mlm_loss_sum; in evaluation mode only
+    entropy_sum: float  # entropies of the generator's distributions, weighted as mlm_loss_sum; 0 in training
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    The two scales turn an objective's one or two sums over tokens into means. `first_scale` is 1 / (sum of column 0 of
-    `loss_counts`) over all rows that the mean covers, usually the global batch, and `second_scale` 1 / (column 1).
+    An objective has one or two losses, each a sum over tokens, which two scales turn into means. `first_scale` is
+    1 / (sum of column 0 of `loss_counts` over all rows that the mean covers, usually the global batch);
+    `second_scale` is the same of column 1.
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
@@ -90,10 +91,10 @@ class StepInput:
     # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
     # attention backend "flash" reads it.
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
-    # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode, and in training
-    # mode for the values of the first step, which without schedules are those of every step.
+    # Values at this step of the config keys that may follow a schedule. None stands for `evaluation_values` in
+    # evaluation mode, and in training mode for the values of the first step, which are constant without schedules.
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
-    # int64 ids that the discriminator reads in place of the objective's own corruption; see `Objective.score_shown`.
+    # int64 ids that the discriminator reads in place of rows that the objective corrupts; see `Objective.score_shown`.
     shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
     # int64 seed and step on the device of the ids, from `step_key`; kernels read them there. None: `Objective.batch`
     # makes it from the fields `seed` and `step`.
@@ -126,12 +127,15 @@ class Batch(StepInput):
 
     @property
     def step_on_device(self) -> torch.Tensor:
-        """Return the step's number as int64 [1] on the device of the ids, for the keys of dropout."""
+        """Return the number of the step, int64 [1] on the device of the ids, where dropout kernels read it."""
         assert self.key_2 is not None, "`Objective.batch` makes the key"
         return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Return r * num_slots + n for slot n of row r of the global batch, int64 [B * num_slots], to key samples."""
+        """Number the places for masked positions of the global batch, num_slots in each row; int64 [B * num_slots].
+
+        Place n of row r has number r * num_slots + n, which keys the random draw of its token.
+        """
         slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
         first_slot_of_row_B1 = self.row_B[:, None] * num_slots
         return (first_slot_of_row_B1 + slot_in_row_N).flatten()
@@ -142,9 +146,9 @@ def loss_counts(
 ) -> torch.Tensor:
     """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
 
-    Column 0 belongs to the generator's loss, or to the only loss; column 1 to the large tower's. The counts follow
-    from the ids alone, so a step can sum them over all ranks before its first forward pass. `mask_prob` is the present
-    value of a scheduled `objective.mask_prob`; None means that of the first step.
+    Column 0 is for the generator's or the only loss, column 1 for the discriminator's. The counts follow from the ids
+    alone, so a step can sum them over all ranks before its first forward pass. `mask_prob` is the value of a scheduled
+    `objective.mask_prob` at this step; None means its value at the first step.
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B
@@ -171,17 +175,17 @@ class Objective(nn.Module, ABC):
         self.attention = SDPA  # until the caller chooses another backend
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Return the result of `compute_loss`, or of `score_shown` if the input brings replaced tokens of its own."""
+        """Run `compute_loss` on the input, or `score_shown` if the input has `shown_BS`, rows corrupted beforehand."""
         batch = self.batch(step_input)
         if batch.shown_BS is not None:
             return self.score_shown(batch, batch.shown_BS)
         return self.compute_loss(batch)
 
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
-        """Return the discriminator's logits of "replaced" on the ids `shown_BS`; the loss is 0, and no generator runs.
+        """Run only the discriminator, on the ids `shown_BS`; return its logits of "replaced", and a loss of 0.
 
-        The objective must have a discriminator. With `electric` the logits are energies, without the noise model's
-        offset.
+        The objective must have a discriminator. With `electric` the logits are its energies alone, without the noise
+        model's term.
         """
         label_BS = shown_BS != batch.ids_BS
         hidden_BSH = self.read(batch, shown_BS)
@@ -197,7 +201,7 @@ class Objective(nn.Module, ABC):
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Add the structure of the rows and the attention mask to an input; "flash" attention needs its `bounds`."""
+        """Add examples, positions and attention mask of its rows to an input; "flash" attention needs its `bounds`."""
         layout = derive(step_input.ids_BS, self.special)
         values = step_input.scheduled
         if values is None:
@@ -246,7 +250,7 @@ class Objective(nn.Module, ABC):
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the keys that decide what a tower (GENERATOR, DISCRIMINATOR or REVERSE) drops for this batch."""
+        """Return the random keys for dropout of a network (GENERATOR, DISCRIMINATOR or REVERSE) on this batch."""
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
         return DropoutKeys(
             seed=tower_seed,
@@ -257,9 +261,10 @@ class Objective(nn.Module, ABC):
         )
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Run the large tower, `towers.discriminator`, on masked or corrupted ids; return its states, [B, S, H].
+        """Run the discriminator (with `mlm`: the only network) on changed ids; return its states, [B, S, H].
 
-        The structure of the rows is taken from the original ids, since a replacement could be a [SEP] or a [PAD].
+        `ids_BS` are masked or corrupted. Examples, positions and padding are still those of the original ids, since a
+        replacement could be a [SEP] or a [PAD].
         """
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
@@ -277,8 +282,8 @@ class Objective(nn.Module, ABC):
         """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
         `sums` has scalars by the names of `Sums`, without `loss` and `tokens`. `rtd_logit_BS` has B * S logits in any
-        shape; None means that nothing is detected. `shown_BS` is None if the discriminator has read the batch's own
-        ids.
+        shape; None if the objective detects no replaced tokens. `shown_BS` is None if the discriminator has read the
+        batch's own ids.
         """
         is_real_BS = batch.layout.is_real_BS
 
@@ -307,7 +312,7 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return a token head's sums by their names in `Sums`: the generator's or, with `mlm`, the large tower's head."""
+    """Return the sums of the generator's head (with `mlm`: the only network's head) by their names in `Sums`."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,

@@ -1,4 +1,4 @@
-"""Builds the objective that a config names, with its generator; every rank does so."""
+"""Builds the pretraining objective that a config names, with its networks; every rank does so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the objective that the config names, with its initial weights (keyed by `seed`), in fp32 on the host.
+    """Return the objective that the config names, with initial weights drawn by `seed`, in fp32 on the host.
 
     The caller moves it to the device, sets its `attention` and, with `objective.generator: frozen`, loads the weights
     of its `frozen_generator`. `count_V` says how often each token occurs in the corpus; see `needs_token_counts`.

@@ -40,7 +40,7 @@ class ContextRows:
     original_QS: np.ndarray  # int64 ids; examples and positions follow from these
     shown_QS: np.ndarray  # int64 ids with the replacements in place
     label_QS: np.ndarray  # int8: REPLACED, ORIGINAL or NOT_COMPARED
-    source_row_Q: np.ndarray  # int64 number of the held-out row of which the row is a copy
+    source_row_Q: np.ndarray  # int64 number of the held-out row that each row is a copy of
 
     @property
     def num_replaced(self) -> int:
@@ -56,9 +56,10 @@ def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Return as many copies of the rows as `num_wanted` replaced tokens need, with replacements and labels.
+    """Copy the rows until `num_wanted` tokens are replaced by tokens from elsewhere in the rows; label these copies.
 
-    There are fewer replaced tokens if too few places may be masked. A `mask_prob` above 0.5 counts as 0.5.
+    Fewer are replaced if the rows have too few tokens that may be masked. `mask_prob` is the share of these that each
+    copy masks; above 0.5 it counts as 0.5.
     """
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)
@@ -95,7 +96,7 @@ def replace_by_other_tokens(
 
 
 def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.ndarray:
-    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a keyed random order."""
+    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a random order."""
     num_rows, seq_len = ids_RS.shape
     bits_RS = bits_grid(seed, Purpose.MASK_POSITION, 0, torch.arange(num_rows), seq_len).numpy()
     places = np.flatnonzero(is_candidate(ids_RS, special).numpy())
@@ -103,7 +104,7 @@ def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.nd
 
 
 def _copies_needed(is_replaced_n: np.ndarray, places_per_copy: int, num_wanted: int) -> int:
-    """Return the smallest number of copies with `num_wanted` replaced tokens, or the largest possible number."""
+    """Return how many copies of the rows give `num_wanted` replaced tokens, or how many are possible, if fewer."""
     most_copies = len(is_replaced_n) // places_per_copy
     places_used = np.arange(1, most_copies + 1) * places_per_copy
     num_replaced = np.cumsum(is_replaced_n)[places_used - 1]

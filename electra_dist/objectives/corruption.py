@@ -1,9 +1,9 @@
 """Corrupts rows: masks tokens, samples replacements from the generator, and labels the tokens that changed.
 
-Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
-id differs from the original, so a sample that equals the original counts as original. A generator with fixed token
-probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss. A frozen one learns
-nothing either: its MLM loss is measured for the metrics, and is no part of the loss.
+Guarantee: masks and sampled tokens are functions of (seed, step, row) and carry no gradient. A label is 1 only where
+the id differs from the original, so a sampled token that equals the original counts as original. A generator with
+fixed token probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss. A
+frozen generator learns nothing either: its MLM loss is measured for the metrics, and is no part of the loss.
 
 Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N. Rows with fewer masked
 positions leave slots empty. An empty slot is at position 0 and has weight 0 in every loss.
@@ -32,17 +32,17 @@ class Corruption(NamedTuple):
     """Rows in which a generator replaced the masked tokens, with their labels and the generator's loss."""
 
     masking: Masking  # the masked positions, one per slot, and the slots' weights
-    corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
+    corrupted_BS: torch.Tensor  # int64 ids with the sampled tokens in place: what the discriminator reads
     label_BS: torch.Tensor  # bool, True where the id differs from the original
     loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 if it does not learn
     sums: dict[str, torch.Tensor]  # metric sums of the generator, by names of `Sums`
 
 
 class CorruptingObjective(Objective):
-    """Base class of objectives whose large tower reads text in which a generator replaced tokens.
+    """Base class of objectives whose discriminator reads text in which a generator replaced tokens.
 
-    A given `fixed_generator` or `frozen_generator` draws the replacements in place of a generator that is trained;
-    `random_replacements` draws the share `objective.random_share` of them.
+    `fixed_generator` or `frozen_generator`, if given, draws the replacements in place of a generator that is trained.
+    `random_replacements`, if given, draws the share `objective.random_share` of them.
     """
 
     frozen_generator: FrozenGenerator | None
@@ -65,9 +65,10 @@ class CorruptingObjective(Objective):
         self.__dict__["frozen_generator"] = frozen_generator
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, and put a token of the generator at each masked position.
+        """Mask the rows, and put a token drawn by the generator at each masked position.
 
-        The generator's loss in the result is its sum over the slots, times `batch.first_scale` and `mlm_weight`.
+        The result's `loss` is the generator's MLM loss over these positions, times `batch.first_scale` and
+        `mlm_weight`; it is 0 with a fixed or frozen generator.
         """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
@@ -82,7 +83,7 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Return the samples, some replaced by random tokens; int64, [B, N], or [M] if none can be replaced."""
+        """Replace some of the generator's tokens by random ones; int64 [B, N], or [M] unchanged if the share is 0."""
         share = batch.values.random_share
         if self.random_replacements is None or share == 0:
             return sampled_M
@@ -119,7 +120,7 @@ class CorruptingObjective(Objective):
         )
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
-        """Return the module that has the generator: the towers, or the frozen one, on the device of the batch."""
+        """Return the module with the generator: `towers` or, if given, the frozen generator, on the batch's device."""
         if self.frozen_generator is None:
             return self.towers
         return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
@@ -140,7 +141,7 @@ class CorruptingObjective(Objective):
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Return the generator's loss at any N positions of each row, and a sample for each; weight 0 excludes one."""
+        """Compute the generator's loss and draw a token at N positions of each row; weight 0 leaves out a loss."""
         network = self.generator_network(batch)
         return network.generator_head(
             hidden_MH,
@@ -157,7 +158,7 @@ class CorruptingObjective(Objective):
         )
 
     def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weighted entropies of the generator's distributions at temperature 1, in nats, under their name.
+        """Return, as "entropy_sum", the weighted sum of the generator's entropies at temperature 1, in nats.
 
         In training the dict is empty, because the logits would have to be computed once more at every step.
         """
@@ -171,9 +172,9 @@ class CorruptingObjective(Objective):
         return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put samples, [B, N] or [M], at the masked positions; return the rows and which ids changed, bool [B, S].
+        """Put sampled tokens, [B, N] or [M], at the masked positions; return rows, and where ids changed, bool [B, S].
 
-        A position that `masking: reference` has drawn twice gets the mean of its two ids, rounded down, as in Google's
-        code.
+        A position that `masking: reference` has drawn twice gets the mean of its two sampled ids, rounded down, as in
+        Google's code.
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

@@ -1,10 +1,10 @@
 """Implements Electric: an energy-based cloze model, trained against a noise distribution (Clark et al., EMNLP 2020).
 
-    q(x_t | all other tokens)   the noise model: two causal towers, one reading from each side. The state left of t and
+    q(x_t | all other tokens)   the noise model: two causal networks, one from each side. The state left of t and
                                 the state right of t are concatenated and go through the token head. Trained by -log q
                                 at every token that may be masked.
-    noised text                 masked positions hold samples from q. Each of them has label 1, even if the sample is
-                                the original token.
+    noised text                 masked positions hold tokens drawn from q. Each has label 1, even if it is the
+                                original token.
     logit_t = E(x)_t + log q(x_t) + log(p / (1 - p)),   p = mask_prob
 
 The discriminator's output E(x)_t is an energy: -E(x)_t learns the log-probability of x_t up to a constant, so one pass
@@ -15,7 +15,7 @@ no right neighbour; zeros take the place of their states.
 
 Cost: a softmax over the vocabulary at every position, twice (the second time for log q of the noised text).
 
-Shapes: B rows, S tokens, H width of one generator tower, T = B * S.
+Shapes: B rows, S tokens, H width of one network of the noise model, T = B * S.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Electric(CorruptingObjective):
         }
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return the states left of each token and right of it, concatenated, [B, S, 2 H]."""
+        """Return the noise model's states of the text left and right of each token, concatenated, [B, S, 2 H]."""
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
         left_keys = self.dropout_keys(batch, GENERATOR)
         embedded_BSE = towers.embed(batch.ids_BS, batch.layout, left_keys)
 
-        # The left-to-right tower attends to a token and those before it, the other to a token and those after it.
+        # The left-to-right network attends to a token and those before it, the other to a token and those after it.
         bias = batch.attention_mask
         assert isinstance(bias, torch.Tensor)  # `choose_attention` never takes flex for this objective
         key_is_later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)

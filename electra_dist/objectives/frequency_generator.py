@@ -29,12 +29,12 @@ _RANGE = 1 << 32  # number of different 32-bit random words
 class FixedGenerator(nn.Module):
     """Generator that draws tokens with fixed probabilities, whatever the text is. It has no parameters."""
 
-    purpose = Purpose.SAMPLE  # keys the draws
+    purpose = Purpose.SAMPLE  # part of the key of the random draws
 
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Divide the range of the random words by `weight_V`, which is not negative and need not sum to 1."""
+        """Make probabilities proportional to `weight_V`, whose numbers are at least 0 and need not sum to 1."""
         super().__init__()
         self.disallow_correct = disallow_correct
         cumulative_probability_V = np.cumsum(weight_V / weight_V.sum())
@@ -45,7 +45,7 @@ class FixedGenerator(nn.Module):
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Draw a token for each slot, int64 [B, N]; the values of `target_BN` matter with `disallow_correct` only."""
+        """Draw a token for each slot, int64 [B, N]; with `disallow_correct`, never the original, `target_BN`."""
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
@@ -68,7 +68,7 @@ class FixedGenerator(nn.Module):
 
 
 class RandomReplacements(FixedGenerator):
-    """Generator with fixed probabilities whose tokens replace some samples of a generator network."""
+    """Generator with fixed probabilities that replaces a share of the tokens drawn by a generator network."""
 
     purpose = Purpose.RANDOM_TOKEN
 
@@ -81,7 +81,7 @@ class RandomReplacements(FixedGenerator):
         step: int,
         seed: int,
     ) -> torch.Tensor:
-        """Replace each sample by a random token with probability `share`, by a draw for each slot; int64 [B, N]."""
+        """Replace each sampled token with probability `share` by a random one, [B, N]; `target_BN` is the original."""
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
         is_random_BN = word_BN.double() < share * float(_RANGE)
         return torch.where(is_random_BN, self(target_BN, row_B, step, seed), sampled_BN)
@@ -100,7 +100,7 @@ def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return `count_V ** (1 / temperature)`, float64 [V]; the ids in `special` and tokens without a count get 0."""
+    """Return sampling weights `count_V ** (1 / temperature)`, float64 [V]; `special` and tokens of count 0 get 0."""
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0
     weight_V[list(special)] = 0.0

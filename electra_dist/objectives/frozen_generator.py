@@ -3,8 +3,8 @@
 Guarantee: its parameters are no parameters of the objective, so neither the optimizer, nor ZeRO, nor a checkpoint has
 them. It runs its forward pass only, without gradients and dropout, in the dtype and on the device of the towers.
 
-How: the objective keeps the module outside torch's registry of submodules, so what moves or casts the objective does
-not reach it. `placed_like` moves and casts it where needed, which is in the first forward pass under an engine.
+How: the objective keeps the module outside torch's registry of submodules, so moving or casting the objective
+leaves it as it is. `placed_like` moves and casts it where needed, which is in the first forward pass under an engine.
 
 Cost: a forward pass in every step, and the weights once on every rank, whatever the ZeRO stage.
 
@@ -43,7 +43,7 @@ class FrozenGenerator(nn.Module):
         self.eval()
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the embeddings of masked rows by the generator's own tables, [B, S, E]; nothing is dropped."""
+        """Embed masked rows by the generator's own tables, [B, S, E]; dropout is not applied."""
         embedded: torch.Tensor = self.embeddings(
             ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
         )

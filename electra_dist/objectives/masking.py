@@ -12,8 +12,8 @@ candidates. The config key `masking` decides how the n positions are drawn:
     without_replacement  The n candidates with the smallest random keys are taken, by the fused operation
                          `electra_kernels.mask_positions`.
     reference            As in Google's code, n candidates are drawn with replacement. A position that is drawn twice
-                         has two slots. It counts twice in the loss, and its new id is the mean of the ids of its
-                         samples, rounded down (`replace_and_label`). At 25 %, only 22.3 % of the candidates of 512
+                         has two slots. It counts twice in the loss, and its new id is the mean of its two
+                         sampled ids, rounded down (`replace_and_label`). At 25 %, only 22.3 % of the candidates of 512
                          tokens are masked. n is computed in float32, which gives one slot more for rows of 190, 350
                          and 390 tokens at 15 %.
 
@@ -50,17 +50,17 @@ class Masking(NamedTuple):
     input_BS: torch.Tensor  # int64 ids, with [MASK] in `mask_token_prob` (85 %) of the used slots
 
     def slots_BS(self) -> torch.Tensor:
-        """Return how many slots have masked each position, float32 [B, S]; above 1 only with `masking: reference`."""
+        """Return how often each position was drawn, float32 [B, S]: 0 or 1, or more with `masking: reference`."""
         zeros_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
-    """Return N, the number of slots per row: 130 for 25 % of 512 tokens, of which a row without pads uses 128.
+    """Return how many masked positions a row has room for: 130 for 25 % of 512 tokens; a row without pads uses 128.
 
-    It is the reference's max_predictions_per_seq. Of a schedule, the largest share counts.
+    Google's code calls this number max_predictions_per_seq. If `mask_prob` is a schedule, its largest value counts.
     """
-    most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # the reference's formula
+    most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # as in Google's code
     return min(max(1, most_masked), seq_len)
 
 
@@ -76,9 +76,9 @@ def _mask_ids(special: SpecialIds) -> MaskIds:
 def num_masked(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
-    """Return the number n of masked positions of each row, int64 [B]; 0 in a row of pads.
+    """Return the number n of masked positions of each row, int64 [B]; 0 in a row that has only padding.
 
-    `mask_prob` is the present value of a scheduled `objective.mask_prob`; None stands for that of the first step.
+    `mask_prob` is the value of a scheduled `objective.mask_prob` at this step; None means its value at the first step.
     """
     if mask_prob is None:
         mask_prob = first_values(objective).mask_prob
@@ -123,7 +123,7 @@ def mask_rows(
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    `mask_prob` is as for `num_masked`, and `key_2` as for `mask_positions`.
+    `num_masked` explains `mask_prob`; `electra_kernels.mask_positions` explains `key_2`.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
@@ -160,7 +160,7 @@ def mask_rows(
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Draw N positions of each row from its candidates with replacement, int64 [B, N], by its first N random words."""
+    """Draw N of each row's candidates with replacement; return positions, int64 [B, N], from its first N words."""
     # A random word / 2**32 is uniform in [0, 1). Times the number of candidates, rounded down, it is a rank.
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]

@@ -1,9 +1,9 @@
-"""Implements masked language modelling by the large tower: BERT without next-sentence prediction.
+"""Implements masked language modelling with one network: BERT without next-sentence prediction.
 
-There is no generator. The large tower, which is the network that is kept, reads the masked text and predicts the
-original tokens at the masked positions. The output matrix of its head is its token table. Positions are drawn anew at
-every step, as for the other objectives. As in Google's ELECTRA code, a share `mask_token_prob` of them show [MASK] and
-the others keep their token; none shows a random token, as some do in BERT.
+There is no generator. The only network, `towers.discriminator`, reads the masked text and predicts the original tokens
+at the masked positions. The output matrix of its head is its token table. Positions are drawn anew at every step, as
+for the other objectives. As in Google's ELECTRA code, a share `mask_token_prob` of them show [MASK] and the others
+keep their token; none shows a random token, as some do in BERT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of a large tower that predicts tokens beside a generator, by their names in `Sums`."""
+    """Return the sums of a discriminator that predicts original tokens, by their names in `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,
@@ -39,7 +39,7 @@ def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Return the large tower's loss for the original tokens at the masked positions; callers ignore its samples."""
+    """Predict the original tokens at the masked positions from the states of the discriminator; return the loss."""
     hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
     target_BN = batch.ids_BS.gather(1, masking.position_BN)
     return objective.towers.token_head(

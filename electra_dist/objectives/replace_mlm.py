@@ -1,8 +1,8 @@
 """Implements Replace MLM: masked language modelling without [MASK] (the paper's second ablation, section 3.4).
 
-The large tower reads text whose masked positions hold the generator's samples instead of [MASK], and predicts the
+The discriminator reads text whose masked positions hold the generator's tokens instead of [MASK], and predicts the
 original tokens at these positions. The generator learns by its own MLM loss, as in ELECTRA. `token_weight` weighs the
-large tower's loss.
+discriminator's loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from electra_dist.objectives.mlm import predict_slots, token_sums
 
 
 class ReplaceMlm(CorruptingObjective):
-    """Masked language modelling in which the large tower reads the generator's samples instead of [MASK]."""
+    """Masked language modelling in which the discriminator reads the generator's tokens instead of [MASK]."""
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:

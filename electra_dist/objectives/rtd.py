@@ -48,7 +48,7 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.classify(batch, corruption, self.read(batch, corruption.corrupted_BS))
 
     def classify(self, batch: Batch, corruption: Corruption, hidden_BSH: torch.Tensor) -> RtdOutput:
-        """Run the detection head on the discriminator's states of the corrupted rows; return what `detect` returns."""
+        """Run the detection head on the discriminator's states; return loss sum, logits and counts for the metrics."""
         weight_BS = self.detection_weights(batch, corruption)
         return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 

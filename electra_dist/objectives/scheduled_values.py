@@ -1,4 +1,4 @@
-"""Values of an objective's keys that may change from step to step: those that take a number or a schedule.
+"""Gives each step's values of the config keys of the objective that take a number or a schedule.
 
 Guarantee: the values of step t are a pure function of (config, t, num_steps). A scheduled value that equals a plain
 number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same).
@@ -20,7 +20,7 @@ _LAST = 1.0  # progress at the end of a run
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledValues:
-    """Values of one step for the keys of the objective that may be scheduled."""
+    """Values, at one step, of the config keys of the objective that may follow a schedule."""
 
     # Not a NamedTuple, for the reason that StepInput gives: DeepSpeed's hooks rebuild tuples.
 
@@ -32,7 +32,7 @@ class ScheduledValues:
 
     @classmethod
     def at(cls, objective: ObjectiveConfig, progress: float) -> ScheduledValues:
-        """Return the values after a share of the run's steps, in [0, 1]."""
+        """Return the values once the share `progress`, in [0, 1], of the run's steps is done."""
         return cls(
             temperature=value_at(objective.temperature, progress),
             mask_prob=value_at(objective.mask_prob, progress),
@@ -52,16 +52,16 @@ class Schedules:
         self._schedule_of_key = schedules_of(objective)
 
     def values(self, step: int) -> ScheduledValues:
-        """Return the values of a step, which counts from 0."""
+        """Return the values at a step, counted from 0."""
         return ScheduledValues.at(self._objective, step / self._num_steps)
 
     @property
     def change_weights(self) -> bool:
-        """Return whether the weight of a loss is scheduled, so that total losses of different steps do not compare."""
+        """Return whether a loss's weight is scheduled, so that different steps' total losses are not comparable."""
         return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
-        """Return whether a schedule of the shape "step" jumps here: losses then do not compare with earlier ones."""
+        """Return whether a schedule of shape "step" jumps here, so that losses do not compare with earlier ones."""
         if step == 0:
             return False
         before = (step - 1) / self._num_steps

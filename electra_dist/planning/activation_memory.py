@@ -1,8 +1,8 @@
 """Compute how many bytes of activations a row takes on a GPU, and the largest micro-batch that fits, by arithmetic.
 
 Guarantee: nothing is built and torch is not imported. For replaced-token detection with ELECTRA-Small, -Base and
--Large, in bf16 and fp32, with and without recomputation, the result is within 3 % of the
-bytes that a whole micro-batch allocates when it is rehearsed on torch's device `meta` (tests/rehearsal). No GPU has
+-Large, in bf16 and fp32, with and without recomputation, the result is within 3 % of the bytes that a whole
+micro-batch allocates when it is run without real memory, on torch's device `meta` (tests/rehearsal). No GPU has
 confirmed either number yet.
 
 How: activations are what autograd keeps for the backward pass, with the fused operations that run on a GPU. The peak
@@ -48,7 +48,7 @@ GPU_MEMORY_GB = {
 
 
 class MicroBatchLimit(NamedTuple):
-    """Largest micro-batch of one GPU, and the bytes from which it follows."""
+    """Largest micro-batch that fits on one GPU, and the bytes of memory from which it was computed."""
 
     rows: int  # a divisor of the rows per GPU and step; 0 if not one row fits
     fitting_rows: int  # rows that fit, whether or not they divide the batch
@@ -98,7 +98,7 @@ def activation_bytes_per_row(
 
 
 def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None = None) -> MicroBatchLimit:
-    """Return the largest micro-batch of a GPU with `memory_gb` x 1e9 bytes, for `plan.num_gpus` GPUs.
+    """Return the largest micro-batch that fits on a GPU with `memory_gb` x 1e9 bytes, in a run on `plan.num_gpus`.
 
     The state of the config's ZeRO stage, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
     `FREE_FRACTION` of the memory are subtracted first. `recompute` replaces the config's
@@ -130,7 +130,7 @@ def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None =
 
 
 def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
-    """Return the values per token that a tower and its embeddings keep for the backward pass.
+    """Return how many values per token a network and its embeddings keep for the backward pass.
 
     A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
     its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
@@ -149,7 +149,7 @@ def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recom
 
 
 def _statistics(tower: TowerConfig, recompute: bool) -> int:
-    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass.
+    """Return the bytes per token of the fp32 statistics that a network's layers keep for the backward pass.
 
     A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms; with recomputation
     none.
@@ -160,7 +160,7 @@ def _statistics(tower: TowerConfig, recompute: bool) -> int:
 
 
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
-    """Return the values per token that the backward pass of one layer needs beside what was kept.
+    """Return how many values per token the backward pass of one layer needs beside those that were kept.
 
     The peak is in the second matrix product of the feed-forward network. Three gradients are alive there: those of the
     product's output and of the residual (hidden values each), and that of the product's input (intermediate values).
@@ -180,12 +180,12 @@ def _num_inner(model: ModelConfig) -> int:
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the share of a row's positions that have room for a masked token, as in `masking.num_slots`."""
+    """Return how many places for a masked position a row has, per position of the row (`masking.num_slots`)."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
 def _token_head(hidden: int, embedding_width: int) -> int:
-    """Return the values that a head that predicts tokens keeps for one position.
+    """Return how many values a head that predicts tokens keeps for one predicted position.
 
     They are the state, the dense layer's output before and after GELU, the LayerNorm's output, and its gradient, which
     the head computes in the forward pass.
@@ -194,7 +194,7 @@ def _token_head(hidden: int, embedding_width: int) -> int:
 
 
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the values per token that the generator's head keeps, averaged over all positions of a row."""
+    """Return how many values per token the generator's head keeps, averaged over all positions of a row."""
     width = model.generator_embedding_width
     if objective.name == "electric":
         return float(_token_head(2 * model.generator.hidden_size, width))
@@ -202,9 +202,9 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 
 
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the values per token that the large network's head keeps while the layers' backward pass runs.
+    """Return how many values per token the discriminator's head keeps while its layers run their backward pass.
 
-    Heads are done by then, except for the states that a head at masked positions has gathered.
+    Heads are done by then, except for what a head that predicts tokens still holds. With `mlm` it is the only network.
     """
     if objective.name == "all_tokens_mlm":
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))

@@ -12,7 +12,7 @@ from electra_dist.run.folder import is_run_folder, open_run
 def generator_training(config: Config) -> tuple[str, str]:
     """Return the FLOPs of a frozen generator's own training as text, and where the number comes from.
 
-    They are those of all steps of the run that trained it; a generator in a Hugging Face folder gives "not known".
+    The number is for all steps of the run that trained the generator; one in a Hugging Face folder gives "not known".
     """
     folder = Path(config.train.init_generator_from or "")
     if not is_run_folder(folder):

@@ -85,12 +85,12 @@ def bytes_on_wire(
 
 
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a reduce-scatter or all-gather: all pieces but its own."""
+    """Return the bytes that each rank sends in a ring reduce-scatter or all-gather: all pieces but one."""
     return num_elements * element_size * (ranks - 1) / ranks
 
 
 def persistent_parameters(sizes: Sequence[int]) -> int:
-    """Return how many parameters are in tensors below 100,000 elements, which ZeRO stage 3 keeps whole on every rank.
+    """Return how many parameters are in tensors of less than 100,000 elements, which ZeRO-3 keeps whole on every rank.
 
     DeepSpeed gathers them once per step only.
     """

@@ -38,7 +38,7 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
-    """Return the sizes of one tower with a head over the vocabulary; `embedding_size` is the width of its tables."""
+    """Return the sizes of one network with a head over the vocabulary; `embedding_size` is the width of its tables."""
     return Network(
         hidden=tower.hidden_size,
         layers=tower.num_layers,

@@ -114,7 +114,7 @@ class Network:
         return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token; one that predicts tokens counts at `output_share`."""
+        """Return the forward FLOPs of the head per token; one over the vocabulary runs at `output_share` of them."""
         hidden = self.hidden
         embedding = self._embedding_width
         if self.detects:
@@ -170,7 +170,7 @@ class PaperFlops:
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
-    """Return the discriminator and a generator of hidden width `generator` that equals it otherwise."""
+    """Return the discriminator with its detection head, and a generator, equal to it but for width and head."""
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 
 

@@ -47,7 +47,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def _phases(config: Config) -> list[dict[str, Any]]:
-    """Return corpus, first step, steps and tokens (padding included) of each phase of the data; at least one."""
+    """Return corpus, first step, steps and tokens (padding included) for `data.corpus` and each of `data.phases`."""
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -63,7 +63,7 @@ def _phases(config: Config) -> list[dict[str, Any]]:
 
 
 def _state_bytes(config: Config, stage: int) -> dict[str, float]:
-    """Return the bytes of each part of the training state on one of `plan.num_gpus` GPUs."""
+    """Return the bytes per GPU of weights, gradients, master copy and moments at a ZeRO stage, on `plan.num_gpus`."""
     layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
     num_parameters = make_budget(config).parameters.total
     return {part: layout.bytes_per_gpu(part, num_parameters, config.plan.num_gpus) for part in PARTS}

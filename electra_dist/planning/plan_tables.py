@@ -68,7 +68,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes; a price of a GPU-hour adds the costs."""
+    """Return the table of predictions for 1, 2, 4, ... and `cluster.nodes` nodes; with a GPU-hour price also costs."""
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
     header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
@@ -125,7 +125,7 @@ def _model(config: Config, budget: Budget) -> PlanSection:
 
 
 def _shape(tower: TowerConfig) -> str:
-    """Return the sizes of a tower as text: "12 layers x 256, 4 heads, feed-forward 1024"."""
+    """Return the sizes of a network as text: "12 layers x 256, 4 heads, feed-forward 1024"."""
     return (
         f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
         f"feed-forward {tower.intermediate_size}"
@@ -133,7 +133,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens, and epochs or the tokens of each phase of the data."""
+    """Return the table of steps, rows, tokens, and epochs or (with `data.phases`) the tokens from each corpus."""
     train = config.train
     seq_len = config.data.seq_len
     rows = [

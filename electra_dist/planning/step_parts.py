@@ -38,7 +38,7 @@ ASSUMPTIONS = (
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
     """Return the seconds of one micro-batch, forward and backward: its compute or its launches, whichever is longer.
 
-    `gpu_tokens_per_s` is what one GPU trains if it never waits for the host.
+    `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))
@@ -47,7 +47,7 @@ def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
 def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    They are proportional to the number of layers, those of the generator included if the objective runs one.
+    They are proportional to the number of layers, which includes the generator's layers if the objective runs it.
     """
     model = config.model
     num_layers = model.discriminator.num_layers

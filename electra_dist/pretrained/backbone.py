@@ -1,4 +1,4 @@
-"""Embeddings and encoder of one tower as a module of its own, for fine-tuning, probes and scores.
+"""Embeddings and encoder of one tower as a module of its own, for fine-tuning, probes of states, and text scores.
 
 Shapes: B rows, S tokens, H hidden width.
 """
@@ -30,7 +30,7 @@ class Backbone(nn.Module):
         self.encoder = new_encoder(model, tower, model.embedding_size)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]; `dropout_keys` are required in training mode only."""
+        """Return the states of the last layer, [B, S, H]; `dropout_keys` (random keys) are needed in training only."""
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)

@@ -30,7 +30,7 @@ _OTHER_FILES = ("config.json", "model.safetensors", "README.md")  # of an export
 
 
 class Export(NamedTuple):
-    """Folders that an export has written, and the run and the checkpoints of their weights."""
+    """Result of an export: the folders written, and the run and the checkpoints that the weights come from."""
 
     config: Config  # config of the run
     state: RunState  # run state at the exported checkpoint; for a mean, at the newest checkpoint in it
@@ -98,7 +98,7 @@ def export_run(
 
 
 def _refuse_model_of_others(folder: Path) -> None:
-    """Raise UserError if an export would replace files of a folder that no export has written."""
+    """Raise UserError if a folder holds files of a model that no export wrote, so that they are not replaced."""
     if (folder / PRETRAINING_FILE).exists():
         return
     for name in (*TOKENIZER_FILES, *_OTHER_FILES):

@@ -4,7 +4,7 @@ Guarantee: the sha256 of the weights is part of the run's identity. Every start 
 the same place; if they have changed, the start is refused before anything is written. The digest is that of the fp32
 values under this project's names, so a run and its export to Hugging Face have the same one.
 
-How: from a run of `objective.name: mlm`, the large tower of its newest good checkpoint becomes the generator. A
+How: from a run of `objective.name: mlm`, the network in its newest good checkpoint becomes the generator. A
 Hugging Face folder must be an ElectraForMaskedLM. At each start every rank reads the source twice, once for the
 identity and once to use the weights, so it must be visible on all nodes.
 
@@ -26,14 +26,14 @@ from electra_dist.run.folder import is_run_folder
 from electra_dist.tokenizer import Vocabulary
 
 _KEY = "train.init_generator_from"
-# Names of an mlm run's large tower -> names of a generator.
+# Prefixes of parameter names of an mlm run's only network -> those of a generator.
 _LARGE_TO_GENERATOR = {"embeddings.": "embeddings.", "discriminator.": "generator.", "token_head.": "generator_head."}
 
 
 def with_generator_digest(config: Config) -> Config:
     """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights.
 
-    A config that already sets it to another digest is refused.
+    Raises UserError if the config already sets it to another digest.
     """
     digest = weights_sha256(read_frozen_generator(config))
     objective = config.objective.model_copy(update={"generator_sha256": digest})
@@ -41,9 +41,9 @@ def with_generator_digest(config: Config) -> Config:
 
 
 def read_frozen_generator(config: Config) -> State:
-    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`.
+    """Read the weights of the frozen generator, in fp32 on the host, by their parameter names in `FrozenGenerator`.
 
-    Weights of another shape than `model.generator` are refused, as are those with another digest than
+    Raises UserError if their shape is not that of `model.generator`, or their digest is not
     `objective.generator_sha256`, if that is set.
     """
     folder = Path(config.train.init_generator_from or "")
@@ -79,7 +79,7 @@ def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:
-    """Return the large tower of the newest good checkpoint of an mlm run, under the names of a generator."""
+    """Return the network of an mlm run, from its newest good checkpoint, with the parameter names of a generator."""
     run = load_run_weights(run_dir)
     objective_name = run.config.objective.name
     if objective_name != "mlm":

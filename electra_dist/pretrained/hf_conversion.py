@@ -72,7 +72,7 @@ def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]
 
 
 def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights of a discriminator under the names of ElectraTowers: embeddings, tower, head.
+    """Convert Hugging Face weights of a discriminator to the names of ElectraTowers: embeddings, layers and head.
 
     The head may be missing. Raises KeyError if the token table, or a query, key or value parameter, is missing.
     """
@@ -80,12 +80,12 @@ def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.
 
 
 def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights of a generator under the names of ElectraTowers; like `from_hf_discriminator`."""
+    """Convert Hugging Face weights of a generator to the names of ElectraTowers, like `from_hf_discriminator`."""
     return _from_hf(theirs, model, "generator")
 
 
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
+    """Return the weights of a model with all parameters of one tower present, even if shared; fp32 on the host.
 
     Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
     are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other
@@ -110,7 +110,7 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
 
 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
-    """Return the shape of a tower, and the width of the embedding tables that it reads.
+    """Return the shape of the generator or discriminator, and the width of the embedding tables that it reads.
 
     If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and tower.
     """
@@ -120,7 +120,7 @@ def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
 
 
 def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
-    """Return Hugging Face's names of all parameters that a tower's embeddings and layers may have."""
+    """Return Hugging Face's names of all parameters of embeddings and layers, for a generator or discriminator."""
     if model.architecture == "modern":
         return hf_modernbert.backbone_names(model, tower)
     names = {theirs for _, theirs in _parameter_names(model, tower) if theirs.startswith("electra.")}

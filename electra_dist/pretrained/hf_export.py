@@ -40,10 +40,10 @@ _SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
 def export_towers(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> dict[str, Path]:
-    """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them.
+    """Write the Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them by name.
 
     The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
-    is none for the pair of causal towers of the objective `electric`, nor for a generator of the architecture `modern`
+    is none for the two causal generators of the objective `electric`, nor for a generator of the architecture `modern`
     whose layers have another width than its token table.
 
     `vocab_file` is the corpus's vocab.txt, whose content may be a tokenizer.json. `lowercase` says whether the
@@ -57,7 +57,7 @@ def export_towers(
 
 
 def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[str, Path]:
-    """Return the folders that `export_towers` writes, by the names "discriminator" and "generator"."""
+    """Return which folders `export_towers` writes for these weights, by the names "discriminator" and "generator"."""
     folders = {"discriminator": out_dir / "discriminator"}
     # "towers.generator_head.bias" is in the module "generator_head".
     modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
@@ -121,7 +121,7 @@ def export_task_model(
     lowercase: bool,
     out_dir: Path,
 ) -> None:
-    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder.
+    """Write an encoder with the head of a task (such as classification), and its tokenizer, as a Hugging Face folder.
 
     The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
     is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.

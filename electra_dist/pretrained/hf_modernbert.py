@@ -119,13 +119,13 @@ def from_hf(
 
 
 def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights under the names of a model with a head: those of a ModernBertModel get the prefix `model.`."""
+    """Return weights named as in a model with a head: those of a headless ModernBertModel get the prefix `model.`."""
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
 
 
 def backbone_names(model: ModelConfig, tower: str) -> set[str]:
-    """Return Hugging Face's names of the parameters of a tower's embeddings and layers."""
+    """Return Hugging Face's names of all parameters of embeddings and layers, for a generator or discriminator."""
     return {their_name for _, their_name in _backbone_names(_shape(model, tower), tower)}
 
 
@@ -221,7 +221,7 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return `rope_parameters` of config.json by type of layer; refuse rotary positions other than the default."""
+    """Return `rope_parameters` of config.json by layer type; refuse rotary positions other than the default."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}

@@ -198,7 +198,7 @@ def _check_same_tokens(folder: _Folder, ids: dict[str, int]) -> None:
 
 
 def _without_blank(ids: dict[str, int]) -> dict[str, int]:
-    """Return token -> id without the blank token, which no text yields."""
+    """Return token -> id without the empty token "", which no text contains."""
     return {token: token_id for token, token_id in ids.items() if token}
 
 
@@ -222,7 +222,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return name -> token for all entries `*_token` of the settings; BERT's own tokens are their defaults."""
+    """Return the special tokens in the settings by keys such as "cls_token"; BERT's classes have default ones."""
     names = (*_ROLES, *_OTHER_NAMES)
     named = {key: settings[key] for key in settings if key in names or _is_token(key, settings[key])}
     if (settings.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast") in _BERT_CLASSES:
@@ -236,7 +236,7 @@ def _is_token(key: str, value: object) -> bool:
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return id -> token of the added tokens that the folder declares; `special` applies to added_tokens.json."""
+    """Return the added tokens that the folder declares, by id; `special` are the special ones of added_tokens.json."""
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}
@@ -258,7 +258,7 @@ def _added_token(value: Any, special: bool) -> tokenizers.AddedToken:
 
 
 def _content(value: Any) -> str | None:
-    """Return the characters of a token of a JSON file, which is a string or an object with flags."""
+    """Return the text of a token in a tokenizer's JSON file, where it is a string or an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
@@ -275,7 +275,7 @@ def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -
 
 
 def _lines_of_bert(content: dict[str, Any]) -> str | None:
-    """Return the vocab.txt of a tokenizer, given as a parsed tokenizer.json; None if it is not exactly BERT's."""
+    """Return the content of the vocab.txt equivalent to a parsed tokenizer.json; None if it is not exactly BERT's."""
     model = content["model"]
     normalizer = content["normalizer"] or {}
     ids: dict[str, int] = model["vocab"] if model["type"] == "WordPiece" else {}
@@ -305,7 +305,7 @@ def _lines_of_bert(content: dict[str, Any]) -> str | None:
 
 
 def _check_roles(folder: _Folder, vocabulary: Vocabulary) -> None:
-    """Raise UserError if tokenizer_config.json gives one of the five roles to another token than `vocabulary` has."""
+    """Raise UserError if tokenizer_config.json has another special token (such as `mask_token`) than `vocabulary`."""
     for key, role in _ROLES.items():
         name = _content(folder.settings.get(key))
         found = vocabulary.tokens[vocabulary.special[role]]

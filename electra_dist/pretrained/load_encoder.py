@@ -78,7 +78,7 @@ class Pretrained:
         trained_length: int | None = None,
         may_have_unused_rows: bool = False,
     ) -> Pretrained:
-        """Take one tower, with the embeddings that it reads and its head, out of a state dict that holds both.
+        """Take one tower, with the embeddings that it reads and its head, out of a state dict with both towers.
 
         `state` holds whole (not partitioned) parameters, with or without the objective's prefix `towers.`. `model` is
         the config section that they were trained with. With `may_have_unused_rows` the embeddings may have more rows
@@ -113,7 +113,7 @@ class Pretrained:
     def digest(self) -> str:
         """Return the SHA-256 over the vocabulary and the names and bytes of all weights, in hex, computed once.
 
-        Results of fine-tuning are stored under it.
+        Fine-tuning stores its results under this digest.
         """
         digest = hashlib.sha256(self.vocabulary.sha256.encode())
         for key in sorted(self.state):
@@ -165,9 +165,8 @@ def load_pretrained(
 
     `spec` is a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
     with that config starts from. A Hugging Face folder holds one tower, and "discriminator" stands for it whichever it
-    is. `vocab` is a vocab.txt for `random:`, ignored otherwise; None stands for that of the config's corpus. `step` is
-    the number of steps after which a run's checkpoint was taken; it must be None, which means the newest, for other
-    sources.
+    is. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise. `step` is the number of
+    steps after which a run's checkpoint was taken (None: the newest); for other sources it must be None.
     """
     folder = Path(spec)
     if not spec.startswith(_RANDOM) and is_run_folder(folder):
@@ -262,7 +261,7 @@ def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
 
 
 def _reads_masks(objective_name: str, tower: TowerName) -> bool:
-    """Return whether a tower is trained on text with [MASK]: every generator, and the one tower of objective `mlm`."""
+    """Return whether a tower is trained on text with [MASK]: any generator, and the only network of `mlm`."""
     return tower == "generator" or objective_name == "mlm"
 
 

@@ -48,17 +48,17 @@ from electra_dist.store.regular_files import check_regular
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 _INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 _COPY_AGAIN = "download or export the model again"
-_BACKBONES = ("electra.", "model.")  # begin Hugging Face's names of a tower's parameters, apart from its heads
+_BACKBONES = ("electra.", "model.")  # how Hugging Face's names of embeddings and layers begin
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 # Hugging Face's names of output matrices of heads that predict tokens -> of the token tables that they are tied to.
 _TIED = {"generator_lm_head.weight": TOKEN_TABLE, "decoder.weight": hf_modernbert.TOKEN_TABLE}
 
 
 def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
-    """Load the weights of Hugging Face folders into the towers; return notes on the parts that the folders lack.
+    """Load the weights of Hugging Face folders into the towers; return log lines about parts that the folders lack.
 
-    The towers are initialised, on the host and not yet under an engine. Parameters that neither folder holds keep
-    their random initial values.
+    The towers (generator and discriminator) are initialised, on the host and not yet taken over by DeepSpeed.
+    Parameters that neither folder holds keep their random initial values.
     """
     large: State = {}
     small: State = {}
@@ -74,11 +74,11 @@ def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, ge
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Load the weights of two state dicts into the towers, as `load_tower_folders` does; return the notes.
+    """Load the weights of two state dicts into the towers; return log lines (notes) about parts that both lack.
 
-    `large` holds the discriminator, its head and the `embeddings.` that it reads, `small` the same of the generator,
-    under the names of ElectraTowers. Either may be empty. `where` names the source in the notes. If the embeddings of
-    the two differ but the towers share one set, those of `large` are used, and a note says so.
+    `large` holds the discriminator, its head and the `embeddings.` that it reads, `small` the same for the generator,
+    by parameter names of ElectraTowers. Either may be empty. `where` names the source in the notes. If the embeddings
+    of the two differ but the towers share one set, those of `large` are used, and a note says so.
     """
     large = cut_positions(large, towers.model.max_positions)
     small = cut_positions(small, towers.model.max_positions)
@@ -97,7 +97,7 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Raise UserError if weights have another shape than a tower of the config, or fewer positions than it.
+    """Raise UserError if weights have another shape than the config's generator or discriminator, or fewer positions.
 
     `given` is from `shape_of` or `read_settings`. It may have more positions than the tower. `where` is the file or
     folder of the weights; the message names it and the first difference.
@@ -124,10 +124,10 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return what weights must have in common with a tower, under the keys of a Hugging Face config.json.
+    """Return the settings that a Hugging Face config.json must have for its weights to fit a tower.
 
-    It is what decides the shapes of the weights or the function that the tower computes with them. The number of
-    positions is the smallest that fits: weights may have more, which are cut.
+    They decide the shapes of the weights and the function that the tower computes. The number of positions is the
+    smallest that fits: weights may have more, which are cut off.
     """
     if model.architecture == "modern":
         return hf_modernbert.shape_of_modern(model, tower)
@@ -247,7 +247,7 @@ def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
 
 
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the values that the states hold, by parameter name in `towers`, and a note if embeddings differ."""
+    """Return the weights of both state dicts by parameter name in `towers`, and a note if their embeddings differ."""
     values = {name: value for name, value in small.items() if not name.startswith(_EMBEDDINGS)}
     values |= {name: value for name, value in large.items() if not name.startswith(_EMBEDDINGS)}
     large_embeddings = {name: value for name, value in large.items() if name.startswith(_EMBEDDINGS)}
@@ -263,7 +263,7 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 
 
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
-    """Return the values of both towers' embeddings if the discriminator has embeddings of its own."""
+    """Return both towers' embeddings; the discriminator has its own, or their difference from the generator's."""
     if not is_difference:
         return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
     values = dict(small or large)
@@ -280,7 +280,7 @@ def _differ(large_embeddings: State, small_embeddings: State) -> bool:
 
 
 def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of one tower in a Hugging Face folder under the names of ElectraTowers.
+    """Read a generator or discriminator from a Hugging Face folder; return its weights by names of ElectraTowers.
 
     Raises UserError if config.json or a weight is missing, or if the shape or the function is not that of `tower`.
     """
@@ -292,7 +292,7 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
 
 
 def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return the weights that `read_weights` found in a folder under the names of ElectraTowers; every one is used.
+    """Convert the weights that `read_weights` found in a folder to the parameter names of ElectraTowers.
 
     `model` gives the tower the shape in the folder's config.json. Raises UserError if a parameter of the embeddings or
     the layers is missing or is one too many, has another shape, or is not what transformers reads in the folder.
@@ -343,7 +343,7 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
 
 
 def _check_read_alike(folder: Path, theirs: State) -> None:
-    """Raise UserError if transformers reads other weights in a folder: rounded ones, or a separate output matrix."""
+    """Raise UserError if transformers would load other weights: rounded ones, or an untied output matrix."""
     dtype = read_settings(folder)["dtype"]
     for name, tensor in theirs.items():
         if dtype in ("float16", "bfloat16") and not torch.equal(tensor.to(getattr(torch, dtype)).float(), tensor):

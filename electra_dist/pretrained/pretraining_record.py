@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 
 
 class PretrainingRecord(BaseModel):
-    """Facts about the pretraining of an exported tower that config.json has no place for."""
+    """Facts about the pretraining of an exported generator or discriminator for which config.json has no place."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a later version may record more
 

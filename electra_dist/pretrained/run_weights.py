@@ -34,7 +34,7 @@ class RunWeights(NamedTuple):
 
     config: Config  # the run's config, resolved
     state: RunState  # state of the run at the checkpoint that was read, of a mean at the newest one
-    weights: dict[str, torch.Tensor]  # parameter name of the objective -> whole fp32 master weight, on the host
+    weights: dict[str, torch.Tensor]  # parameter name in training -> whole fp32 master weight, on the host
     damaged: list[str]  # one line for each checkpoint that was skipped because it is damaged
     steps: tuple[int, ...]  # of the checkpoints in a mean, ascending; of a single checkpoint, its step
 
@@ -100,8 +100,8 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps; write nothing.
 
-    Raises UserError if `run_dir` is not a run, or has no good checkpoint (after that many steps), or that of another
-    run.
+    Raises UserError if `run_dir` is not a run, has no good checkpoint (after that many steps), or has one that another
+    run wrote.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))
@@ -117,7 +117,7 @@ def load_chosen_weights(
     num_averaged: int = 1,
     progress: CheckpointProgress = report_nothing,
 ) -> RunWeights:
-    """Read the weights of the checkpoint of a run that a user chooses, or their mean with the checkpoints before it.
+    """Read the weights of a chosen checkpoint of a run, or the mean of it and the checkpoints before it.
 
     The arguments are those of `export_run`; errors are as for `load_run_weights`.
     """

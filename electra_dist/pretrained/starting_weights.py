@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """Folders of the weights to start with: one run folder, or Hugging Face folders."""
 
     run: Path | None = None  # run folder
-    discriminator: Path | None = None  # Hugging Face folder of the large tower
+    discriminator: Path | None = None  # Hugging Face folder of the discriminator, with `mlm` the only tower
     generator: Path | None = None  # Hugging Face folder of the generator
 
 
@@ -74,9 +74,9 @@ def find_source(train: TrainConfig) -> Source:
 
 
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
-    """Check that the weights that `train.init_from` names exist and were trained with the vocabulary of the corpus.
+    """Raise UserError unless the weights that `train.init_from` names exist and have the vocabulary of the corpus.
 
-    `check_vocabulary` says which files are compared. Weights without such a file are accepted.
+    See `check_vocabulary` for the files that are compared. Weights without such a file are accepted.
     """
     for folder in find_source(train):
         if folder is not None:
@@ -117,8 +117,8 @@ def begin_with_source(
 ) -> tuple[list[str], dict[str, str]]:
     """Load the weights that `train.init_from` names, unless the run has a checkpoint or names none. Collective.
 
-    Rank 0 decides for all ranks, then every rank reads the source. Results and errors are those of
-    `load_recorded_source`, and empty if nothing is loaded.
+    Rank 0 decides for all ranks, then every rank reads the weights. Returns and raises what `load_recorded_source`
+    does, and returns an empty list and dict if nothing is loaded.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
     if not is_needed:
@@ -127,10 +127,10 @@ def begin_with_source(
 
 
 def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Path) -> tuple[list[str], dict[str, str]]:
-    """Load the weights of `train.init_from`, which must be those that the run folder records, if any. Collective.
+    """Load the weights of `train.init_from`; they must match a digest in the run folder, if any. Collective.
 
-    Returns lines for the log, and the digest of the initial weights by the name of the source, to be recorded. Raises
-    ManifestMismatch if the source gives other weights than at an earlier start, or not the same on all ranks.
+    Returns lines for the log, and {name of the source: digest of the initial weights}, to be recorded. Raises
+    ManifestMismatch if the weights differ from those of an earlier start of the run, or between the ranks.
     """
     notes = load_source(towers, train)
     name = f"train.init_from {train.init_from}"
@@ -144,8 +144,8 @@ def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Pat
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     """Load the weights of the model at `train.init_from` into the towers; return lines for the run's log.
 
-    The towers are initialised, on the host and not yet under an engine. The lines name the model and every parameter
-    that it lacks, which keeps its random initial value.
+    The towers (generator and discriminator) are initialised, on the host and not yet taken over by DeepSpeed. The
+    lines name the model and every parameter that it lacks, which keeps its random initial value.
     """
     source = find_source(train)
     if source.run is None:

@@ -22,7 +22,7 @@ SMOOTHING_SPAN = 40  # points
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurves:
-    """Numbers of one run's records, of which the diagrams show some fields."""
+    """Recorded numbers of one run from which its diagrams are drawn."""
 
     name: str  # of the run; shown where a diagram has several runs
     columns: Mapping[str, MetricColumns]  # by kind of the records, from `columns_of`
@@ -35,7 +35,7 @@ class RunCurves:
 
 
 def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
-    """Return the numbers of records of metrics.jsonl that the diagrams show, by kind: "train" and "eval".
+    """Collect the numbers that the diagrams show from records of metrics.jsonl, by kind: "train" and "eval".
     Records are taken one by one, so that a stream is never held whole. `further_fields` of training records get a
     column, too.
     """
@@ -78,7 +78,7 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return at each value the weighted mean of it and all earlier ones; weights fall by `decay` per step back."""
+    """Return for each value the weighted mean of it and all earlier values; weights fall by `decay` per step back."""
     means = np.empty(len(values))
     weighted_sum = 0.0
     weight_sum = 0.0
@@ -90,7 +90,7 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Return fewer points that keep a curve's shape: both ends, and the lowest and highest point of each bucket.
+    """Thin a curve but keep its shape: both ends, and the lowest and highest point of each of `num_buckets` pieces.
     A curve of at most 2 * `num_buckets` points is returned whole.
     """
     if len(values) <= 2 * num_buckets:

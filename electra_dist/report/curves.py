@@ -58,8 +58,8 @@ class DrawnPanel:
 def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
     """Return a diagram of one run, or of up to `MAX_RUNS` laid over each other; None without a value to draw.
     The <svg> element has no width, height and XML header, so that the page decides its size. Equal arguments give
-    equal text. A diagram of several runs has one color for each; of training steps it shows only smoothed curves, and
-    neither resumes nor baselines.
+    equal text. With several runs, each has one color, curves of training steps are drawn smoothed only, and the lines
+    of resumes and baselines are left out.
     """
     lines = [line for line in panel.lines if not line.is_baseline]
     if not any(len(series(run, line)[0]) for run in runs for line in lines):
@@ -79,7 +79,7 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
-    """Return the <svg> element of a file of matplotlib without XML header and size, with CSS variables as colors.
+    """Return the <svg> element of a file that matplotlib wrote, without its size and with CSS variables as colors.
     Screen readers read out `title`, which must need no HTML escaping.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
@@ -110,7 +110,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
     """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend.
-    `colors` maps placeholder colors to those to draw with; None keeps them for `svg_for_page`.
+    `colors` maps placeholder colors to real ones; None keeps the placeholders, which `svg_for_page` replaces.
     """
     if colors is None:
         colors = {}
@@ -216,7 +216,7 @@ def _scientific(value: float) -> str:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return which multiples of each power of ten get a tick: the more, the shorter the axis (both ends positive)."""
+    """Return which multiples of each power of ten get a tick; a shorter axis gets more. Both ends must be above 0."""
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)

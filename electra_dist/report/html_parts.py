@@ -1,4 +1,4 @@
-"""Build the parts that both report pages have: the page itself, tables, notes, curves and small formats."""
+"""Build the parts that the report pages share: the page itself, tables, notes, curves and small formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from electra_dist.store.atomic_files import replacing
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page that needs no other file; `title`, of the window, and `body`, of <main>, are HTML."""
+    """Return a whole page that needs no other file; `title` (of the window) and `body` (in <main>) are HTML."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
@@ -31,7 +31,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def curves(runs: Sequence[RunCurves], note: str) -> str:
-    """Return the HTML section of all diagrams of one or several runs; `note`, below them, is HTML."""
+    """Return the HTML section with all diagrams of one or several runs, and below them `note`, which is HTML."""
     cards = ""
     for panel in PANELS:
         drawn = draw_panel(panel, runs)
@@ -59,7 +59,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = 
 
 
 def omitted(count: int, name: str) -> str:
-    """Return a note that `count` earlier rows (`name`: "events") of a table are not shown; "" if the count is 0."""
+    """Return the note "12 earlier events are not shown" for `count` rows called `name`; "" if `count` is 0."""
     if count <= 0:
         return ""
     return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'

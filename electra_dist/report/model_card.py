@@ -62,7 +62,7 @@ def check_license(license_id: str) -> None:
 
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
-    """Write README.md and, if the run has recorded steps, curves.png into each folder of an export; return the cards.
+    """Write README.md and, if the run has recorded steps, curves.png into each folder of an export; return the paths.
     `license_id` is the licence of the weights on Hugging Face's hub. Raises UserError if it is no identifier,
     metrics.jsonl is damaged, or a folder cannot be written.
     """
@@ -86,7 +86,7 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
 
 
 def _shown_records(run_dir: Path) -> list[Record]:
-    """Return the records of metrics.jsonl that a card shows, oldest first: all evaluations, and the newest step."""
+    """Return the records of metrics.jsonl that a card needs: all evaluations, oldest first, then the newest step."""
     evaluations = [
         record for record in iter_records(run_dir / METRICS_FILE, containing=b'"eval"') if record["kind"] == "eval"
     ]
@@ -207,7 +207,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
 
 
 def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return a row of the table of the training for each corpus that was read before the exported step."""
+    """Return a row of the card's table "Training" for each corpus that the run read before the exported step."""
     if not phases:
         return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
@@ -237,7 +237,7 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
-    """Return `rows_seen` times the tokens per row, without padding, of the newest training record; None without."""
+    """Estimate the tokens, without padding, in `rows_seen` rows from the newest training record; None without any."""
     for record in reversed(records):
         if record["kind"] == "train" and record.get("rows_seen"):
             return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
@@ -245,7 +245,7 @@ def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
 
 
 def _evaluation(export: Export, records: Sequence[Record]) -> str:
-    """Return the newest evaluation on held-out rows up to the exported step; "" without.
+    """Return the section on the newest evaluation with held-out rows up to the exported step; "" if there is none.
     For a mean of several checkpoints, it says that the figures belong to the weights of one step and not to the mean.
     """
     evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]

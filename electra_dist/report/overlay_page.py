@@ -29,7 +29,7 @@ _NONE = "-"  # in a table, for a value that a run does not have
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
     """Write one HTML page that compares one to eight runs, which may still be going on, and return its path.
-    Raises UserError if there are more runs, a folder holds none, a file is damaged, or the page cannot be written.
+    Raises UserError if there are more runs, a folder is not a run, a file is damaged, or the page cannot be written.
     """
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"report: {len(run_dirs)} runs, but one page shows at most {MAX_RUNS}; name fewer runs")
@@ -95,7 +95,7 @@ def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
-    """Return the figures of a run by their names; a dash for a figure that it does not have.
+    """Return the figures of a run as text, by name of the figure; a dash for what it did not record.
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
     metrics = run.metrics

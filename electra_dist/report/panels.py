@@ -149,8 +149,8 @@ PANELS = (
 
 
 def baselines(record: Record) -> dict[str, float]:
-    """Return two baselines for the record of a training step, as further fields of it.
-    `GUESSED_REPLACED` is `guessed_replaced`, and `CONSTANT_GUESS_LOSS` is `constant_guess_loss`.
+    """Return what a discriminator that has learnt nothing would reach in a training step, as fields of its record.
+    Field `GUESSED_REPLACED` is the result of `guessed_replaced`, `CONSTANT_GUESS_LOSS` that of `constant_guess_loss`.
     """
     return {
         GUESSED_REPLACED: guessed_replaced(record),

@@ -54,7 +54,7 @@ _EVALUATION_HEAD = (
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of a run, which may still be going on, to `path` or report.html, and return its path.
+    """Write the report of a run, finished or going on, to `path` (None: report.html in its folder); return the path.
     Raises UserError if the folder does not exist, holds no run or cannot be written.
     """
     run_dir = Path(run_dir)
@@ -148,7 +148,7 @@ def _details(event: Record) -> str:
 
 
 def _checkpoint_note(ledger: Sequence[Record]) -> str:
-    """Return the number of checkpoints, the newest one and the median stall in seconds; empty without checkpoints."""
+    """Return a note on the checkpoints: number, newest step, median seconds each stopped training; "" without any."""
     saves = [event for event in ledger if event["event"] == "checkpoint"]
     if not saves:
         return ""
@@ -175,8 +175,8 @@ def _run_and_environment(run: RunRecord) -> str:
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the report's table about the model, its data and its code.
-    A row is left out if the run folder does not record its value, and that of a generator without parameters of its
-    own.
+    A row is left out if the run folder does not record its value; so is the generator if it has no parameters of
+    its own.
     """
     rows: list[tuple[str, str]] = []
     config = run.config
@@ -204,7 +204,7 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return a row (name, value) for the corpus of each phase, with its use so far; empty without `data.phases`."""
+    """Return a row (name, value) for each corpus of `data.phases`, with how much of it was read; [] without phases."""
     phases = run.environment.get("corpus", {}).get("phases", ())
     if run.config is None:
         return []
@@ -220,7 +220,7 @@ def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _tower(tower: TowerConfig, num_parameters: int) -> str:
-    """Return the shape and size of a tower as text, such as "12 layers of 768, 110,000,000 parameters"."""
+    """Return the shape and size of a network as text, such as "12 layers of 768, 110,000,000 parameters"."""
     return f"{tower.num_layers} layers of {tower.hidden_size}, {num_parameters:,} parameters"
 
 

@@ -36,7 +36,7 @@ _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsHistory:
-    """Content of metrics.jsonl: some numeric fields of every record, and those records that the reports need whole."""
+    """Content of metrics.jsonl: columns of numbers from all records, and the few records that reports need whole."""
 
     columns: Mapping[str, MetricColumns]  # numbers of the records, by their kind
     first: Record | None  # oldest record of a training step; None without any
@@ -58,7 +58,7 @@ class MetricsHistory:
         return float(np.median(values)) if len(values) else None
 
     def power_records(self) -> Iterator[Record]:
-        """Yield the fields of all training records that the energy depends on; nothing if none has a power."""
+        """Yield step, step time and GPU power of all training records, for the energy; nothing if none has a power."""
         train = self.columns["train"]
         power_w = train.column("gpu_power_w")
         if np.isfinite(power_w).any():
@@ -67,7 +67,7 @@ class MetricsHistory:
 
 
 def read_history(run_dir: Path) -> MetricsHistory:
-    """Return what metrics.jsonl in a run folder records; it is read as a stream."""
+    """Read metrics.jsonl of a run folder, record by record, so that it is never in memory as a whole."""
     first: list[Record] = []
     recent: deque[Record] = deque(maxlen=RECENT_RECORDS)
     evals: list[Record] = []
@@ -88,7 +88,7 @@ def read_history(run_dir: Path) -> MetricsHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Content of the files of a run folder that the reports show; the field of a missing file is empty or None."""
+    """Everything that the reports show of a run, read from its folder; fields of missing files are empty or None."""
 
     name: str  # of the folder
     metrics: MetricsHistory  # records of training steps and of evaluations on held-out rows in metrics.jsonl
@@ -97,7 +97,7 @@ class RunRecord:
     environment: Record  # environment.json
     identity: Record  # identity.json
     config_tree: dict[str, Any]  # config.yaml, with `cluster.notify` hidden
-    config: Config | None  # the same, checked; None if it is missing or of a version with other keys
+    config: Config | None  # config.yaml, validated; None if it is missing or of a version with other keys
     samples: Record | None  # replaced words of the newest evaluation, a record of samples.jsonl
 
     @property
@@ -130,7 +130,7 @@ class RunRecord:
 
     @property
     def curves(self) -> RunCurves:
-        """Return the records for the diagrams; the steps at which the run was resumed come from the ledger."""
+        """Return the numbers that the diagrams show and, from the ledger, the steps at which the run was resumed."""
         resumes = [event["step"] for event in self.ledger if event["event"] == "resume"]
         return RunCurves(name=self.name, columns=self.metrics.columns, resumes=resumes)
 
@@ -153,7 +153,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Return what the files of a run folder record so far. Raises UserError if it holds no run, or one is damaged."""
+    """Return what the files of a run folder record so far. Raises UserError without a run, or for a damaged file."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):

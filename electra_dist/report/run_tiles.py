@@ -55,7 +55,7 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
 
 
 def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
-    """Return the tiles of training: losses and accuracies as means of the newest 20 records, others as medians."""
+    """Return the tiles on training: losses and accuracies are means of the newest 20 records, speeds are medians."""
     recent = metrics.recent
     if metrics.first is None or metrics.newest is None:
         return []

@@ -54,8 +54,8 @@ def check_deepspeed() -> None:
 def check_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> None:
     """Raise NodeError if this node has GPUs and torch sees none, so that the run would compute on the CPU.
 
-    A user can ask for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or "-1". `root`
-    contains proc/ and dev/. Imports torch.
+    There is no error if the user asks for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or
+    "-1". `root` contains proc/ and dev/. Imports torch.
     """
     if environment.get("DS_ACCELERATOR", "cuda") != "cuda" or hides_all_gpus(environment):
         return
@@ -196,8 +196,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of environment.json, as JSON types.
 
-    `hosts` has the host of each rank. `corpus` is the result of `RunCorpora.sizes`, with "sources", those of the first
-    corpus's text.
+    `hosts` has the host of each rank. `corpus` is the result of `RunCorpora.sizes` and an entry "sources", with the
+    size and licence of each source of the first corpus's text.
     """
     content = {
         "versions": versions(),
@@ -217,7 +217,7 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
 def write_environment(
     run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
 ) -> Path:
-    """Write the result of `environment` to the run folder, replacing that of the last start; return its path."""
+    """Write environment.json to the run folder, in place of the one of the previous start; return its path."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path, permissions=PRIVATE) as file:
         file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")

@@ -75,7 +75,7 @@ def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
 
 
 def token_counts_files(run_dir: Path) -> list[Path]:
-    """Return the files with the token counts of the run's corpora that are in the run folder."""
+    """Return the files in the run folder that hold the token counts of the run's corpora."""
     return sorted(run_dir.glob(token_counts_file(Path(), "*").name))
 
 
@@ -101,12 +101,12 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
+    """Return the identity of a run: corpus, version of random draws, and all config keys that shape the training.
 
     A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
-    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. With `data.phases`,
-    `corpus_fingerprint` is that of the joined manifest, and `phase_fingerprints` has that of each corpus; otherwise it
-    is empty.
+    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. For a run on several corpora
+    in turn (`data.phases`), `corpus_fingerprint` is the fingerprint of their joined manifest, and `phase_fingerprints`
+    has one fingerprint for each corpus; for other runs, `phase_fingerprints` is empty.
     """
     identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
     if phase_fingerprints:
@@ -129,9 +129,9 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
-    """Return the fingerprints of a run's corpora (`num_phases`) as identity.json records them; None without a run.
+    """Return the fingerprints of a run's `num_phases` corpora from its identity.json; None if no run was begun there.
 
-    They are in the order in which the run reads the corpora: that of `data.corpus`, then those of `data.phases`.
+    The fingerprint of `data.corpus` comes first, then those of `data.phases` in the order in which the run reads them.
     """
     identity = read_identity(run_dir)
     if not identity:
@@ -148,7 +148,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 
 
 def recorded_numerics(run_dir: Path) -> int | None:
-    """Return the numerics version with which the run was last started; None if there is no run in the folder."""
+    """Return the version of random draws and rounding of the run's last start; None if no run was begun there."""
     if not (run_dir / IDENTITY_FILE).exists():
         return None
     numerics: int = read_identity(run_dir).get("numerics", FIRST_NUMERICS)
@@ -156,7 +156,7 @@ def recorded_numerics(run_dir: Path) -> int | None:
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
-    """Raise OtherNumerics if the run has other random draws or rounding than `current`, unless that is accepted."""
+    """Raise OtherNumerics if the run's version of random draws and rounding is not `current`, unless accepted."""
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
@@ -165,8 +165,8 @@ def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> No
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:
     """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
 
-    The error names the first key that differs; OtherNumerics is raised if only numerics differ, without
-    `accept_new_numerics`.
+    The error names the first key that differs. If only the version of random draws and rounding differs, OtherNumerics
+    is raised, unless `accept_new_numerics`.
     """
     # The run folder is created later, in its nearest parent that exists: that one must be writable.
     nearest = run_dir
@@ -199,10 +199,10 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
-    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it.
+    """Return the digest of each input that a run folder's inputs.json records; empty if there is no such file.
 
-    Recorded are the inputs that lie outside the run folder, may be read again at a later start, and are not part of
-    the run's identity. An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
+    The inputs lie outside the run folder, may be read again at a later start, and are not part of the run's identity.
+    An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
     """
     file = run_dir / INPUTS_FILE
     if not file.exists():
@@ -212,7 +212,7 @@ def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
 
 
 def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
-    """Raise ManifestMismatch if an input has another content than when the run first read it at this place."""
+    """Raise ManifestMismatch if an input's digest is not the one recorded when the run first read the input."""
     recorded = read_recorded_inputs(run_dir)
     for name, digest in digests.items():
         if recorded.get(name, digest) != digest:
@@ -233,8 +233,8 @@ def begin_run_folder(
 
     SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start. Only
     the owner may read config.yaml, because `cluster.notify` in it may hold a secret. Call `check_run_folder` first,
-    because this function does not check whether the folder holds another run. `tokenizer_json` is the entry of the
-    corpus manifest. `input_digests` is what this start has read; earlier starts may have read more.
+    because this function does not check whether the folder holds another run. `tokenizer_json` is the tokenizer's
+    entry in the corpus manifest. `input_digests` has the inputs that this start has read; earlier ones are kept.
     """
     recorded_inputs = {**read_recorded_inputs(Path(config.run_dir)), **input_digests}
     contents = {
@@ -256,8 +256,8 @@ def begin_run_folder(
 def delete_unfinished_files(run_dir: Path) -> None:
     """Delete what killed processes left in a run folder: `.NAME.<hex>.tmp` and `preflight-<hex>`.
 
-    Rank 0 calls it, with the folder's lease. A file that another process may be writing at this moment, such as one in
-    `meeting/`, is deleted only when it is an hour old. Checkpoints, caches and leases each have their own sweep.
+    Only rank 0 calls it, while it holds the folder's lease. A file that another process may be writing now, such as
+    one in `meeting/`, is deleted only when it is an hour old. Other modules clean up checkpoints, caches and leases.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
         hidden = [path for path in folder.glob(".*") if is_temporary(path.name)]
@@ -270,7 +270,7 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
 
 def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
-    """Return the digest that SHA256SUMS names for TOKENIZER_FILE or RUN_VOCAB_FILE; None for an older run."""
+    """Return the digest of the run's tokenizer.json or vocab.txt in its SHA256SUMS; None if an older run has none."""
     digests_file = run_dir / DIGESTS_FILE
     if not digests_file.exists():
         return None

@@ -51,7 +51,7 @@ class Beat:
     pid: int
     host: str  # name of the node, as in strikes.jsonl
     rank: Count
-    attempt: Count  # start of the run, from 1; 0 until it is known
+    attempt: Count  # number of this start of the run, from 1; 0 until it is known
     phase: Phase
     step: Count  # optimizer steps done
     time: Number  # of this beat
@@ -70,7 +70,7 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Write a first heartbeat, with phase "setup"; if `attempt` is not known yet (0), set the attribute later."""
+        """Write a first heartbeat, with phase "setup". Set `attempt`, the number of this start, later if unknown."""
         host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
         self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
         self.attempt = attempt
@@ -85,11 +85,11 @@ class Heartbeat:
         self.beat("setup", 0)
 
     def beat(self, phase: Phase, step: int, reason: str = "") -> None:
-        """Record that the rank is in `phase` with `step` optimizer steps done, in some 10 us and without fsync.
+        """Record that the rank is in `phase` with `step` optimizer steps done, in about 10 us and without fsync.
 
-        A disk that is full, read-only or away refuses the record, and nothing else happens: no run ends for a
-        heartbeat. `reason` says what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full". Two
-        beats in a row with phase "step" teach the time per step, by which a reader judges whether the rank hangs.
+        If the disk is full, read-only or away, the record is dropped silently, because no run should end for a
+        heartbeat. `reason` says what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full". The
+        time between two beats in a row with phase "step" is learned; by it, readers judge whether the rank hangs.
         """
         now = time.time()
         monotonic_now = time.monotonic()
@@ -141,7 +141,7 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest readable heartbeat of each rank, sorted by rank; it may be that of an earlier start."""
+    """Return the newest readable heartbeat of each rank (None: all), by rank; it may stem from an earlier start."""
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths: Iterable[Path] = folder.glob("rank-*.json")
     if ranks is not None:
@@ -151,9 +151,9 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 
 
 def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
-    """Delete a rank's heartbeat if it has attempt 0: preflight wrote it, so it is no sign of life of the run.
+    """Delete a rank's heartbeat if preflight, the test before a run, wrote it (attempt 0), not the run itself.
 
-    The rank's process must not run. A heartbeat that cannot be deleted stays.
+    Call it while the rank's process is not running. A heartbeat that cannot be deleted stays.
     """
     if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
         with contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """Return the heartbeat in a file, read again if a write is in progress; None if it stays unreadable."""
+    """Return the heartbeat in a file; read it again if a write is in progress. None if it stays unreadable."""
     with contextlib.suppress(OSError, StoreError):
         for _ in range(_TRIES):
             beat = _decode(read_regular(path))

@@ -38,7 +38,7 @@ class JsonlFile:
     """JSON-lines file (one JSON object per line) that is open for appending, by one process only (not checked)."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, and remove a torn last line; raise StoreAway, or UserError if no wait helps."""
+        """Open or create the file and remove a torn last line; raise StoreAway if waiting may help, else UserError."""
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
         self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
@@ -65,14 +65,14 @@ class JsonlFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the records that the disk has refused so far; do nothing if there are none. Raises as `append`."""
+        """Write the records that the disk has refused so far; do nothing if there are none. Raises StoreAway."""
         if not self._unwritten:
             return
         with writable(self.path):
             self._write_lines()
 
     def sync(self) -> None:
-        """Wait until all records are on the disk (fsync, some milliseconds). Raises as `append`."""
+        """Wait until all records are on the disk (fsync, some milliseconds). Raises StoreAway as `append` does."""
         self.flush()
         with writable(self.path):
             try:
@@ -120,7 +120,7 @@ class JsonlFile:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _write_lines(self) -> None:
-        """Write the lines that the disk has refused so far, after whatever a failed write has left is cut off."""
+        """Cut off what a failed write has left in the file, then write the lines that the disk has refused so far."""
         if self._valid_bytes is not None:
             os.ftruncate(self._file, self._valid_bytes)
             self._valid_bytes = None
@@ -163,8 +163,8 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
     """Return all whole records of a JSON-lines file, oldest first, without a torn last line; [] without a file.
 
-    `fault_of` returns what is wrong with a record ("": nothing); UserError names a line with a fault or without a JSON
-    object, which a killed writer cannot cause.
+    `fault_of` returns what is wrong with a record ("" for nothing). UserError names a line that has such a fault or is
+    no JSON object; a killed writer leaves no such line.
     """
     with readable(path):
         try:
@@ -185,7 +185,7 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record in a line, in which the strings "NaN" and so on are floats; None if it is no JSON object."""
+    """Return the record in a line, with "NaN" and the infinities as floats; None if it is no JSON object."""
     record = _parse_object(line)
     if record is None or not any(name in line for name in _QUOTED_NON_FINITE):
         return record
@@ -194,7 +194,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def damaged_line(path: Path, number: int, fault: str = "not a JSON object") -> UserError:
-    """Return the error for a whole line with a fault, in one line with the file and the line's number."""
+    """Return the error for a damaged line of a file; its message names the file, the line's number and the fault."""
     return UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
 
 

@@ -1,9 +1,8 @@
 """Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time.
 
-Guarantee: an event is on the disk (fsync) when `append` returns, so nothing that the process does afterwards can
-survive a crash without the event. A torn last line of a killed process is dropped. Events are never rewritten, not
-even when steps are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step
-once.
+Guarantee: an event is on the disk (fsync) when `append` returns, so a crash cannot lose the event and keep what the
+process did after it. A torn last line of a killed process is dropped. Events are never rewritten, not even when steps
+are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once.
 
 Limits: one writer (rank 0). The ledger only records; `launcher` decides about restarts.
 """
@@ -51,11 +50,11 @@ class Ledger:
         self._file.sync()
 
     def sync(self) -> None:
-        """Write the events that the disk has refused so far, and return when they are on it. Raises as `append`."""
+        """Write the events that the disk has refused, and return when they are on it. Raises StoreAway as `append`."""
         self._file.sync()
 
     def close(self) -> None:
-        """Write the refused events and close the file; after StoreAway it stays open, and a later call tries again."""
+        """Write the events that the disk has refused, and close the file; StoreAway leaves it open for another try."""
         self._file.close()
 
     def discard(self) -> None:
@@ -64,7 +63,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """Return the events of a ledger.jsonl, or of that in a run folder, oldest first; [] if there is no file."""
+    """Return the events of a ledger.jsonl, oldest first; [] without a file. `path` is the file or its run folder."""
     path = Path(path)
     file = path / LEDGER_FILE if path.is_dir() else path
     return read_records(file, ledger_fault)
@@ -76,14 +75,14 @@ def read_jobs(run_dir: Path) -> list[Record]:
 
 
 def has_event(run_dir: Path, event: Event, step: int) -> bool:
-    """Return whether this event is recorded already: a start that was killed after recording it decides it again."""
+    """Return whether the ledger has an event of this kind and step, so that a restart need not record it again."""
     return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
 
 
 def proves_checkpoint(event: Record) -> bool:
-    """Return whether an event proves that there was a checkpoint of its step.
+    """Return whether an event of the ledger proves that a checkpoint of its step was saved.
 
-    A resume does, too: a start that was killed right after its commit has not recorded the checkpoint itself.
+    A "resume" does, too: a process that is killed right after it saved a checkpoint has not recorded "checkpoint".
     """
     return event["event"] in ("checkpoint", "resume")
 
@@ -98,8 +97,8 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what matches "begin" and "end" of a start of the ranks: job id, requeues and replacements of nodes.
+    """Return what "begin" and "end" of one start of a Slurm job's ranks share: job id, requeues, replaced nodes.
 
-    The ranks of one job start again when Slurm requeues it, and when a spare node replaces a node of it.
+    The ranks of one job start again when Slurm requeues the job, and when a spare node replaces one of its nodes.
     """
     return record["job"], record["restart"], record.get("replacements", 0)

@@ -21,7 +21,7 @@ Check = Callable[[Mapping[str, Any]], str]  # a record -> what is wrong with it,
 
 
 def _check_time(text: str) -> str:
-    """Refuse a text that is no time of ISO 8601, or one that cannot be converted to Unix seconds."""
+    """Return an ISO 8601 time unchanged; raise ValueError for other texts, or if it has no Unix time in seconds."""
     try:
         datetime.fromisoformat(text).timestamp()
     except OverflowError:
@@ -166,7 +166,7 @@ class _Environment(_Record):
 
 
 class _StatedCriterion(_Record):
-    """Criterion of a comparison as it was stated at some time, a line of criterion.jsonl."""
+    """Criterion by which runs are compared, as it was stated at some time; a line of criterion.jsonl."""
 
     time: str
     scores: Count
@@ -189,7 +189,7 @@ class _Samples(_Record):
 
 
 def _model_of(kind: type) -> type[_Record]:
-    """Return the check of a record that is written from a dataclass; fields other than `step` may be missing."""
+    """Return a model that checks records written from the dataclass `kind`; only the field `step` is required."""
     types = get_type_hints(kind)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
@@ -201,7 +201,7 @@ def _model_of(kind: type) -> type[_Record]:
 
 
 def _names_without_default(kind: type) -> frozenset[str]:
-    """Return the names of the fields of a dataclass that every version of this package has written."""
+    """Return the names of a dataclass's fields without default, which every version of this package has written."""
     return frozenset(field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING)
 
 
@@ -220,7 +220,7 @@ def metrics_fault(record: Mapping[str, Any]) -> str:
 
 
 def whole_metrics_fault(record: Mapping[str, Any]) -> str:
-    """Return what is wrong with a record of metrics.jsonl, for readers that use all fields; "" for a good record."""
+    """Return what is wrong with a record of metrics.jsonl, or which field it lacks; "" for a good record."""
     fault = metrics_fault(record)
     if fault:
         return fault
@@ -254,7 +254,7 @@ def criterion_fault(record: Mapping[str, Any]) -> str:
 
 
 def _fault_by_kind(record: Mapping[str, Any], key: str, models: Mapping[str, type[_Record]]) -> str:
-    """Return what is wrong with a record whose field `key` names its kind; "" for a good record."""
+    """Return what is wrong with a record, by the model for the kind in its field `key`; "" for a good record."""
     kind = record.get(key)
     model = models.get(kind) if isinstance(kind, str) else None
     if model is None:

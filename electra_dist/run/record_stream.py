@@ -88,14 +88,14 @@ def lines_backwards(path: Path) -> Iterator[Line]:
 
 
 def newest_record(path: Path, fault_of: Check | None = None) -> Record | None:
-    """Return the last whole record of a JSON-lines file; None if it has none."""
+    """Return the last whole record of a JSON-lines file; None if there is no record or no file."""
     for offset, line in lines_backwards(path):
         return record_of_line(path, offset, line, fault_of)
     return None
 
 
 def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None = None) -> Record:
-    """Return the record in a line without its newline; `offset` gives an error the number of the line."""
+    """Parse and check a line (without newline) at `offset` of a file; an error names the number of the line."""
     record = parse_record(line)
     if record is None:
         raise damaged_line(path, _num_lines_before(path, offset) + 1)

@@ -18,10 +18,10 @@ class StepRecord:
     step: int  # optimizer steps done when this was written, this one included
     mlm_loss: float  # nats per masked token
     rtd_loss: float  # nats per real token
-    loss: float  # what is minimised; with rtd: mlm_weight * mlm_loss + rtd_weight * rtd_loss
+    loss: float  # what is minimised; for replaced-token detection: mlm_weight * mlm_loss + rtd_weight * rtd_loss
     mlm_accuracy: float  # fraction of masked tokens whose most likely token is the true one
     replaced_accuracy: float  # fraction of replaced tokens that the discriminator classifies as replaced
-    original_accuracy: float  # fraction of original tokens that it classifies as original
+    original_accuracy: float  # fraction of original tokens that the discriminator classifies as original
     replaced_fraction: float  # replaced tokens as a fraction of all real tokens
     lr: float  # learning rate of this step
     grad_norm: float  # before clipping; NaN if `overflow` is true
@@ -33,21 +33,21 @@ class StepRecord:
     tokens_seen: int  # real tokens trained on since step 0, estimated from rows_seen
     step_s: float  # mean seconds per step since the last logged step
     rows_seen: int  # rows trained on since step 0, over all restarts
-    receipt: str  # sum of the hashes of these rows, 16 hexadecimal digits (data/row_receipt.py)
-    store_retries: int  # store requests repeated by all ranks since this start
-    store_wait_s: float  # seconds waited before those, summed over the ranks
-    refetches: int  # shards fetched again because their bytes were wrong, since this start
+    receipt: str  # sum of the hashes of these rows' ids, 16 hexadecimal digits (data/row_receipt.py)
+    store_retries: int  # store requests that all ranks together have repeated since this start of the run
+    store_wait_s: float  # seconds waited before these repeats, summed over the ranks
+    refetches: int  # shards fetched again because their bytes were wrong, since this start of the run
     gpu_temperature_c: int | None  # of the hottest GPU of rank 0's node
-    gpu_power_w: float | None  # of all GPUs of that node
+    gpu_power_w: float | None  # sum over all GPUs of that node
     gpu_sm_clock_mhz: int | None  # of the slowest GPU of that node
     gpu_throttle: list[str]  # reasons for reduced clocks that any GPU of that node reports
-    slow_ranks: list[int]  # stragglers, the slowest first
+    slow_ranks: list[int]  # ranks that are slower than the others, the slowest first
     generator_lr: float | None = None  # learning rate of the generator's parameters; None if it is `lr`
-    token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
-    loss_scale: float | None = None  # with which the gradients of this step were computed; None unless in fp16
+    token_loss: float = 0.0  # nats per token that the discriminator predicts; 0 for objectives in which it does not
+    loss_scale: float | None = None  # factor on the loss in the backward pass of this step; None unless in fp16
     overflow: bool = False  # whether the step made no update, because its gradients overflowed fp16
-    # Values of this step for the keys of the objective that have a schedule; None for a key that is a plain number.
-    temperature: float | None = None  # of the generator's samples
+    # Values in this step of those config keys of the objective that follow a schedule; None for a constant key.
+    temperature: float | None = None  # softmax temperature at which the generator's replacements are drawn
     mask_prob: float | None = None  # fraction of the tokens that is masked
     mlm_weight: float | None = None  # of mlm_loss in loss
     rtd_weight: float | None = None  # of rtd_loss in loss
@@ -69,11 +69,11 @@ class EvalRecord:
     accuracy: float  # of the discriminator at logit 0
     precision: float  # fraction of the tokens classified as replaced that are replaced
     recall: float  # fraction of the replaced tokens that are classified as replaced
-    rows: int  # held-out rows evaluated, those of the context AUC not counted
-    token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
+    rows: int  # held-out rows evaluated, without the further ones for context_auc
+    token_loss: float = 0.0  # nats per token that the discriminator predicts; 0 for objectives in which it does not
     # ROC-AUC on replacements that token frequency alone cannot tell from originals; NaN without a discriminator
     context_auc: float = math.nan
     context_auc_se: float = math.nan  # standard error of context_auc over held-out rows
     context_replaced: int = 0  # replaced tokens that context_auc compares with as many original ones
     generator_entropy: float = math.nan  # nats per masked token, at temperature 1; NaN without a trained generator
-    sampled_correct: float = math.nan  # fraction of the generator's samples that are the original token; likewise
+    sampled_correct: float = math.nan  # fraction of these samples that are the original token; NaN likewise

@@ -20,9 +20,10 @@ class TextLine(NamedTuple):
 
 
 def read_text_lines(data: bytes, name: str) -> list[TextLine]:
-    r"""Return the texts of an input in UTF-8, one for each line that is not blank; `name` is for messages.
+    r"""Return the texts of an input in UTF-8, one for each line that is not blank.
 
-    A byte order mark is left out, and `\r\n` ends a line, too. Raises UserError if there is no text.
+    A byte order mark is left out, and `\r\n` ends a line, too. Raises UserError, which gives the input's `name`, if
+    there is no text or a line is not UTF-8.
     """
     texts: list[TextLine] = []
     group = 0
@@ -45,7 +46,7 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (index in `texts`, rank in its group from 1): groups in order, highest score first, ties by line."""
+    """Rank texts by score in their groups: return (index in `texts`, rank from 1) by group and rank, ties by line."""
     order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
     ranked = []
     rank = 0

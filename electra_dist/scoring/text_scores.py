@@ -82,7 +82,7 @@ class TextScorer:
             )
 
     def score(self, texts: Sequence[str], progress: Progress = quiet) -> Iterator[TextScore]:
-        """Yield the scores in order; [MASK] and the like are text. `progress` gets ("score", texts done, all)."""
+        """Yield each text's scores, in order; "[MASK]" is read as text. `progress` gets ("score", done, in total)."""
         all_ids = self._encoder.tokenizer.encode(texts)
         num_done = 0
         while num_done < len(texts):
@@ -142,7 +142,7 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the index after the last of the texts that are scored with text `begin`; a long text is alone."""
+    """Return the end of the texts, from `begin` on, that are scored together: one or more, up to `_TOKENS_AT_ONCE`."""
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

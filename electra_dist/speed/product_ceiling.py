@@ -14,7 +14,7 @@ _REPEATS = 3
 
 
 def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Counter[ProductShape]:
-    """Count the shapes of both factors of all matrix products in a profile that has `record_shapes=True`."""
+    """Count how often each pair of factors' shapes occurs in the matrix products of a profile with `record_shapes`."""
     shapes: Counter[ProductShape] = Counter()
     for event in events:
         first = _PRODUCTS.get(event.name)

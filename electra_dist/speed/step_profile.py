@@ -45,7 +45,7 @@ _ROWS_FOR_AUTO = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Share of one part of a training step."""
+    """Time that one part of a training step takes, such as attention, and its share of the step."""
 
     name: str  # one of `operator_kinds.PARTS`, or HOST
     ms: float

@@ -19,7 +19,7 @@ _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 
 class BatchSource(Protocol):
-    """What yields the batches of a measurement, one for each step."""
+    """Source of the batches for a measurement of training steps, one batch for each step."""
 
     wait_s: float  # seconds that `next` has waited in total
 
@@ -29,7 +29,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where the rows of a measurement come from."""
+    """Batches for a measurement of training steps, the name of their source, and their special tokens."""
 
     name: str  # "corpus" or "made up"
     special: SpecialIds

@@ -32,9 +32,9 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name, without its folder, has the form `.NAME.<random>.tmp` of the files of `replacing`.
+    """Return whether a file name (without folder) is that of a temporary file: `.NAME.<8 hexadecimal digits>.tmp`.
 
-    Killed processes leave such files, which are then deleted; so a user's name such as `.thesis.tmp` must not count.
+    Such files are deleted as leftovers of killed processes, so a user's own `.thesis.tmp` must not count.
     """
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
@@ -45,7 +45,7 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
 
     Missing folders are created; file and folder are synced to the disk. If the block raises, `path` stays as it was.
     With `only_new`, an existing file raises FileExistsError at the end of the block. The new file gets `permissions`
-    even if it replaces a file with others. Raises StoreAway if the disk is full, read-only or does not respond.
+    even if the file that it replaces had others. Raises StoreAway if the disk is full, read-only or does not respond.
     """
     with writable(path):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -67,13 +67,13 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; convert no OSError (use `readable` for that)."""
+    """Return the SHA-256 of a local file in hexadecimal; `readable` around the call converts an OSError."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:
-    """Create the missing folders of a file, and open it for writing; "xb" refuses an existing file."""
+    """Open a file for writing, and create its missing folders; mode "xb" raises FileExistsError if it exists."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, permissions)
@@ -89,7 +89,7 @@ def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync each new name, so that they survive a power failure."""
+    """Create a folder and its missing parents, synced to the disk so that they survive a power failure."""
     missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing_folders:
@@ -99,8 +99,8 @@ def make_folder(folder: Path) -> None:
 def is_private(folder: Path) -> bool:
     """Return whether a path is a folder that belongs to this user and that no other user may read or write.
 
-    Check this before you use a folder of a known name in a shared directory such as /tmp: another user may have made
-    it, or a link of this name.
+    Check this before you use a folder of a known name in a shared directory such as /tmp: another user may have
+    created it, or a symbolic link in its place.
     """
     try:
         status = folder.lstat()
@@ -137,7 +137,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError of one line; StoreMissing if there is no file."""
+    """Convert an OSError of the `with` block to a one-line StoreError about `path`; StoreMissing if it is no file."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -154,7 +154,7 @@ def readable(path: Path) -> Iterator[None]:
 def writable(path: Path) -> Iterator[None]:
     """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
 
-    StoreAway stands for a disk that is full, read-only or silent. A FileExistsError about `path` itself passes
+    A disk that is full, read-only or does not respond raises StoreAway. A FileExistsError about `path` itself passes
     unchanged, because `replacing` with `only_new` promises it.
     """
     try:
@@ -174,7 +174,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """Return the error, of one line, for a file that could not be read or written: StoreAway if a wait may help."""
+    """Return a one-line error about a file that could not be read or written: StoreAway if waiting may help."""
     failure = os_failure(error)
     message = f"{path}: {failure.reason}; {failure.advice}"
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):

@@ -26,17 +26,17 @@ from electra_dist.errors import StoreAway, UserError
 
 
 class FailureKind(Enum):
-    """What a failure of storage asks of the caller."""
+    """What the caller should do after a storage failure: try again, wait, give up or tell the user."""
 
     TRANSIENT = "transient"  # another try at once, or after a short pause, is likely to succeed
     AWAY = "away"  # full, read-only or not responding: it may come back within minutes, so waiting is worth it
-    PERMANENT = "permanent"  # no try and no wait helps, and no setting of the user's is known to be wrong
+    PERMANENT = "permanent"  # neither a retry nor a wait helps, and no mistake of the user is known
     USER = "user"  # the user must correct a path, a permission, a limit or a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One row of a table of failures: the kind, and the two halves of the message."""
+    """Meaning of one storage error: what the caller should do, and the two halves of the message to the user."""
 
     kind: FailureKind
     reason: str  # what is wrong, in a few words without the path
@@ -45,10 +45,10 @@ class Failure:
     renew_credentials: bool = False  # whether the next try must read the credentials from their source again
 
     def kind_for(self, *, answered: bool) -> FailureKind:
-        """Return the kind of a failed S3 request; `answered`: the service has answered the same store before.
+        """Return whether to retry, wait or stop after a failed S3 request.
 
-        Credentials or a clock that were good before are probably corrected soon, whereas those that never worked are a
-        mistake of the user.
+        `answered` says that the service has answered this store before. Credentials or a clock that worked then will
+        probably be corrected soon, whereas those that never worked are a mistake of the user.
         """
         if answered and self.kind_after_success is not None:
             return self.kind_after_success
@@ -316,7 +316,7 @@ BOTO_ERRORS: Mapping[str, Failure] = {
 
 
 def s3_failure(code: str, status: int) -> Failure:
-    """Return the row for an error answer of S3, by its code (from `safe_code`), otherwise by its HTTP status."""
+    """Return what an error answer of S3 means, by its error code (from `safe_code`), otherwise by its HTTP status."""
     if code in S3_CODES:
         return S3_CODES[code]
     row = next((row for word, row in S3_CODE_WORDS if word.search(code)), HTTP_STATUSES.get(status))
@@ -338,11 +338,11 @@ _BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "Permissio
 
 
 def boto_failure(error: BaseException) -> tuple[Failure, str]:
-    """Return the row for an exception of boto3, and the word that stands for {code} in its texts.
+    """Return what an exception of boto3 means, and the word that replaces {code} in the message.
 
-    boto3 wraps some errors into a general one, such as a refused certificate into a failed connection. So an exception
-    in the chain of causes that is in `ROOT_CAUSES` decides. The word is the name of the exception's class, or what
-    OpenSSL says of a certificate.
+    boto3 wraps some errors into a general one, such as a refused certificate into a failed connection. So a wrapped
+    exception that `ROOT_CAUSES` lists decides first. The word is the name of the exception's class, or what OpenSSL
+    says about a certificate.
     """
     for cause in chain_of_causes(error):
         row = ROOT_CAUSES.get(type(cause).__name__)
@@ -363,12 +363,15 @@ def boto_failure(error: BaseException) -> tuple[Failure, str]:
 
 
 def safe_code(text: str) -> str:
-    """Return an error code of a service, or "unknown code" if it is not a short word and could hold a secret."""
+    """Return an error code if it is a word of at most 40 letters, digits and dots, otherwise "unknown code".
+
+    Longer texts of a service could hold a secret, and the code is shown to the user.
+    """
     return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else _UNKNOWN_CODE
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps, outermost first, at most eight.
+    """Yield an exception and the exceptions wrapped in it, outermost first, at most eight in all.
 
     boto3 keeps the wrapped exception in `kwargs["error"]`, urllib3 in `reason` or as the first argument.
     """
@@ -387,7 +390,7 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def os_failure(error: OSError) -> Failure:
-    """Return the row of the table for an error of the operating system; a permanent one if the table has no row."""
+    """Return what an OSError means, by its error number in `OS_FAILURES`; a number that is not listed is permanent."""
     row = OS_FAILURES.get(error.errno or 0)
     if row is not None:
         return row
@@ -395,14 +398,14 @@ def os_failure(error: OSError) -> Failure:
 
 
 def kind_of_os_error(error: OSError) -> FailureKind:
-    """Return the kind of an error that the operating system raised for a file or a folder."""
+    """Return whether to retry, wait or stop after an OSError about a file or a folder."""
     return os_failure(error).kind
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Return the kind of any error that an operation of a store, or of a file of the run, has raised.
+    """Return whether to retry, wait or stop after any error of a store or of a file of the run.
 
-    An error that is not from storage, such as one of the program itself, is permanent.
+    An error that is not from storage, such as a bug of the program, is permanent.
     """
     if isinstance(error, StoreAway):
         return FailureKind.AWAY

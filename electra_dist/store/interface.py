@@ -35,7 +35,7 @@ class Store(ABC):
     url: str  # the folder or the s3:// URL, for messages; without credentials
     retries: int = 0  # requests repeated since the store was opened
     retry_wait_s: float = 0.0  # seconds slept before these requests
-    reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds before each further reading of bytes that are wrong
+    reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds to wait before each further reading of wrong bytes
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
@@ -79,7 +79,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that begin with `prefix`, which may end within a name; omit unfinished writes."""
+        """Return the sorted keys that begin with `prefix`, a folder or any other text; omit unfinished writes."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -105,7 +105,7 @@ class Store(ABC):
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Call a thread-safe function for every item, in up to `REQUEST_THREADS` threads; return the results in order.
 
-    If calls fail, the error of the first such item is raised when the calls that had started have ended.
+    If calls fail, the error of the first failed item is raised, after all calls that had started have ended.
     """
     if len(items) < 2:
         return [function(item) for item in items]
@@ -114,7 +114,7 @@ def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> li
 
 
 def _is_file_name(key: str) -> bool:
-    """Return whether the file system can write all characters of a key; it cannot write half of a surrogate pair."""
+    """Return whether a file name can hold all characters of a key; it cannot hold half of a surrogate pair."""
     try:
         os.fsencode(key)
     except UnicodeEncodeError:

@@ -51,7 +51,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_object(data: bytes | str) -> dict[str, Any]:
-    """Parse a text as `parse_json` does; any value other than an object is a DamagedJson, too."""
+    """Return the object in a JSON text; raise DamagedJson for damaged JSON and for a value that is not an object."""
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise DamagedJson("it is not a JSON object")
@@ -59,7 +59,7 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
 
 
 def validate_json(kind: TypeAdapter[T], tree: object) -> T:
-    """Return a parsed JSON value as an object of the type of `kind`; DamagedJson names the first wrong key."""
+    """Convert a parsed JSON value to the type of the adapter `kind`; a DamagedJson error names the first wrong key."""
     try:
         return kind.validate_python(tree)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
 
 
 def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
-    """Read a file as `read_json_object` does, and return its object as the type of `kind`, such as a dataclass."""
+    """Return the JSON object in a local file as the type of `kind`, such as a dataclass; see `read_json_object`."""
     tree = read_json_object(path, next_step)
     try:
         return validate_json(kind, tree)
@@ -97,7 +97,7 @@ def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
 
 
 def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
-    """Return the error for a damaged JSON file, to be raised by the caller; `next_step` is an imperative."""
+    """Return the error that the caller raises for a damaged JSON file; `next_step` tells the user what to do."""
     return UserError(f"{place}: damaged, because {error}; {next_step}")
 
 

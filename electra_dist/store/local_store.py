@@ -31,12 +31,12 @@ from electra_dist.store.atomic_files import (
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.regular_files import open_regular, read_regular
 
-_MOST_READ_BYTES = 1 << 30  # of an object that is held in memory as a whole
+_MOST_READ_BYTES = 1 << 30  # Larger objects are not read into memory as a whole.
 _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.
 
 
 class LocalStore(Store):
-    """Store in a local or shared folder, which the first write creates; as long as it is missing, it has no keys."""
+    """Store in a local or shared folder. The first write creates the folder; until then the store is empty."""
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder)
@@ -123,7 +123,7 @@ class LocalStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        """Also delete each folder above the file, inside the store, that has become empty."""
+        """Delete the file, and each folder above it, inside the store, that has become empty."""
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
@@ -137,7 +137,7 @@ class LocalStore(Store):
 
     @override
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Also remove the empty folders that killed writers left; only files count in the result."""
+        """Delete temporary files and empty folders that killed writers left; return the number of files."""
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
         for folder, folder_names, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):
@@ -159,14 +159,14 @@ class LocalStore(Store):
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed: a folder that does not respond must not look empty."""
+    """Raise StoreError for a folder that cannot be listed, because it must not look empty; ignore a missing folder."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return
     raise store_error(Path(error.filename), error) from None
 
 
 def _final_name(temporary_name: str) -> str:
-    """Return the name that a temporary file would have received: "a.bin" for ".a.bin.1f2e3d4c.tmp"."""
+    """Return the name that a temporary file was to get when complete: "a.bin" for ".a.bin.1f2e3d4c.tmp"."""
     name_and_random = temporary_name.removeprefix(".").removesuffix(TEMPORARY_SUFFIX)
     name, _, _ = name_and_random.rpartition(".")
     return name

@@ -2,7 +2,8 @@
 
 Guarantee: an operation that is called through a `Patience` either succeeds, or raises its own error if no wait helps
 (`failure_kinds.py` decides), or raises StorageLost with the first failure once the limit is over. While it waits, a
-line on stderr and `Patience.reason` name the first failure. A wait polls after 0.5 s at first and every 10 s at last.
+line on stderr and `Patience.reason` name the first failure. The operation is tried again after 0.5 s, then after
+pauses that double up to 10 s.
 
 Limits: a call that blocks in the operating system cannot be interrupted, so it may exceed the limit. An operation must
 be repeatable after a failure.
@@ -34,7 +35,7 @@ def print_line(text: str) -> None:
 
 
 class Patience:
-    """Limit on the time for which operations of one process wait for storage, and the state of the current waits.
+    """Limit on how long operations of this process wait for unavailable storage, and what they wait for now.
 
     Any thread may call its methods. Threads that wait at the same time have limits of their own.
     """
@@ -42,7 +43,7 @@ class Patience:
     def __init__(
         self, limit_s: float, note: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Pass one line to `note` when a wait begins and one when it ends; a limit of 0 allows no wait."""
+        """Wait `limit_s` s at most (0: never). `note` gets a line when a wait begins and when storage is back."""
         self.limit_s = limit_s
         self.on_wait: Callable[[str], None] = lambda reason: None
         """Called about every second, with the reason, while the thread that created this object waits.
@@ -57,7 +58,7 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """Return the first failure of an operation that some thread waits for, as one line; "" if none waits."""
+        """Return why some thread waits for storage now (the first failure, as one line); "" if no thread waits."""
         return next(iter(list(self._reasons.values())), "")
 
     @property
@@ -66,13 +67,13 @@ class Patience:
         return self._is_abandoned.is_set()
 
     def abandon(self) -> None:
-        """Let every wait, present and future, give up at once, because the run ends for another reason."""
+        """End all present and future waits at once, because the run ends for another reason."""
         self._is_abandoned.set()
 
     def call(self, operation: Callable[[], T]) -> T:
         """Call an operation until it succeeds, and return its value; raise its own error if no wait helps.
 
-        StorageLost, with the first failure, is raised when the limit is over or `abandon` was called.
+        Raises StorageLost, which names the first failure, when the limit is over or `abandon` was called.
         """
         with self.outage() as outage:
             while True:
@@ -83,7 +84,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Provide an `Outage` for a `with` block whose caller repeats one operation itself."""
+        """Provide an `Outage` to a `with` block that repeats one operation in a loop of its own."""
         outage = Outage(self)
         try:
             yield outage
@@ -103,7 +104,7 @@ class Patience:
 
 
 class Outage:
-    """Record of the failures of one operation, from `Patience.outage`: the first of them, and how long ago it was."""
+    """Record of one operation that is repeated while storage is away: its first failure, and when that was."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -112,7 +113,7 @@ class Outage:
         self._pause_s = FIRST_PAUSE_S
 
     def wait_after(self, error: Exception) -> None:
-        """Pause after a failure before the next try; raise `error` if no wait helps, StorageLost at the limit."""
+        """Pause before the operation is tried again; raise `error` if no wait helps, StorageLost after the limit."""
         if not is_worth_waiting_for(error):
             raise error
         patience = self._patience
@@ -138,7 +139,7 @@ class Outage:
             patience._note(f"waiting up to {patience.limit_s:g} s for storage: {reason}")
 
     def close(self, is_back: bool) -> None:
-        """End the record, and report that storage is back if the last try has succeeded (`is_back`)."""
+        """End the wait, if there was one, and report that storage is back if the last try succeeded (`is_back`)."""
         was_waiting = self._patience._reasons.pop(threading.get_ident(), "")
         if self._first is not None and threading.get_ident() == self._patience._owner:
             self._patience.on_wait("")

@@ -32,12 +32,12 @@ def open_regular(path: Path | str) -> io.BufferedReader:
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise the errors of `open_regular` for a file that a library opens by its path."""
+    """Raise an error if a path is no regular file, as `open_regular` does, before a library opens the path itself."""
     open_regular(path).close()
 
 
 def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file; raise as `open_regular` does, and StoreError beyond `most_bytes`."""
+    """Return the bytes of a file; raise StoreError if it has more than `most_bytes` or is a pipe, socket or device."""
     with open_regular(path) as file:
         has_too_many = os.fstat(file.fileno()).st_size > most_bytes
         data = b"" if has_too_many else file.read(most_bytes + 1)  # it may have grown since

@@ -11,7 +11,7 @@ back-off with "full jitter"), so that a thousand ranks that failed together do n
 store share its budget, a token bucket: a retry takes one token, and an operation that succeeds returns `REFUND`
 tokens. The other two limits start again with each progress; the budget also ends a read from a storage that always
 delivers a few bytes and never completes. Bytes that are wrong although their request succeeded are read again by
-`Rereading`, before they count as damage at rest.
+`Rereading`, before they count as damaged in the store.
 
 Limits: `failure_kinds.py` decides which errors are retried.
 """
@@ -33,7 +33,7 @@ from electra_dist.escapes import printable
 CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
 _Value = TypeVar("_Value")
 
-REFUND = 10  # Tokens that a successful operation returns; more than ten retries per operation drain the bucket.
+REFUND = 10  # Retries that a successful operation returns to the budget; at more than ten per operation, it drains.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class RetryAccount:
         self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
     def begin(self, object_name: str) -> Backoff:
-        """Return a new `Backoff` for one operation, such as a download; `object_name` is a URL for messages."""
+        """Return a new failure counter for one operation, such as a download; `object_name` is a URL for messages."""
         return Backoff(self, object_name)
 
     def succeeded(self) -> None:
@@ -83,7 +83,7 @@ class RetryAccount:
         print(printable(line), file=sys.stderr, flush=True)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
-        """Take one retry from the budget; return the seconds to wait before it, or None if the budget is used up."""
+        """Take one retry from the budget; return a random wait in seconds, or None if the budget is used up."""
         with self._lock:
             if self._tokens == 0:
                 return None
@@ -106,7 +106,7 @@ class Backoff:
         self._new_bytes = 0  # received since the last progress
 
     def progress(self, num_bytes: int) -> None:
-        """Record that `num_bytes` new bytes arrived; if they came fast enough, failures and deadline start again."""
+        """Record that `num_bytes` new bytes arrived; if that was fast enough, reset the failures and the deadline."""
         self._new_bytes += num_bytes
         now = time.monotonic()
         if self._new_bytes >= self._account.policy.least_bytes_per_s * (now - self._last_progress):
@@ -115,7 +115,7 @@ class Backoff:
             self._last_progress = now
 
     def announce(self, reason: str, advice: str) -> None:
-        """Print a line, once per store, if a service that never answered has failed for `announce_after_s`."""
+        """Tell the user on stderr, once per store, what is waited for, after `announce_after_s` of this operation."""
         policy = self._account.policy
         waited_s = time.monotonic() - self._begin
         if waited_s >= policy.announce_after_s:
@@ -156,24 +156,24 @@ class Backoff:
 
 
 class Rereading:
-    """Repeated readings of bytes that do not match their digest. Thread-safe.
+    """Reader that reads bytes again if they do not match their digest. Thread-safe.
 
-    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
-    that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
-    serves readings that belong together, such as those of one checkpoint: once it has confirmed a damage, its further
-    readings make no pauses.
+    Bytes count as damaged in the store only if the last two readings, with a pause between them, have the same fault.
+    Bytes that are wrong in another way each time are changed on the way, by the service, a proxy or the network. Use
+    one object for readings that belong together, such as those of one checkpoint: once it has confirmed a damage, it
+    no longer pauses between readings.
     """
 
     def __init__(self, pauses_s: Sequence[float]) -> None:
-        """Make each further reading after the next of these pauses (seconds, at least one)."""
+        """Take the pauses in seconds, at least one; after each of them, wrong bytes are read once more."""
         self._pauses_s = pauses_s
         self._is_confirmed = False
 
     def read(self, name: str, read: Callable[[], tuple[_Value, str]]) -> tuple[_Value, str]:
-        """Return value and fault of the first reading without a fault (""), or of the last if its fault is confirmed.
+        """Return value and fault of the first reading without a fault (""), or of the last if two had the same fault.
 
-        `read` makes one reading and returns its value and its fault, which must differ if the bytes do. StoreExhausted
-        is raised if the last two readings have different faults. `name` says what is read, for the message.
+        `read` reads once and returns the value and its fault as a text, which must differ if the bytes do. If the last
+        two readings have different faults, StoreExhausted is raised. `name` says what is read, for the message.
         """
         value, fault = read()
         previous_fault = ""

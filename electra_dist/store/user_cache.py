@@ -15,7 +15,7 @@ _TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared fol
 
 @functools.cache
 def user_cache_folder() -> Path:
-    """Return ~/.cache/electra-dist, which need not exist yet; without a home folder, a folder deleted at exit."""
+    """Return ~/.cache/electra-dist, which need not exist yet; without a home folder, a temporary one."""
     try:
         return Path("~/.cache/electra-dist").expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the password database
@@ -25,7 +25,7 @@ def user_cache_folder() -> Path:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already.
+    """Let torch.compile cache compiled code in `folder`, which is this user's own, unless the user has set another.
 
     torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
     user who makes it first can have his code executed. Importing torch's inductor writes this default into the

@@ -22,7 +22,7 @@ class Service(Protocol):
     """Connection to a tracking service; all methods are called in one thread, and each may raise anything."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, by their tags."""
+        """Send the values of a step: tag (name of the curve) -> value."""
 
     def close(self, has_failed: bool) -> None:
         """Send what is left, and mark the run as finished or failed."""
@@ -43,7 +43,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the finite values of a step to the thread; they are lost if the service was dropped."""
+        """Hand the values of a step, all finite, to the thread; they are lost if the service was dropped."""
         if self._is_dropped:
             return
         try:
@@ -59,7 +59,7 @@ class BackgroundTracker:
         return new_problems
 
     def close(self, has_failed: bool) -> None:
-        """Wait until the service has received everything, and show whether this start of the run ends with a crash."""
+        """Wait, at most 60 s, until the service has everything; `has_failed` marks the run there as crashed."""
         self._has_failed = has_failed
         if not self._is_dropped:
             try:

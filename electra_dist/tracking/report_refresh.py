@@ -46,7 +46,7 @@ class ReportRefresh:
             self._every_s = 0
 
     def close(self) -> None:
-        """Kill the process if it is still writing, so that it cannot replace the report of the end by an older one."""
+        """Kill the process if it is still writing, so that it cannot replace the final report by an older one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,6 +1,6 @@
 """Connect to the tracking services that a user may switch on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`).
 
-Guarantee: all starts of a run are one run of the service; its id is in tracking.json in the run folder. The service
+Guarantee: all starts of a run are one run at the service; its id is in tracking.json in the run folder. The service
 shows the config as the settings of the run; the value of `cluster.notify`, which may hold a secret, is hidden.
 
 Limits: steps that are repeated after a crash are sent again. Both services read their address and credentials from
@@ -33,7 +33,7 @@ _IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
 
 
 def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:
-    """Return a tracker for each service that the config names, connecting in the background; often none."""
+    """Return a tracker for each service that the config names, or []; each connects in the background."""
     trackers = []
     wandb_project = log.wandb
     if wandb_project is not None:
@@ -45,7 +45,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
-    """Send the finite values of a record under TensorBoard's tags, those of an evaluation below `heldout/`."""
+    """Send a record's finite values by their TensorBoard tags; an evaluation puts `heldout/` before shared tags."""
     fields = dataclasses.asdict(record)
     if isinstance(record, StepRecord):
         values = scalars(fields, TRAIN_TAGS)
@@ -56,10 +56,10 @@ def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> N
 
 
 class WandbService:
-    """Run of Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
+    """Run at Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run of the service; its files go into wandb/ in the run folder. May raise anything."""
+        """Begin or continue the run at the service; its files go into wandb/ in the run folder. May raise anything."""
         import wandb
 
         run_id = _service_ids(run_dir).get("wandb") or secrets.token_hex(8)
@@ -79,7 +79,7 @@ class WandbService:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, by their tags."""
+        """Send the values of a step: tag (name of the curve) -> value."""
         self._run.log({"step": step, **values})
 
     def close(self, has_failed: bool) -> None:
@@ -88,10 +88,10 @@ class WandbService:
 
 
 class MlflowService:
-    """Run of an MLflow server, or of a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
+    """Run at an MLflow server, or in a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run of the service; a missing experiment is created. May raise anything."""
+        """Begin or continue the run at the server; a missing experiment is created. May raise anything."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -114,7 +114,7 @@ class MlflowService:
         _remember_id(run_dir, "mlflow", self._run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, by their tags."""
+        """Send the values of a step: tag (name of the curve) -> value."""
         from mlflow.entities import Metric
 
         now_ms = round(1000 * time.time())

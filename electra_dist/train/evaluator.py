@@ -1,14 +1,14 @@
 """Evaluate on held-out rows: the losses and the discriminator's ROC-AUC, with the same rows and masks every time.
 
 Guarantee: rows, masks, the generator's samples and the replacements for the context AUC depend on the corpus and the
-seed only. Samples are drawn at temperature 1, without random replacements, and at the share of masked tokens of the
-end of the run, whatever the schedules of the objective are. So two evaluations of a run differ by the weights alone,
-and the number of ranks changes nothing except the order in which sums are added up.
+seed only. Whatever the objective schedules, the generator samples at temperature 1 and without random replacements,
+and as many tokens are masked as at the end of the run. So two evaluations of a run differ by the weights alone, and
+the number of ranks changes nothing except the order in which sums are added up.
 
 How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
-which gives the losses and `auc`. The second time they are replaced by tokens of other places
+which gives the losses and `auc`. The second time tokens are replaced by tokens from elsewhere in the rows
 (`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context. The second
-reading is over as many rows, or over more rows until 5,000 tokens are replaced.
+reading is over as many rows, or over more rows if fewer than 5,000 tokens would be replaced.
 
 Suffixes of tensor names give the axes: R rows of an evaluation, B rows of a batch, Q rows for the context AUC, S
 tokens of a row, T tokens of all ranks, K fields of `Sums`.
@@ -44,7 +44,7 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    sum_K: torch.Tensor  # float64
+    sum_K: torch.Tensor  # float64 `Sums` over this rank's rows
     score_BS: torch.Tensor  # fp32 discriminator logits
     label_BS: torch.Tensor  # fp32: `_REPLACED_TOKEN`, `_ORIGINAL_TOKEN`, or `_PAD` where there is no real token
     rows: list[ScoredRow] = field(default_factory=list)  # some rows, on rank 0 only
@@ -54,8 +54,8 @@ class Evaluation(NamedTuple):
     """Result of an evaluation: the record for the metrics, and some rows to show to people."""
 
     record: EvalRecord  # equal on all ranks
-    fault: str  # how the results show that the model has diverged; empty if they are finite; equal on all ranks
-    rows: list[ScoredRow]  # on rank 0; empty on the others, and for an objective without detection
+    fault: str  # which result is not finite, because the model has diverged; empty if none; equal on all ranks
+    rows: list[ScoredRow]  # on rank 0; empty on other ranks, and without detection of replaced tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class _ContextResult:
     auc: float  # NaN for an objective without a discriminator, or without replaced tokens
     standard_error: float  # NaN where it cannot be computed
     num_replaced: int
-    fault: str = ""  # as of `Evaluation`
+    fault: str = ""  # as in `Evaluation`
 
 
 _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced=0)
@@ -82,15 +82,15 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
-    # Calls a function that reads rows, and may call it again after an error; the default calls it once.
+    # Calls a function that reads rows, and may call it again after a storage error; the default calls it once.
     call: Callable[[Callable[[], np.ndarray]], np.ndarray] = lambda read: read()
-    num_shown_rows: int = 0  # rows that the result has as text samples; at most a micro-batch
+    num_shown_rows: int = 0  # rows to return in `Evaluation.rows`; at most a micro-batch
 
     def run(self, engine: Engine, step: int) -> Evaluation:
         """Evaluate the weights of `engine` without dropout, and leave it in training mode. Collective.
 
-        AUC, accuracy, precision, recall and context AUC are NaN for an objective without detection, and for a model
-        whose outputs are not all finite, which `fault` then says. `step` is only copied to the record.
+        AUC, accuracy, precision, recall and context AUC are NaN for an objective without detection of replaced
+        tokens. They are also NaN if an output is not finite, which `fault` then says. `step` is only recorded.
         """
         engine.train(False)
         ids_RS = self.call(lambda: self._rows(self.num_rows))
@@ -151,7 +151,7 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Return how well the discriminator tells tokens of other places from the original ones. Collective."""
+        """Measure how well the discriminator tells tokens from elsewhere from the original ones. Collective."""
         seq_len = self.cache.manifest.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self.call(lambda: self._rows(num_rows))
@@ -181,7 +181,7 @@ class Evaluator:
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
     def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
-        """Yield this rank's share of some rows as inputs of the engine, equally many batches on all ranks."""
+        """Divide the rows among the ranks, and yield this rank's micro-batches; all ranks get equally many."""
         world_size = dist.get_world_size()
         padded_RS = self._padded(ids_RS)
         seed = derive_seed(self.seed, Purpose.EVAL)
@@ -212,7 +212,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Return the ids of `num_rows` rows that are evenly spaced over the held-out corpus, or of all rows."""
+        """Read the token ids of `num_rows` rows evenly spaced over the held-out corpus, or of all if it has fewer."""
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -229,13 +229,13 @@ class Evaluator:
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:
-    """Return how many outputs of the discriminator for real tokens are not finite; "" if all are."""
+    """Return a message that says how many of the discriminator's outputs are not finite; "" if all are finite."""
     num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
     return f"{num_bad} of {len(score_T)} outputs of the discriminator are not finite" if num_bad else ""
 
 
 def _loss_fault(record: EvalRecord) -> str:
-    """Return which loss of an evaluation is not finite; "" if all are."""
+    """Return a message with the first loss of an evaluation that is not finite; "" if all losses are finite."""
     for name in ("mlm_loss", "rtd_loss", "token_loss"):
         loss = getattr(record, name)
         if not math.isfinite(loss):
@@ -244,19 +244,19 @@ def _loss_fault(record: EvalRecord) -> str:
 
 
 def _mean(total: float, count: float) -> float:
-    """Return a mean over tokens; 0 for a loss that the objective does not have. Counts below 1 are taken as 1."""
+    """Return `total / count`, a mean over tokens; a count below 1 is taken as 1, so a loss without tokens is 0."""
     return total / max(count, 1.0)
 
 
 def _generator_mean(total: float, sums: Sums) -> float:
-    """Return a mean over the positions that the generator predicts; NaN if there is no network that predicts."""
+    """Return `total`, a sum over the generator's predictions, as a mean; NaN if no generator network predicts."""
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:
-    """Return the tensors of all ranks, of equal shapes, joined along the first axis on the host. Collective."""
+    """Return the tensors of all ranks, which have equal shapes, joined along axis 0 as a host array. Collective."""
     tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, local.contiguous())
     return torch.cat(tensors).cpu().numpy()

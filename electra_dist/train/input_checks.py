@@ -61,11 +61,11 @@ class RunInputs:
     corpus: OpenCorpus  # all training corpora, presented as one
     heldout: OpenCorpus | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
-    accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
+    accept_new_numerics: bool  # whether to continue a run of a version that draws or rounds differently
 
     @property
     def heldout_digest(self) -> dict[str, str]:
-        """Return the fingerprint of the held-out corpus by its name, for inputs.json; empty without one."""
+        """Return the entry of the held-out corpus in inputs.json, name -> fingerprint; empty without such a corpus."""
         if self.heldout is None:
             return {}
         return {f"data.heldout {self.heldout.store.url}": self.heldout.manifest.fingerprint}
@@ -112,7 +112,7 @@ def check_inputs(
 def open_training_corpora(config: Config) -> RunCorpora:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
-    Of the latter, all shards must exist, too, since a run reads them only later.
+    All shards of the later phases must exist, because the run would notice a missing one only when it gets there.
     """
     corpora = open_run_corpora(config.data)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
@@ -122,10 +122,10 @@ def open_training_corpora(config: Config) -> RunCorpora:
 
 
 def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> list[str]:
-    """Return a line for each source of the training corpora of which many tokens are [UNK].
+    """Return a log line for each source of the training corpora in which many tokens are unknown ([UNK]).
 
-    Raises UserError if a source has more than `corpus.max_unk_rate` and the run `begins`; a run that goes on is not
-    refused. The reports of the builds (build.json) are read; nothing is known about a corpus without one.
+    Raises UserError if the run `begins` and their share in a source exceeds `corpus.max_unk_rate`; a run that goes on
+    is not refused. The counts are in the report of each corpus build (build.json); a corpus without one has no lines.
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0
     lines = []
@@ -155,7 +155,7 @@ def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
 
 
 def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) -> None:
-    """Raise ManifestMismatch if a corpus of WordPiece says that it is cased, but was built from lower-cased text."""
+    """Raise ManifestMismatch if a WordPiece corpus is marked as cased, but was built from lower-cased text."""
     is_wordpiece = vocabulary.kind == "wordpiece"
     if is_wordpiece and not manifest.tokenizer.lowercase and manifest.builder.get("lowercase", False):
         raise ManifestMismatch(
@@ -182,7 +182,7 @@ def _check_kernels(backend: str) -> None:
 
 
 def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
-    """Open the corpus that the config key `key` names, and check that its rows and its vocabulary fit the config."""
+    """Open the corpus at `url`, the value of the config key `key`; check that rows and vocabulary fit the config."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)

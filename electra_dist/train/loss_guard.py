@@ -2,11 +2,11 @@
 
 Guarantee: a step whose loss is a spike or not finite is stopped before the optimizer, on all ranks alike, because they
 judge the same all-reduced numbers. (`train/step.py` does the same for a gradient norm that is not finite.) A run in
-which the guard has stopped steps is bit for bit the run whose `train.skip_steps` lists them, and those that a rollback
-skips.
+which the guard has stopped steps gives the same bits as a run whose `train.skip_steps` lists these steps and those
+that a rollback skips.
 
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
-steps; no spike is detected before the window is full. The window is part of a checkpoint.
+steps; no spike is detected before the window is full. A checkpoint contains the losses in the window.
 
 After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint (a rollback, `train/stopped_steps.py`),
 and skips `skip_before` steps before the first of them, too. Replay is deterministic, so going back without skipping

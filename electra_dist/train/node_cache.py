@@ -32,7 +32,7 @@ _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one anoth
 
 
 def node_cache_folder(config: Config) -> CacheFolder:
-    """Return the folder in which this node caches shards and compiled code, and the setting that has decided on it.
+    """Return the folder in which this node caches shards and compiled code, with the setting that chose it.
 
     Without `data.cache_dir` it is cache/ in the run folder for a run on one node, and a folder in a temporary
     directory of the node for a run on several nodes.
@@ -78,7 +78,10 @@ def is_first_on_node() -> bool:
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a server on the first rank of each node; also return the client that asks the others. Collective."""
+    """Start a shard server on the first rank of each node, and return it with a client of all nodes. Collective.
+
+    The server is None on the other ranks; both are None on a node that could not start one.
+    """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
     if is_first_on_node():
@@ -115,8 +118,8 @@ def _own_address() -> str:
 def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
     """Return log lines that describe the caches of shards; [] if no corpus is on S3. Collective.
 
-    The first line is on the node with the least room: its folder, whether the corpora fit, and how much of them is
-    fetched again in each epoch otherwise.
+    The first line is about the node with the least room: its folder, whether the corpora fit into it, and if not, how
+    much of them is fetched again in each epoch.
     """
     corpora = [corpus for corpus in (inputs.corpus, inputs.heldout) if corpus is not None and _is_fetched(corpus)]
     if not corpora:
@@ -140,12 +143,12 @@ def _is_fetched(corpus: OpenCorpus) -> bool:
 
 
 def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
-    """Return the shards of a corpus that are on S3; with `data.phases`, others may be in a folder."""
+    """Return the shards of a corpus that are on S3; with `data.phases`, others may be in a local folder."""
     return [entry for entry in corpus.manifest.shards if corpus.store.local_path(entry.name) is None]
 
 
 def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
-    """Return how many bytes of shards the cache folder of this node can hold, and how many the corpora have."""
+    """Return how many bytes of shards this node's cache folder can hold, and how many bytes the corpora have."""
     entries = [entry for corpus in corpora for entry in _fetched_shards(corpus)]
     held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -32,9 +32,9 @@ def open_loader(
     patience: Patience,
     stack: contextlib.ExitStack,
 ) -> RowLoader:
-    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
+    """Return a loader of this rank's training rows that begins at the restored step and omits skipped steps.
 
-    `stack` closes the cache of shards; the caller must close the loader itself, before the cache.
+    `stack` closes the cache of shards; the caller must close the loader itself, before the cache. Collective.
     """
     corpus = inputs.corpus
     return RowLoader(

@@ -66,9 +66,9 @@ def run(
 ) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
-    The process group of the launcher's environment variables is created and destroyed within the call. UserError and
-    StorageLost are raised only before it exists, when nothing has been written. If any rank meets such an error later,
-    it is printed once, and all ranks return its exit code.
+    The call creates the process group that the launcher's environment variables describe, and destroys it. UserError
+    and StorageLost are raised only before it exists, when nothing has been written. If any rank meets such an error
+    later, it is printed once, and all ranks return its exit code.
 
     Args:
         accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
@@ -129,13 +129,13 @@ def _run(
     config: Config,
     inputs: RunInputs,
     import_s: float,
-    begin: float,  # of `run`, by `time.perf_counter`
+    begin: float,  # when `run` was called, by `time.perf_counter`
     predict_rows: PredictRows | None,
     from_scratch: bool,
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Take the lease of the run folder, train until the run ends, and release it. Collective."""
+    """Lock the run folder against other processes (lease), train until the run ends, and unlock it. Collective."""
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
@@ -152,7 +152,7 @@ def _run(
 
 
 def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
-    """Take the lease on rank 0, and check once more that the folder holds no other run. Collective."""
+    """Lock the run folder, and check once more that it holds no other run; return rank 0's lock. Collective."""
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -238,7 +238,7 @@ def _train(
 
 
 def _build_notes(config: Config, module: Objective) -> list[str]:
-    """Return the lines for the log on how the module runs, and on keys of the config that have no effect."""
+    """Return log lines about attention, kernels and compilation, and about config keys that have no effect."""
     notes = [attention_note(module.attention, config, local_device().type)]
     notes += [f"config: {key} has no effect: {reason}" for key, reason in keys_without_effect(config).items()]
     if cpu_library.permute is None:
@@ -269,7 +269,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
 
 
 def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
-    """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
+    """Build the networks and their objective on the host, with initial weights and the `engine` settings. Collective.
 
     `token_counts`, int64 [vocab_size], is needed where replacements are drawn by token frequency
     (`needs_token_counts`).

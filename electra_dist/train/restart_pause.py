@@ -48,7 +48,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
 
 
 def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
-    """Return for how many seconds a start must wait at Unix time `now`; 0 unless the last one lost its storage."""
+    """Return how many seconds the run must still wait at Unix time `now`; 0 unless its last start lost its storage."""
     if not ledger or ledger[-1]["event"] != "storage":
         return 0.0
     lost_at = datetime.fromisoformat(ledger[-1]["time"]).timestamp()
@@ -56,7 +56,10 @@ def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
 
 
 def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
-    """Wait until ten minutes have passed since the last start lost its storage; return whether to stop. Collective."""
+    """Wait until ten minutes after the last start lost its storage, if it did; return True if asked to stop meanwhile.
+
+    Collective.
+    """
     pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
     end = time.monotonic() + pause_s
     while time.monotonic() < end:
@@ -67,7 +70,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how long this start must wait, in seconds, and print a line if that is not 0. Rank 0 only."""
+    """Return how many seconds this start of the run must wait; print a line if that is not 0. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -23,10 +23,10 @@ from electra_dist.store.json_file import read_json_as
 
 @dataclass(frozen=True)
 class _Stored:
-    """Content of skipped_steps.json."""
+    """Content of skipped_steps.json in the run folder."""
 
     steps: list[Count]  # skipped because of a bad loss
-    rollbacks: Count
+    rollbacks: Count  # returns to an earlier checkpoint so far
     streak: list[Count]  # the newest stopped steps that follow one another without a gap
 
 
@@ -34,14 +34,14 @@ _STORED = TypeAdapter(_Stored)
 
 
 class SkipList:
-    """The steps that a run skips; every rank has its own list and changes it alike, and rank 0 writes it."""
+    """The steps that a run skips. Every rank has a copy and changes it alike; rank 0 writes it to the run folder."""
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
         self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
-        self.stopped: set[int] = set()  # those of them that the guard has stopped or a rollback has discarded
+        self.stopped: set[int] = set()  # the part of `steps` that the guard has stopped or a rollback has discarded
         if self._file.exists():
             self._read()
             self.steps |= self.stopped
@@ -58,7 +58,7 @@ class SkipList:
         self.streak = stored.streak
 
     def stop(self, step: int) -> None:
-        """Skip a step that the guard has stopped; it begins a new `streak` unless it follows the last stopped step.
+        """Skip a step that the guard has stopped; `streak` begins anew unless this step follows its last one.
 
         Every rank calls it at the same step; rank 0 calls `write` afterwards.
         """
@@ -72,7 +72,7 @@ class SkipList:
     def reaches(self, max_in_a_row: int) -> bool:
         """Return whether so many steps in a row were stopped that the run must go back to a checkpoint.
 
-        The file keeps the stopped steps, so the answer is the same after a restart, until `roll_back` is called.
+        The file keeps them, so the answer is the same after a restart of the run, until `roll_back` is called.
         """
         return len(self.streak) >= max_in_a_row
 

@@ -14,7 +14,7 @@ requests to stop or save, counters of retries), one of float64 sums after it. Th
 before the update.
 
 Suffixes of tensor names give the axes: B rows, S tokens of a row, N micro-batches of this rank, K fields of `Sums`,
-and 2 for the two losses (the generator's, or that of the only tower, and the discriminator's).
+and 2 for the two losses (first that of the generator or of the only network, then the discriminator's).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules,
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _LEAST_SIGMA = 1e-3  # least standard deviation, as a fraction of the median
-_NUM_LOSSES = 2  # the first is the generator's, or that of the only tower; the second is the discriminator's
+_NUM_LOSSES = 2  # first the loss of the generator or of the only network, then the discriminator's
 
 
 class RankFlags(NamedTuple):
@@ -77,7 +77,7 @@ class StepResult:
     fault: str  # why the guard allowed no update; empty if an update was made or `overflow` is true
     loss_scale: float | None  # with which the step was computed; None unless the run is in fp16
     overflow: bool  # whether no update was made because the scaled gradients overflowed fp16
-    receipt: Receipt  # of the rows of all ranks
+    receipt: Receipt  # number and digest of the rows of all ranks
     flags: RankFlags  # added up over the ranks
 
 
@@ -85,7 +85,7 @@ class TrainStep:
     """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
     All state of the training is in the engine. `micro_batch` must divide the rows of every batch. Without `schedules`
-    every step uses the values of the first one.
+    the settings of the objective have their values of step 0 in every step.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TrainStep:
         """Run forward and backward over every micro-batch of this rank's rows, then at most one update. Collective.
 
         `find_fault` is called with the judged loss before the update; it returns why there must be none, or "", the
-        same on all ranks. `generator_learning_rate` None is the same as `learning_rate`.
+        same on all ranks. If `generator_learning_rate` is None, the generator learns with `learning_rate`, too.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
@@ -208,10 +208,10 @@ class TrainStep:
         )
 
     def judged_loss(self, sums: Sums) -> float:
-        """Return the loss of a step that the guard compares with earlier ones: that which the optimizer minimises.
+        """Return the loss of a step that the guard compares with earlier steps: the one that the optimizer minimises.
 
-        If the weight of one of its terms is scheduled, it is the unweighted sum of the terms (each a mean over
-        tokens), which does not change with the weight. A minimised loss that is not finite is returned as it is.
+        If the weight of one of its terms is scheduled, return the unweighted sum of the terms (each a mean over
+        tokens) instead, which does not jump with the weight. A minimised loss that is not finite is returned as it is.
         """
         has_constant_weights = self._schedules is None or not self._schedules.change_weights
         if has_constant_weights or not math.isfinite(sums.loss):
@@ -253,7 +253,10 @@ class TrainStep:
         return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales of the loss sums, fp32 [N, 2], and all ranks' receipt and flags, int64. Collective."""
+        """Return the factors that turn loss sums into means, fp32 [N, 2], and all ranks' receipt and flags, int64.
+
+        Collective: token counts, receipts and flags are added up over the ranks.
+        """
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
         receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)

@@ -35,8 +35,8 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
 def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
     """Skip the steps that were stopped in a row and some before them; return the first skipped and the stopped ones.
 
-    Every rank calls it. The caller then returns to a checkpoint, and rank 0 reports the rollback before it writes the
-    list. Raises UserError if the run has already gone back `guard.max_rollbacks` times.
+    Every rank calls it. The caller then returns to a checkpoint, and rank 0 reports the rollback before it writes
+    `skips`. Raises UserError if the run has already gone back `guard.max_rollbacks` times.
     """
     guard = config.guard
     stopped = skips.streak

@@ -70,7 +70,7 @@ def unigram_counts(
 
 
 def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
-    """Return the counts that an earlier start has written, int64 [V]; None if a version without digests wrote them."""
+    """Read the counts of an earlier start of the run, int64 [V]; None for an old file without a digest."""
     next_step = "delete it, and the next start counts again"
     with readable(file):
         data = read_regular(file)

@@ -66,7 +66,7 @@ class Trainer:
     """One round of a run: create it, then call `run` once. All ranks do so together.
 
     The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
-    Trainer with the same engine; `build_s`, the seconds of the parts "import" and "build" of the start, is None then.
+    Trainer with the same engine. `build_s`, the seconds spent on "import" and "build", is None then.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Trainer:
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
         """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it."""
-        # It decides how long before the end of a Slurm job the run stops by itself.
+        # The longest save decides how long before the end of a Slurm job the run stops by itself.
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
             spent_s = self._spent_at_save.pop(state.step)

@@ -20,9 +20,10 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
 def resolve(backend: str, device: str) -> str:
-    """Return the implementation that `backend` selects on a device such as "cpu" or "cuda:3", or raise.
+    """Return "triton", "cuda" or "reference", which `backend` selects on a device such as "cpu" or "cuda:3".
 
-    "cuda" loads the CUDA library, so that a missing library is reported before the first operation runs.
+    For "cuda" the CUDA library is loaded, so that a missing one is reported before the first operation runs.
+    BackendUnavailable: this implementation cannot run on this machine.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
     device_type = device.split(":")[0]  # "cuda" for "cuda:3"

@@ -36,7 +36,7 @@ class RtdOutput(NamedTuple):
 
     loss_sum: torch.Tensor  # divide by `mask_sum` for the mean
     mask_sum: torch.Tensor  # number of real tokens for a mask of 0 and 1
-    logits_T: torch.Tensor  # of "was replaced", for each token
+    logits_T: torch.Tensor  # logit of "was replaced", for each token
     replaced_correct: torch.Tensor  # replaced tokens that are predicted replaced
     replaced_count: torch.Tensor  # replaced tokens
     original_correct: torch.Tensor  # original tokens that are predicted original
@@ -75,7 +75,7 @@ def rtd_loss(
 def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
     """Compute what `rtd_loss` does, from the fp32 or fp64 logits of "was replaced", in plain PyTorch on every device.
 
-    It is for heads whose last layers `rtd_loss` does not compute.
+    Use it for a head whose last layers differ from those that `rtd_loss` computes.
     """
     label_T = label_T.to(logits_T.dtype)
     mask_T = mask_T.to(logits_T.dtype)
@@ -84,7 +84,7 @@ def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: to
 
 
 def _import_passes(implementation: str) -> Any:
-    """Import the implementation at its first use, because a machine that runs plain PyTorch may lack Triton."""
+    """Import and return the module of kernels when it is first used: a machine without a GPU may lack Triton."""
     if implementation == "triton":
         from electra_kernels.triton import discriminator_tail as triton_passes
 
@@ -104,7 +104,7 @@ def rtd_losses_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masked loss and logit of every token in plain PyTorch; this is the definition that kernels must meet.
 
-    The dtype of the labels, fp32 or fp64, is that of the masks, of the computation and of the results.
+    Labels, masks, computation and results are all in one dtype, fp32 or fp64.
     """
     compute_dtype = label_T.dtype
     activation_TH = F.gelu(dense_TH.to(compute_dtype) + bias_H.to(compute_dtype))

@@ -102,7 +102,7 @@ def _backward(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, residual, weight and bias, contiguous, in their dtypes, with storage of their own."""
+    """Return the gradients of x, residual, weight and bias: contiguous, in the inputs' dtypes, sharing no storage."""
     dropout = LayerDropout(probability, key_3, site, SITES)
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import backward_pass
@@ -154,7 +154,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Ignore the gradient of the statistics, because no loss depends on them."""
+    """Return the inputs' gradients; that of the statistics is ignored, because no loss depends on them."""
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
     return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
@@ -168,7 +168,7 @@ def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
-    """Return [2, T] for Triton, else [2, 0]: a custom operator must return the same number of tensors."""
+    """Allocate the statistics, [2, T] for Triton, else [2, 0]: an operator returns a fixed number of tensors."""
     num_rows, seq_len, _ = x_BSH.shape
     num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
     return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)
@@ -194,7 +194,7 @@ def reference_forward(
 ) -> tuple[torch.Tensor, KeptForBackward]:
     """Return LayerNorm(residual + dropout(x)) in plain PyTorch, and what `reference_backward` needs.
 
-    This is the definition of `dropout_add_norm`. The shape may be [B * S, H], too. Autograd does not record the
+    This is the definition of `dropout_add_norm`. `x` is [B, S, H] or [B * S, H]. Autograd does not record the
     computation.
     """
     hidden = x.shape[-1]
@@ -218,7 +218,7 @@ def reference_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias, in the precision of the computation.
 
-    Without dropout, those of x and of the residual are one tensor.
+    Without dropout, the gradients of x and of the residual are the same tensor object.
     """
     compute_dtype = kept.summed.dtype
     wanted_grads = [True, True, True]  # input, weight, bias
@@ -241,7 +241,7 @@ def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> t
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
     Seed, step and row number determine a sequence of random numbers. With n = S * H, which is a multiple of 4, site i
-    uses the n numbers from index i * n on, so no two sites with the same seed and step share a random number.
+    (place i of the network) uses the n numbers from index i * n on, so no two sites of a network share one.
     """
     _, seq_len, hidden = shape
     elements_per_row = seq_len * hidden

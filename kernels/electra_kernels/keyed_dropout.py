@@ -62,7 +62,7 @@ def keyed_dropout_reference(
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Autograd function in Triton; it keeps only the key and the row numbers, and draws the bits again."""
+    """Autograd function in Triton; it keeps only key and row numbers, from which backward draws the same bits."""
 
     @staticmethod
     def forward(

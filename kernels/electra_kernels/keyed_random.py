@@ -72,8 +72,8 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
     round multiplies two of the words by constants and distributes the halves of the 64-bit products; the key is
     incremented by constants after each round.
 
-    The words of the counter are in [0, 2**32): int64 tensors, uint64 arrays or integers, but at least one is a tensor
-    or an array. The results have their broadcast shape, in int64 or uint64.
+    The words of the counter are in [0, 2**32): int64 tensors, uint64 arrays or integers, at least one of them a tensor
+    or an array. The results have the broadcast shape of the words, in int64 or uint64.
     """
     word0, word1, word2, word3 = counter
     key0 = seed & _MASK32
@@ -147,7 +147,7 @@ def keep_grid(
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, such as a key that kernels read; the host does not wait for a copy to a GPU."""
+    """Copy a tensor, such as a random key that kernels read, to a device; the host does not wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # from pageable memory the copy would wait for the queued work
     return tensor.to(device, non_blocking=True)
@@ -164,7 +164,7 @@ def drop_threshold(probability: float) -> int:
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Fill `grid` in rectangles, in as many threads as torch uses; the division has no effect on the values.
+    """Call `fill` on rectangles of `grid`, in as many threads as torch uses; how it is cut does not change the values.
 
     Threads run in parallel because `fill` releases the interpreter lock while it computes.
     """
@@ -185,7 +185,7 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill the int64 grid [R, 4 * blocks] in place, in NumPy, where `cpu_library.fill_bits` was not built."""
+    """Fill the int64 grid [R, 4 * blocks] with random bits in NumPy, where the C function of this name is missing."""
     num_blocks = grid.shape[1] // 4
     blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
     # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.

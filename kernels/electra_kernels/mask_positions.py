@@ -39,7 +39,10 @@ def mask_positions(
     key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slots' positions, int64 [B, N], their weights, fp32 [B, N], and the masked rows, int64 [B, S].
+    """Draw the masked positions of each row, in N slots for one position each, and put [MASK] there.
+
+    The results are the slots' positions, int64 [B, N], their weights (0 if unused, else 1), fp32 [B, N], and the
+    masked rows, int64 [B, S].
 
     Args:
         ids_BS: int64 token ids.
@@ -51,7 +54,7 @@ def mask_positions(
         mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        key_2: int64 seed and step on the device of the ids, where a kernel reads them. None: copied there.
+        key_2: int64 seed and step on the device of the ids, where a kernel reads them. None: copied from the host.
         backend: See `backend_choice`.
     """
     shown = round(mask_token_prob * 2**32)
@@ -76,7 +79,7 @@ def mask_positions_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`.
 
-    A used slot shows [MASK] if its 32 random bits are below `shown`, which is the share times 2**32.
+    A masked position shows [MASK] if its slot's 32 random bits are below `shown`, `mask_token_prob` * 2**32.
     """
     candidate_BS = special.is_candidate(ids_BS)
     num_real_B = (ids_BS != special.pad).sum(1)
@@ -99,9 +102,10 @@ def show_masks(
     step: int,
     row_B: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rows with [MASK] in a random share of the used slots' positions, int64 [B, S].
+    """Return the rows with [MASK] at a random share `shown` / 2**32 of the masked positions, int64 [B, S].
 
-    A slot shows [MASK] if its 32 random bits are below `shown`. Several slots may share a position.
+    A used slot (place for one masked position) shows [MASK] if its 32 random bits are below `shown`. Several slots may
+    share a position.
     """
     keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, position_BN.shape[1])
     shows_mask_BN = is_used_BN & (keep_bits_BN < shown)

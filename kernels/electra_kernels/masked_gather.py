@@ -25,7 +25,7 @@ from electra_kernels.backend_choice import resolve_without_cuda
 
 
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Return the hidden states at `positions_BN`, [B * N, H]; slot n of row b is row b * N + n of the result.
+    """Return the hidden states at `positions_BN`, [B * N, H]; the one at positions_BN[b, n] is in row b * N + n.
 
     Positions are int64 in [0, S), also those of empty slots, and several slots may share one. There is a gradient with
     respect to `hidden_BSH`, but no second derivative. The backend concerns the backward pass only.
@@ -48,7 +48,7 @@ def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq
 
 
 def _flat_positions(positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return int64 [B * N]: position s of row b is number b * seq_len + s."""
+    """Number the positions over all rows, int64 [B * N]: position s of row b becomes b * seq_len + s."""
     first_position_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
     return (positions_BN + first_position_B1).reshape(-1)
 

@@ -83,16 +83,17 @@ def mlm_head_loss_and_sample(
     backward; under torch.no_grad, none is computed.
 
     Args:
-        x_MD: Converted to the dtype of `weight_VD`. Under autocast on a GPU, both are converted to autocast's dtype.
+        x_MD: Inputs of the decoder, in the dtype of `weight_VD` or converted to it; under autocast on a GPU, both are
+            converted to autocast's dtype.
         weight_VD: Token table with padded rows at the end; a multiple of 8 rows keeps the GPU's loads wide.
         bias_V: Bias with V or with `vocab_size` entries; -inf forbids a token.
         target_M: int64 true tokens in [0, vocab_size), also where the weight is 0.
-        weight_M: At least 0.
+        weight_M: Weight of each masked token in the loss, at least 0.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64 numbers of the masked tokens within the global batch, in [0, 2**32), which key the noise.
         vocab_size: Number of tokens that exist, at most V.
-        key_2: int64 seed and step on the device of `x_MD`, where a kernel reads them. None: copied there.
+        key_2: int64 seed and step on the device of `x_MD`, where a kernel reads them. None: copied from the host.
         temperature: Divisor of the logits before sampling; the loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
         chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
@@ -136,9 +137,9 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
-    """Return a number of rows per chunk at which the last chunk has at least an eighth of the wanted size.
+    """Return `chunk`, the number of rows per chunk, raised if the last chunk would have less than an eighth of it.
 
-    ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 of these give 4,160 slots: one chunk
+    ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 such rows give 4,160 here: one chunk
     instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
     and adds to its whole gradient.
     """
@@ -149,9 +150,9 @@ def _without_small_rest(num_rows: int, chunk: int) -> int:
 
 
 def _product_dtype(device_type: str, weight_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the operands: that of the weights, but autocast's for fp32 weights on a GPU.
+    """Return the dtype for the matrix products: the weights' own, but autocast's for fp32 weights on a GPU.
 
-    A product of fp32 matrices is many times slower there. Tensors on "meta" stand for those of a GPU.
+    A product of fp32 matrices is many times slower there. The device "meta" counts as a GPU.
     """
     under_autocast = device_type != "cpu" and torch.is_autocast_enabled("cuda")
     if under_autocast and weight_dtype == torch.float32:
@@ -176,7 +177,7 @@ def row_pass_reference(
             their gradient, (softmax - onehot) * weight, with 0 in the padded columns.
         bias_V: Bias of the `options.vocab_size` tokens that exist.
         target_M: int64 true tokens.
-        weight_M: fp32 or fp64, which is the dtype of the computation.
+        weight_M: Weights of the rows in the gradient; their dtype, fp32 or fp64, is that of the computation.
         row_M: int64 row numbers within the global batch.
         options: Seed, step and switches.
     """
@@ -206,7 +207,7 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run the row pass block by block; this defines what the C library and the Triton kernel compute."""
+    """Run the row pass in torch, some rows at a time; this defines what C library and Triton kernel compute."""
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(
         loss_M=torch.empty_like(weight_M), best_M=torch.empty_like(target_M), sampled_M=torch.empty_like(target_M)
@@ -275,7 +276,7 @@ class _MlmHead(torch.autograd.Function):
         chunk: int,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return loss sum, most likely and drawn tokens; `bias_V` has `vocab_size` entries here."""
+        """Return the loss sum, the most likely tokens and the drawn ones; `bias_V` has `vocab_size` entries here."""
         on_cpu = x_MD.device.type == "cpu"
         compute_dtype = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
         sum_dtype = weight_M.dtype
@@ -328,7 +329,7 @@ def _choose_row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Return the logits x W^T in the first rows of `buffer`, which every chunk reuses; on a CPU pad to 8 rows."""
+    """Write the logits x W^T to the first rows of `buffer`, and return these; a CPU multiplies at least 8 rows."""
     num_rows, num_features = x_MD.shape
     num_padding = _LEAST_ROWS_CPU - num_rows
     if on_cpu and num_padding > 0:

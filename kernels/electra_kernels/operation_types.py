@@ -51,15 +51,15 @@ class DropoutKey(NamedTuple):
     """
 
     probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
-    seed: int  # of the tower, which the model derives from the seed of the run
+    seed: int  # of the network (tower); the model derives it from the seed of the run
     step: int  # global step, in [0, 2**32)
-    site: int  # number of the place in the model, from 0; two places of a tower must not share one
+    site: int  # number of the place in the network, from 0; no two places of a network share one
 
 
 class LayerDropout(NamedTuple):
     """Dropout at one place of a layer: a `DropoutKey` as a tensor, which a kernel reads from device memory.
 
-    `DropoutKey.site`, the number of the place within the tower, is layer * sites_per_layer + site.
+    `DropoutKey.site`, the number of the place within the network, is layer * sites_per_layer + site.
     """
 
     probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn

@@ -6,9 +6,9 @@ import torch
 
 
 def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the sum over the P programs (thread blocks) of a kernel, added in fp64 and converted to `dtype`.
+    """Add the partial sums that the P programs (thread blocks) of a kernel wrote, in fp64; return them in `dtype`.
 
-    Entry p of the axis of programs holds a parameter's gradient, fp32, summed over the tokens of program p, its strip.
+    Entry p along `programs_axis` is a parameter's gradient, fp32, summed over the tokens of program p, its strip.
     There are no atomic additions, so the order of additions, and with it the result, is the same in every run. It
     takes two GPU launches; the sums for two parameters with P = H = 1024 read 8 MB.
     """

@@ -28,7 +28,8 @@ def replace_and_label(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id was changed.
 
-    Ids, positions (in [0, S)) and samples are int64; the samples are B * N elements in any shape.
+    Ids, positions (in [0, S)) and sampled tokens are int64; the sampled tokens are B * N elements in any shape. A
+    slot of weight 0 changes nothing.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":

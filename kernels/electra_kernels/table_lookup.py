@@ -35,13 +35,13 @@ def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return what `table_lookup` does, on any device with the matrix product as the gradient."""
+    """Look up entries as `table_lookup` does, but with a matrix product for the gradient on every device."""
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
     return entries
 
 
 def table_gradient(grad_TE: torch.Tensor, index_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the gradient of a table of `num_rows` rows whose entries `index_T` were looked up, [R, E]."""
+    """Return the gradient of a table of `num_rows` rows, [R, E], given that of its entries looked up, `grad_TE`."""
     row_R = torch.arange(num_rows, device=index_T.device)
     one_hot_TR = (index_T[:, None] == row_R).to(grad_TE.dtype)
     return one_hot_TR.t() @ grad_TE

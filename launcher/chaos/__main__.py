@@ -61,7 +61,7 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def compared_lines(run_dir: Path) -> list[str]:
-    """Return one line of JSON per training step with the fields COMPARED.
+    """Return, for each training step that a run recorded, one line of JSON with the values that runs must share.
 
     A float is written with all its digits, so two lines are equal only if all values are equal bit for bit.
     """
@@ -73,12 +73,12 @@ def compared_lines(run_dir: Path) -> list[str]:
 
 
 def _training_records(run_dir: Path) -> list[Record]:
-    """Return the records of training steps in a run's metrics; those of evaluations have no gradient norm."""
+    """Return a run's records of training steps, without its records of evaluations, which have no gradient norm."""
     return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-    """Return the command that supervises a run, with every step logged and local checkpoints only."""
+    """Return the command that starts a supervised run, which logs every step and saves checkpoints only locally."""
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
     for override in [*overrides, *drill_overrides]:
@@ -87,7 +87,7 @@ def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
-    """Print one line for each fault, then one for each kind of fault."""
+    """Print two tables: one line for each fault, then one line for each kind of fault with means and maxima."""
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
         code = "-" if hit.code is None else str(hit.code)
@@ -111,7 +111,7 @@ def _seconds_text(seconds: float | None) -> str:
 
 
 def _mean_and_worst(values: Sequence[float | None]) -> str:
-    """Return "mean (largest)" of the values that are not None; "-" if there are none."""
+    """Return the mean and the largest of the values that are not None, as "1.2 (3.4)"; "-" if all are None."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -120,7 +120,7 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Print which part of the `seconds` of the run with faults was useful, and what a fault costs on average."""
+    """Print the useful share (goodput) of the `seconds` that the run with faults took, and a fault's mean cost."""
     step_times = [record["step_s"] for record in _training_records(reference)]
     # Useful is the time that the steps took without faults. A fault costs the time until the next new step, and the
     # time of the steps that were repeated.
@@ -178,7 +178,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
 
 
 def _make_reference(reference: Path, args: argparse.Namespace) -> None:
-    """Make or continue the run without faults; its output is appended to the file NAME.log beside its folder."""
+    """Make or continue the run without faults; its output is appended to FOLDER.log beside the run's folder."""
     output = reference.with_name(f"{reference.name}.log")
     command = _supervise(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:
@@ -193,7 +193,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Make the run with faults; return their results, and why the run did not end as it must ([] if it did)."""
+    """Make the run with faults; return each fault's result, and the reasons why the run failed ([] if it did not)."""
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))

@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Planned fault of a drill: its kind, and the moment at which it is inflicted.
+    """Planned fault of a drill: its kind, and when it is inflicted.
 
-    That moment is `delay` step times after the run has reached `step` or, with `in_save`, after it has then begun to
-    write its next checkpoint.
+    The drill waits until the run has reached `step`; with `in_save`, it then waits until the run begins to write a
+    checkpoint. After another `delay` times the duration of a step, it inflicts the fault.
     """
 
     kind: str  # a key of FAULTS
@@ -54,16 +54,16 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Hit:
-    """Result of one fault of a drill: what was hit, and how the run reacted. Times are since the fault."""
+    """Result of one fault of a drill: what was hit, and how the run reacted. Times count from the fault."""
 
     kind: str  # a key of FAULTS
     step: int  # steps done at the fault
     what: str  # what was hit
     code: int | None = None  # exit code of the ranks (after a restart) or of the supervisor; None: the run went on
-    notice_s: float | None = None  # to the first decision in the supervisor's log; None: there was none
-    recovery_s: float | None = None  # to the next new step
+    notice_s: float | None = None  # until the supervisor logged its first decision; None: it logged none
+    recovery_s: float | None = None  # until the run completed its next new step; None: not yet
     steps_lost: int = 0  # steps that had to be repeated
-    fault: str = ""  # how the reaction differed from the required one; "": it did not
+    fault: str = ""  # what was wrong with the run's reaction; "": it reacted as it must
 
 
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
@@ -97,9 +97,9 @@ def ordered_kinds(
 ) -> list[str]:
     """Return the names of `count` faults in random order, every kind about equally often.
 
-    Each start of the ranks has one launcher process of DeepSpeed. A second fault that kills it (`Fault.hits_launcher`)
-    would find nothing to kill until the ranks start again. Therefore there is always a fault that makes the ranks
-    start again between two such faults; a UserError means that there are too few of those.
+    A fault that kills DeepSpeed's launcher process (`Fault.hits_launcher`) finds no such process a second time, until
+    the ranks are started again. Therefore, between two such faults there is always one that makes the ranks start
+    again. A UserError means that `kinds` has too few of these.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -144,8 +144,8 @@ class Drill:
 
         Args:
             first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
-                until there are two committed checkpoints of this step or later steps.
-            disk: the folder whose disk the fault `disk` fills; None: the run's checkpoint folder.
+                until there are two complete checkpoints of this step or later steps.
+            disk: the folder whose disk `fill_disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir
         self._command = command
@@ -156,14 +156,14 @@ class Drill:
         self._output = run_dir.with_name(f"{run_dir.name}.log")
         self._supervisor = self._start()
         self._saved = 0  # step of the newest checkpoint at the last fault
-        self._events: list[Record] = []  # of the ledger when it was read last
+        self._events: list[Record] = []  # the events of the ledger when it was read last
         self._read_version = (0, 0)  # size (bytes) and modification time (ns) of the ledger when it was read last
 
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
 
         If the fault ends the supervisor, this call starts it again. Raises Stuck if the run has no ranks to hit, ends
-        unexpectedly, or makes no progress within PATIENCE_S.
+        unexpectedly, or makes no progress for 900 s (PATIENCE_S).
         """
         fault = self._faults[planned.kind]
         if fault.bad_checkpoint:
@@ -197,7 +197,7 @@ class Drill:
         return hit
 
     def _wait_for_moment(self, planned: Planned) -> Beat:
-        """Wait until the run has reached the moment of a planned fault; return rank 0's newest heartbeat."""
+        """Wait until it is time to inflict a planned fault, and return rank 0's newest heartbeat."""
         beat = self._wait_for(lambda: self._ready(planned))
         if planned.in_save:
             self._wait_for_save()
@@ -207,7 +207,7 @@ class Drill:
         return beat if newest_beat is None else newest_beat
 
     def finish(self) -> int:
-        """Wait up to PATIENCE_S for the supervisor to end, and return its exit code (-9 after SIGKILL)."""
+        """Wait until the supervisor ends, and return its exit code (-9 after SIGKILL); raise Stuck after 900 s."""
         try:
             return self._supervisor.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -239,7 +239,7 @@ class Drill:
             signal.signal(signal.SIGHUP, own_handler)
 
     def _ledger(self) -> list[Record]:
-        """Return the events of the run's ledger; it is polled and grows, so an unchanged file is not read again."""
+        """Return the events of the run's ledger (its list of events); an unchanged file is not read again."""
         file = self._run_dir / LEDGER_FILE
         if file.exists():
             status = file.stat()
@@ -256,7 +256,11 @@ class Drill:
         return None
 
     def _ready(self, planned: Planned) -> Beat | None:
-        """Return rank 0's heartbeat if the planned fault may come now, otherwise None."""
+        """Return rank 0's heartbeat if the planned fault may be inflicted now, otherwise None.
+
+        The run must have reached the planned step and saved a checkpoint since the last fault, and each rank must know
+        its step time.
+        """
         beats = read_heartbeats(self._run_dir)
         if not beats:
             return None
@@ -271,10 +275,10 @@ class Drill:
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
-        """Return rank 0's heartbeat if the run has completed a step since the fault (at `begin`), otherwise None.
+        """Return rank 0's heartbeat if the run has completed a step since Unix time `begin`, otherwise None.
 
-        With `restarts`, the step must be later than the checkpoint from which the ranks resumed; it may be a repeated
-        one.
+        `before` is its heartbeat at the fault. With `restarts` (the fault restarts the ranks), the step must be after
+        the checkpoint from which the ranks resumed; they may have done this step before the fault, too.
         """
         beat = self._beat()
         if beat is None or beat.time < begin:
@@ -288,7 +292,7 @@ class Drill:
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """Poll `condition` until it returns something other than None, and return that."""
+        """Poll `condition` until its result is not None, and return it; Stuck if the run ends, or after 900 s."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             has_ended = self._supervisor.poll() is not None
@@ -303,7 +307,7 @@ class Drill:
             time.sleep(_POLL_S)
 
     def _wait_for_save(self) -> None:
-        """Wait until a checkpoint is being written; give up after 10 s."""
+        """Wait until the run is writing a checkpoint, but return after 10 s in any case."""
         deadline = time.monotonic() + _SAVE_PATIENCE_S
         checkpoints = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline:
@@ -315,7 +319,7 @@ class Drill:
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        """Complete `hit`: exit code, time to notice, repeated steps, and whether the run reacted well."""
+        """Fill in the fields `code`, `notice_s`, `steps_lost` and `fault` of `hit`, from log and ledger `events`."""
         lines = self._log_since(begin)
         if fault.then == "restarts":
             has_noticed_crash = any("crash" in text for _, text in lines)
@@ -333,7 +337,7 @@ class Drill:
         hit.fault = _reaction_fault(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
-        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`."""
+        """Return the lines that the supervisor logged after Unix time `begin`, each as (Unix time, text)."""
         entries = []
         for line in supervise_log(self._run_dir, 0).read_text("utf-8").splitlines():
             time_text, _, text = line.partition(" ")
@@ -344,7 +348,7 @@ class Drill:
 
 
 def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
-    """Return how the run's reaction to a fault differs from the required one; "" if it does not."""
+    """Return what is wrong with the run's reaction to a fault, as one line; "" if the run reacted as it must."""
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:
         return f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"

@@ -19,7 +19,7 @@ _INTERRUPTED_COLOR = "#2563eb"
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
-    """Write a PNG with three diagrams: losses of both runs, their difference, and seconds lost by each fault."""
+    """Write a PNG with three diagrams: losses of the two runs, their difference, and the seconds each fault cost."""
     with matplotlib.rc_context(print_style()):
         figure = Figure(figsize=(7.6, 5.0), layout="constrained")
         FigureCanvasAgg(figure)
@@ -42,7 +42,7 @@ def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[
 
 
 def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
-    """Draw, for each step that both runs logged, the loss of the interrupted run minus that of the reference run."""
+    """Draw, for each step that both runs logged, the interrupted run's loss minus the reference run's loss."""
     expected = dict(zip(*_losses(reference)))
     found = dict(zip(*_losses(interrupted)))
     steps = sorted(expected.keys() & found.keys())
@@ -55,7 +55,7 @@ def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
 
 
 def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
-    """Draw a bar for each fault, colored by its kind: the seconds from the fault to the next new step."""
+    """Draw a bar for each fault, colored by its kind: the seconds until the run completed its next new step."""
     colors = matplotlib.colormaps["tab20"]
     for color, kind in enumerate(sorted({hit.kind for hit in hits})):
         of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
@@ -69,6 +69,6 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
 
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
-    """Return the steps that a run logged, and the loss of each, in nats."""
+    """Return the training steps that a run logged, and the loss of each step in nats."""
     records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     return [record["step"] for record in records], [record["loss"] for record in records]

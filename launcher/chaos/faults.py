@@ -32,13 +32,13 @@ _KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process t
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One kind of fault: what is done to the run, and how the run must react.
+    """One kind of fault: what is done to the run, and how the run must react to pass the drill.
 
-    A fault with `undo` lasts until `undo` is called: after the end of the run if `then` is "ends", otherwise `lasts_s`
-    seconds after `act`.
+    A fault with `undo` lasts until the drill calls `undo`: after the run has ended if `then` is "ends", otherwise
+    `lasts_s` seconds after it called `act`.
     """
 
-    act: Act  # inflicts the fault and returns what was hit, for the table
+    act: Act  # inflicts the fault and returns what was hit, for the table that the drill prints
     then: Literal["goes on", "restarts", "ends"]  # required: no restart, restart by the supervisor, end of the run
     code: int | None  # required exit code of the ranks ("restarts") or of the supervisor ("ends"); None: "goes on"
     bad_checkpoint: bool = False  # whether it damages a checkpoint, which the next start must set aside
@@ -49,7 +49,7 @@ class Fault:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a function that sends signal `number` to one random rank of a run."""
+    """Return a fault (the function that inflicts it) that sends signal `number` to one random rank of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         ranks = victim.ranks()
@@ -61,7 +61,7 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a function that sends signal `number` to the supervisor of a run."""
+    """Return a fault (the function that inflicts it) that sends signal `number` to the supervisor of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         send_signal([victim.supervisor], number)
@@ -71,12 +71,12 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
-    """Send SIGCONT to all ranks of the run, to continue the one that SIGSTOP has stopped; the others ignore it."""
+    """Continue the rank that SIGSTOP has stopped: send SIGCONT to all ranks of the run, which has no other effect."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill the DeepSpeed process that has started the ranks; they must go on without it."""
+    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it."""
     pids = victim.pids("deepspeed.launcher.launch")
     send_signal(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"
@@ -90,7 +90,7 @@ def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
 
 
 def _request_stop(victim: Victim, draw: random.Random) -> str:
-    """Create the file `stop` in the run folder, by which a user stops a run."""
+    """Create the file `stop` in the run folder, as a user does who wants the run to save and end."""
     (victim.run_dir / STOP_FILE).touch()
     return f"file {STOP_FILE}"
 

@@ -1,10 +1,10 @@
 """Inflict the faults of a drill that hit files: a checkpoint, the metrics, the ledger, the lease, and a full disk.
 
-Guarantee: only files in the run's folder, and on the disk that the fault `disk` fills, are changed.
+Guarantee: only files in the run's folder, and on the disk that `fill_disk` fills, are changed.
 
 How: a fault that damages a file first kills all processes of the run, so that no process repairs or replaces the file
-before the next start reads it. Each function has the signature that `Fault.act` or `Fault.undo` needs (faults.py) and
-returns what it hit as text for the drill's table.
+before the next start of the run reads it. Each function can be used as `Fault.act` or `Fault.undo` (faults.py). An
+`act` returns what it hit, as text for the table that the drill prints.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
 
 
 def delete_part(victim: Victim, draw: random.Random) -> str:
-    """Kill the run, and delete a random file of the newest checkpoint, but not its manifest."""
+    """Kill the run, and delete a random file of the newest checkpoint; never the manifest, its list of files."""
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw, with_manifest=False)
     file.unlink()
@@ -55,10 +55,10 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 
 
 def tear_tail(name: str) -> Act:
-    """Return a fault that kills the run and adds an unfinished line to the file `name` in its folder.
+    """Return a fault that kills the run and appends an unfinished line to the file `name` in the run folder.
 
-    A power loss in the middle of an append leaves such a line; the next start must drop it and nothing else. The file
-    holds JSON lines, at least one.
+    A power loss in the middle of a write leaves such a line. The next start of the run must remove that line and
+    nothing else. The file must hold JSON lines, at least one.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
@@ -78,9 +78,9 @@ tear_ledger = tear_tail(LEDGER_FILE)
 
 
 def steal_lease(victim: Victim, draw: random.Random) -> str:
-    """Take the lease of the run folder for this process, as another start of the run would, until `return_lease`.
+    """Take the lease of the run folder, the exclusive right to write there, away from the run, until `return_lease`.
 
-    The run has then lost the right to write to its folder and must end without another save.
+    The run must then end without another save, as if someone had started it a second time.
     """
     folder = victim.run_dir / LEASE_DIR
     created = None
@@ -95,16 +95,16 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
 def return_lease(victim: Victim) -> None:
     """Release the lease that `steal_lease` took, so that the next start of the run need not wait until it expires.
 
-    Call it when the run has ended: the newest lease is then the stolen one.
+    Call it when the run has ended: it releases the newest lease of the folder, which is then the stolen one.
     """
     lease_file.release(lease_file.find_newest(victim.run_dir / LEASE_DIR).path)
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:
-    """Return a random file of the newest checkpoint that has a manifest; the manifest only if `with_manifest`.
+    """Return a random file of the newest complete checkpoint; it may be the manifest only if `with_manifest`.
 
-    A start ignores a folder without a manifest, instead of finding it damaged. Raises IndexError if there is no
-    checkpoint.
+    A checkpoint is complete once it has a manifest (list of its files); the run ignores folders without one. Raises
+    IndexError if there is no complete checkpoint.
     """
     newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
     _step, _attempt, folder_name = newest_checkpoint
@@ -120,7 +120,7 @@ def fill_disk(victim: Victim, draw: random.Random) -> str:
     """Fill the disk of `victim.filled_folder` to the last byte with one file, which `free_disk` deletes.
 
     Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled. The run
-    must repeat a save that the full disk refuses until it succeeds, and go on.
+    must repeat a save that fails on the full disk until the save succeeds, and go on.
     """
     num_written = 0
     with (victim.filled_folder / FILLER).open("wb", buffering=0) as file:
@@ -133,18 +133,18 @@ def fill_disk(victim: Victim, draw: random.Random) -> str:
 
 
 def free_disk(victim: Victim) -> None:
-    """Delete the file with which `fill_disk` has filled a disk, so that the run can save again; it may be missing."""
+    """Delete the file with which `fill_disk` has filled a disk, if there is one, so that the run can save again."""
     (victim.filled_folder / FILLER).unlink(missing_ok=True)
 
 
 class SmallDisk:
-    """Small file system in memory, mounted at a run's checkpoint folder, for the fault `disk` to fill.
+    """Small file system in memory, mounted at a run's checkpoint folder, so that `fill_disk` fills no real disk.
 
     Mounting needs root. Call `close` at the end.
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        """Create `folder`, which must not exist, and mount a tmpfs there for all checkpoints that are kept."""
+        """Create `folder`, which must not exist yet, and mount a tmpfs of `size_bytes` there."""
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "chaos", str(folder)]
@@ -156,7 +156,7 @@ class SmallDisk:
             )
 
     def close(self) -> None:
-        """Unmount the file system, and copy its files except the filler into the same folder on the machine's disk."""
+        """Unmount the file system; its files, except that of `fill_disk`, move to the same folder on the real disk."""
         (self._folder / FILLER).unlink(missing_ok=True)
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)

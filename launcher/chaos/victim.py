@@ -21,20 +21,20 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that a fault hits: its folder, and its processes here, which are looked up anew at each call."""
+    """The run that a fault hits: its folder, and its processes on this machine, which each call looks up anew."""
 
     run_dir: Path
     supervisor: int | None  # pid of the supervisor; None if it has ended
-    disk: Path | None = None  # the folder that the fault `disk` fills; None: the checkpoint folder
+    disk: Path | None = None  # folder on the disk that `fill_disk` fills; None: the checkpoint folder
 
     @property
     def checkpoints(self) -> Path:
-        """Return the run's checkpoint folder, which is the only place where a run in a drill saves checkpoints."""
+        """Return the run's checkpoint folder, the only place to which a run in a drill saves checkpoints."""
         return self.run_dir / CHECKPOINTS_DIR
 
     @property
     def filled_folder(self) -> Path:
-        """Return the folder whose disk the fault `disk` fills."""
+        """Return the folder whose disk is filled when the drill injects a full disk (`fill_disk`)."""
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
@@ -52,7 +52,7 @@ class Victim:
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return rank number -> pid of the ranks that run on this machine."""
+        """Return the pid of each rank that runs on this machine, by the rank's number."""
         pids = {}
         # Only the command line of a rank contains this option.
         for pid in self.pids("--state"):
@@ -78,9 +78,10 @@ def send_signal(pids: Iterable[int | None], number: int) -> None:
 
 
 def kill_everything(victim: Victim) -> int:
-    """Send SIGKILL to the supervisor and all other processes of the run until none is left; return about how many.
+    """Send SIGKILL to the supervisor and all other processes of the run until none is left.
 
     The processes are listed and killed repeatedly, because a process may start another one before it is killed.
+    Returns roughly how many processes were killed.
     """
     send_signal([victim.supervisor], signal.SIGKILL)
     most_pids = 0

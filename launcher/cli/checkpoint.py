@@ -69,7 +69,7 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
 
 
 def _json_tree(checkpoint: Found) -> dict[str, Any]:
-    """Return a checkpoint as a JSON object; values from its manifest are null if it has no undamaged manifest."""
+    """Return a checkpoint as a JSON object for `list --json`; without a good manifest, the values from it are null."""
     manifest = checkpoint.manifest
     state = manifest.state if manifest else None
     return {
@@ -87,7 +87,7 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
 
 
 def _table_row(checkpoint: Found) -> list[str | Text]:
-    """Return the row of a checkpoint in the table of `list`; without a manifest, time to rows seen are empty."""
+    """Return the row of a checkpoint in the table of `list`; without a manifest, the cells that it fills are empty."""
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
@@ -188,7 +188,7 @@ def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
 
 
 def _print_verified(verified: Verified, out: Console) -> None:
-    """Print "good" or "BAD" for a checkpoint, its size and the time of reading it, and a line for each fault."""
+    """Print "good" or "BAD" for a checkpoint, with its size and how long reading took, and a line for each fault."""
     verdict = ("BAD ", "red") if verified.faults else ("good", "green")
     out.print(styled(verdict, f" {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s"))
     for fault in verified.faults:
@@ -240,7 +240,7 @@ def _print_diff(left: Side, right: Side, different: list[Difference], num_compar
 
 
 def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
-    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and state fields."""
+    """Print, as a JSON object, all parameters and all fields of the run state in which two checkpoints differ."""
     from electra_dist.checkpoint.state_diff import state_differences
 
     fields = state_differences(left.manifest.state, right.manifest.state)
@@ -259,7 +259,7 @@ def _print_diff_json(left: Side, right: Side, different: list[Difference], num_c
 
 
 def _compare_parameters(left: Side, right: Side) -> list[Difference]:
-    """Compare every parameter that both checkpoints have in the same shape, and show a progress bar meanwhile."""
+    """Compare each parameter that both checkpoints have in the same shape; show a progress bar on stderr."""
     from electra_dist.checkpoint.state_diff import parameter_differences
 
     num_parameters = len(left.manifest.state.shapes)
@@ -282,7 +282,7 @@ def _state_table(left: Side, right: Side) -> Table:
 
 
 def _parameter_table(different: list[Difference]) -> Table:
-    """Return a table of the parameters that differ most, with the largest absolute differences of their elements."""
+    """Return a table of the parameters that differ most, with the largest absolute difference of their elements."""
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
     largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
     for parameter in largest_first[:_MAX_PARAMETERS_SHOWN]:
@@ -320,7 +320,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> Side:
-    """Find one of the two checkpoints to compare, and read its manifest."""
+    """Find one of the two checkpoints to compare, and read its manifest; UserError if that fails."""
     from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
@@ -338,7 +338,7 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
 def _progress_of_bytes(
     total: int | None, *, to_stderr: bool = False
 ) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar while a `with` block runs; yield its console and a function that moves it by some bytes."""
+    """Show a progress bar of bytes during a `with` block; yield its console and a function that adds bytes to it."""
     out = Console(stderr=True) if to_stderr else open_console()
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:

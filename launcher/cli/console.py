@@ -1,4 +1,4 @@
-"""Print what a command finds: tables that keep all their cells in a pipe, and JSON for other programs."""
+"""Print the results of commands: text and tables, which are not cut when they go into a pipe, and JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def open_console(*, soft_wrap: bool = True) -> Console:
     """Return a console for stdout.
 
     On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
-    if FORCE_COLOR is set, so that other programs can read the lines. With `soft_wrap` the terminal breaks long lines
-    (for text), otherwise rich breaks them within the cells of a table.
+    if FORCE_COLOR is set, so that other programs can read the lines. With `soft_wrap` (for text) the terminal breaks
+    long lines; without it (for tables) rich breaks them within the cells.
     """
     console = Console(soft_wrap=soft_wrap)
     if console.file.isatty():

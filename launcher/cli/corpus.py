@@ -159,7 +159,7 @@ def merge(
 
 
 def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
-    """Print the counts, the report and the fingerprint of a finished corpus, and what the call has done for it."""
+    """Print a finished corpus's counts, build report and fingerprint, and whether this call or an earlier built it."""
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
@@ -177,7 +177,7 @@ def _outcome(result: JoinedCorpus) -> str:
 
 
 def _print_report(report: BuildReport | None, console: Console) -> None:
-    """Print what a build has read and left out, each source, and what a user may want to change."""
+    """Print tables of what a build has read and left out and of its sources, and hints on what to change."""
     if report is None:
         console.print("no report of the inputs: the corpus was indexed, or built before builds wrote build.json")
         return
@@ -251,7 +251,7 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Refuse an output inside an input: a second build would read the files of the first one as input text."""
+    """Raise a UserError if the output is inside an input: a second build would read the first one's files as text."""
     for path in inputs:
         if "://" in output:
             is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")

@@ -99,7 +99,7 @@ def find(
 
 
 def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
-    """Search for the query; return the rows and the number of tokens of its text, if it has one."""
+    """Run the search; return the rows found, and the number of tokens of the searched text (None without a text)."""
     if query.text is None:
         return search.rows_with_documents(), None
     forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
@@ -111,7 +111,7 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
-    """Open the given corpus or, if none is given, all corpora of the run, their shards numbered as those of one."""
+    """Open `corpus` or, if it is None, all corpora of the run, whose shards are then numbered consecutively."""
     if config is not None and corpus is None:
         return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:
@@ -131,7 +131,7 @@ def _progress(shards: Iterable[int]) -> Iterable[int]:
 
 
 def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
-    """Interpret the positional arguments, [CORPUS] [RUN] [TEXT], and the options of the command."""
+    """Decide which of the positional arguments `words` are CORPUS, RUN and TEXT, given the options of the command."""
     if query.source is not None and query.document is not None:
         raise UserError("--source and --document: both are given; give one of them")
     remaining = list(words)

@@ -107,7 +107,7 @@ def plan(
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Return the rates (CPU times of the steps of a build) that this command or benchmarks/corpus_builder.py kept."""
+    """Read rates (CPU times of a build's steps) from a file of this command or of benchmarks/corpus_builder.py."""
     from electra_dist.planning.corpus.corpus_rates import CorpusRates
 
     next_step = "give another --rates, or leave it out to measure"
@@ -119,7 +119,7 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """Measurement of the rates for one command line, which is kept in the user's cache folder."""
+    """Measurement of the rates (CPU times of the steps of a build), which are kept in the user's cache folder."""
 
     def __init__(
         self,
@@ -136,7 +136,10 @@ class _Measurement:
         self._preparation = preparation
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call kept for the same text, settings and machine, or measure them."""
+        """Return the rates that an earlier call kept for the same input, settings and machine; otherwise measure them.
+
+        With `again`, they are always measured. New rates are kept for later calls.
+        """
         path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
             try:
@@ -151,7 +154,7 @@ class _Measurement:
         return rates
 
     def request(self, files: list[InputFile], vocabulary: Vocabulary) -> BuildRequest:
-        """Return a build of the given files with the settings of the config, for measuring and planning only."""
+        """Return a request to build a corpus from `files` with the config's settings, only to measure and to plan."""
         from electra_dist.corpus.build_request import BuildRequest
 
         return BuildRequest(
@@ -165,7 +168,7 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return a digest of the input files' locations and sizes (not content), the settings and the machine."""
+        """Return a digest of everything on which rates depend: the input files' paths and sizes, settings, machine."""
         config = self._config
         values = {
             "machine": cpu(),
@@ -180,7 +183,7 @@ class _Measurement:
         return hashlib.sha256(canonical_json(values).encode()).hexdigest()[:16]
 
     def _measure(self) -> CorpusRates:
-        """Measure on the smallest input files or, if there are no inputs, on an artificial text; return the rates."""
+        """Measure the rates on the smallest input files or, if there are no input files, on an artificial text."""
         from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, measure_rates, smallest_files
         from electra_dist.planning.corpus.sample_text import write_sample_text
 
@@ -197,7 +200,7 @@ class _Measurement:
             return measure_rates(request, sample, f"{cpu()['model']}", stages)
 
     def _measure_preparation(self, files: list[InputFile]) -> list[PrepareRate]:
-        """Measure the stages of `corpus prepare` on the sample; return [] if no preparation is planned."""
+        """Measure the stages of `corpus prepare` on the sample `files`; return [] if no preparation is planned."""
         if self._preparation is None:
             return []
         try:
@@ -207,7 +210,7 @@ class _Measurement:
         return measure_preparation(self._preparation, files, self._text_field)
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
-        """Return the user's vocabulary, or train one on the sample, filled with unused entries to model.vocab_size."""
+        """Return the vocabulary of --vocab, or train one on `files` and fill it up with unused entries."""
         if self._vocab is not None:
             return Vocabulary.read(self._vocab)
         corpus = self._config.corpus
@@ -227,14 +230,14 @@ class _Measurement:
 
 
 def _placeholder(config: Config) -> Vocabulary:
-    """Return a vocabulary of model.vocab_size entries, which a plan needs only for its number of entries."""
+    """Return a vocabulary of model.vocab_size meaningless entries: a plan needs only their number."""
     from electra_dist.tokenizer import SPECIAL_TOKENS
 
     return _filled(Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"), config.model.vocab_size)
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Fill a vocabulary to `size` entries with [unusedN], because `size` determines the bytes of an id."""
+    """Fill a vocabulary up to `size` entries with [unusedN], because `size` determines how many bytes an id takes."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
@@ -248,7 +251,7 @@ def _workload(
     machines: int,
     cores: int,
 ) -> Workload:
-    """Return the sizes of the text to plan for: the text of the inputs, or enough text for the wanted tokens."""
+    """Return the amount of text to plan for: the input files, or as much as `tokens` (or the default) needs."""
     from electra_dist.planning.corpus.corpus_plan import Workload, workload_of_tokens
 
     if not files or tokens is not None:
@@ -274,7 +277,7 @@ def _workload(
 
 
 def _table(plan: CorpusPlan, prices: Prices) -> Table:
-    """Return the table of the steps of a plan and their sums, with a column of the cost if a price is given."""
+    """Return a table with a row for each step of the planned build and one for their sum; costs only with prices."""
     from electra_dist.planning.corpus.corpus_plan import total_requests
 
     columns = ["step", "core-hours", "GB read", "GB written", "GET", "PUT", "LIST", "DELETE"]
@@ -301,7 +304,7 @@ def _table(plan: CorpusPlan, prices: Prices) -> Table:
 def _remarks(
     plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
 ) -> list[str]:
-    """Return the lines below the table: sizes of the corpus, duration, and the rates and assumptions behind them."""
+    """Return the lines below the table of the plan: sizes of the corpus, duration, and the measured rates."""
     most_busy_cores = min(plan.num_groups, plan.num_buckets)
     lines = [
         f"{format_count(plan.tokens)} tokens from {work.text_bytes / 1e9:,.1f} GB of text in {work.num_files:,} "

@@ -90,7 +90,7 @@ def _submit(preparation: Preparation, out: Console) -> None:
 
 
 def _stage_table(preparation: Preparation) -> Table:
-    """Return a table of the stages: the number of tasks, of tasks not completed yet, and their steps."""
+    """Return a table with the name of each stage, its number of tasks, how many of them are left, and its steps."""
     from electra_dist.corpus.prepare.preparation import tasks_left
 
     left = tasks_left(preparation)
@@ -101,7 +101,7 @@ def _stage_table(preparation: Preparation) -> Table:
 
 
 def _print_report(report: PrepareReport, out: Console) -> None:
-    """Print documents by source, then what each step dropped for which reason."""
+    """Print two tables: the documents of each source, and how many documents each step dropped for which reason."""
     table = Table("source", "licence", "files", "documents", "dropped", "kept", "characters kept")
     for name, counts in report["sources"].items():
         share = counts["documents_out"] / counts["documents_in"] if counts["documents_in"] else 0.0

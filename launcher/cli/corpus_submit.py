@@ -1,4 +1,4 @@
-"""`electra-dist corpus submit`: build a corpus as an array of Slurm jobs, followed by a job that joins the parts."""
+"""`electra-dist corpus submit`: build the parts of a corpus by a Slurm array job, and merge them by a last job."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def submit(
 
 
 def _absolute(path: str) -> str:
-    """Return an input with an absolute path, because a job may start in another folder; a URL stays as it is."""
+    """Return a path as an absolute one, because a job may start in another folder; a URL stays as it is."""
     return path if "://" in path else str(without_tilde(path).absolute())

@@ -1,4 +1,4 @@
-"""`electra-dist corpus vocab`, and the vocabulary of `corpus build`: train a vocabulary on input files."""
+"""`electra-dist corpus vocab`: train a vocabulary on input files. `corpus build` finds or trains its own here, too."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_vocab(
 def find_vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
-    """Return the vocabulary of a build: the one at `path`, or the vocab.txt in the output, or a new one from `files`.
+    """Return the vocabulary of a build: the file `path`, or the output's vocab.txt, or a new one trained on `files`.
 
     ManifestMismatch is raised if the vocab.txt in the output is not the one with which this build began.
     """
@@ -85,7 +85,7 @@ def find_vocabulary(
 
 
 def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
-    """Check that a vocabulary is of the kind that `corpus.tokenizer` sets."""
+    """Raise a UserError if a vocabulary is not of the kind (WordPiece or BPE) that `corpus.tokenizer` sets."""
     if vocabulary.kind == wanted_kind:
         return
     description = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
@@ -107,7 +107,10 @@ class _Training:
     def train(
         self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
     ) -> Vocabulary:
-        """Train a vocabulary, always the same from the same text; `folder` keeps a sample until the end."""
+        """Train a vocabulary on all files or, if they are large, on a sample, which lies in `folder` until the end.
+
+        The same files and settings always give the same vocabulary.
+        """
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
             return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
@@ -124,7 +127,7 @@ class _Training:
         return vocabulary
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
-        """Take the sample, and show how much of the files is read."""
+        """Copy a random sample of the documents, and show on a progress bar how much of the files has been read."""
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
@@ -134,7 +137,7 @@ class _Training:
             sample.take(self._texts(files), lambda file: bar.update(task, completed=ends[file]))
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
-        """Yield the position of the file, the position in the file and the text of each usable document."""
+        """Yield for each usable document the number of its file, its number in the file, and its text."""
         for file, number, document in DocumentStream(list(files), self._text_field).numbered():
             try:
                 yield file, number, decode(document, self._text_field, self._undecodable)

@@ -101,7 +101,7 @@ def _parse_checkpoint(text: str) -> Choice:
 
 
 def _parse_average(text: str | None) -> int:
-    """Return N of `--average last:N`; 1, which means no average, without it."""
+    """Return N for `--average last:N`; without the option return 1, which means no average."""
     if text is None:
         return 1
     match = _AVERAGE.fullmatch(text)
@@ -111,7 +111,7 @@ def _parse_average(text: str | None) -> int:
 
 
 def _check_local_checkpoints(run: Path) -> None:
-    """Refuse a run folder with checkpoints of another run; those on S3 are not read for a report."""
+    """Raise a UserError if local checkpoints of a run were written by another run; those on S3 are not looked at."""
     try:
         config = open_run(run)
     except UserError:

@@ -225,7 +225,7 @@ def minimal_pairs(
 
 
 def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
-    """Print a table of the scores of all tasks, and one line for each seed that counts as failed."""
+    """Print a table of the scores of all tasks, and a line with the reason for each seed that counts as failed."""
     from electra_dist.finetune.seed_results import results_table
 
     out.print(results_table(title, summaries))
@@ -235,7 +235,7 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
 
 
 def _default_output(model: str) -> Path:
-    """Return MODEL/finetune or, for random:CONFIG.yaml, which has no folder, runs/finetune_random_CONFIG."""
+    """Return MODEL/finetune or, for the untrained model random:CONFIG.yaml, runs/finetune_random_CONFIG."""
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem
         return Path("runs") / f"finetune_random_{config_name}"
@@ -246,8 +246,8 @@ def _default_output(model: str) -> Path:
 def progress_bar(out: Console) -> Iterator[Report]:
     """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
 
-    Yields a function of the current activity, its parts done, and its parts in total. The bar restarts with each
-    activity.
+    Yields a function to call with the name of the current activity, how many parts of it are done, and how many there
+    are. The bar restarts when the name changes.
     """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -274,7 +274,7 @@ def progress_bar(out: Console) -> Iterator[Report]:
 def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
-    """Write the scores and the settings of a fine-tuning command as JSON, to be read by other programs."""
+    """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
     from electra_dist.finetune.seed_results import glue_average
 
     _write_json(

@@ -48,13 +48,13 @@ class _CommandsOnUse(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder for `--help` to list; `resolve_command` returns the command to run."""
+        """Return a command with a name and a help text only, for `--help`; `resolve_command` returns the real one."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return (name, command, remaining arguments) for the arguments of the command line; import the command."""
+        """Import the subcommand that the command line names; return its name, the command, and its arguments."""
         name, command, remaining = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, remaining
@@ -70,7 +70,7 @@ class _CommandsOnUse(TyperGroup):
 
 
 def _import_command(name: str) -> Any:
-    """Import a subcommand: a Typer application, such as `corpus`, or a function, such as `status`."""
+    """Import a subcommand, which its module defines as a Typer application (`corpus`) or a function (`status`)."""
     module, attribute = COMMANDS[name]
     function_or_app = getattr(import_module(module), attribute)
     if isinstance(function_or_app, typer.Typer):
@@ -84,7 +84,7 @@ def _import_command(name: str) -> Any:
 
 
 def _description(module: str, attribute: str) -> str:
-    """Return a command function's docstring or a Typer application's `help` without importing its module."""
+    """Return a subcommand's help text (docstring of a function or `help` of a Typer app) without importing it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as file:

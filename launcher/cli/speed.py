@@ -51,7 +51,7 @@ def speed(
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout's file descriptor to stderr during the `with` block, so that C++ libraries are covered, too."""
+    """Redirect stdout to stderr during a `with` block, by file descriptor, so that C++ libraries are covered, too."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
@@ -64,7 +64,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def advice(profile: StepProfile) -> list[str]:
-    """Return what to change to make steps faster, one line each, or one line on the largest part of the step."""
+    """Return hints on how to make steps faster, one line each; if there is none, a line on a step's largest part."""
     lines = []
     if profile.wait_share > _MUCH_WAITING:
         lines.append(
@@ -91,7 +91,7 @@ def advice(profile: StepProfile) -> list[str]:
 
 
 def _print_tables(profile: StepProfile) -> None:
-    """Print the facts of a step, then one row for each of its parts."""
+    """Print two tables: facts about a training step, such as its speed, and the time of each of its parts."""
     from rich.table import Table
 
     facts = Table(show_header=False, box=None)

@@ -96,7 +96,7 @@ def verify_command(
 def _json_tree(
     run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: RunCorpora
 ) -> dict[str, Any]:
-    """Return the result of an audit as a JSON object; `deviation` is null if the rows are those prescribed."""
+    """Return the result of the command as a JSON object; `deviation` is null if the run used the prescribed rows."""
     last = result.last
     assert last is not None
     phases = []
@@ -127,7 +127,7 @@ def _num_starts(run: Path) -> int:
 
 
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
-    """Return (URL, run state) of all undamaged committed checkpoints, and a line for each damaged one."""
+    """Return (URL, run state) of each complete, undamaged checkpoint of the run, and a line for each damaged one."""
     owner = owner_of(config, read_identity(Path(config.run_dir)))
     checkpoints = []
     damaged = []
@@ -146,7 +146,7 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
 
 
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
-    """Return the steps, from 0, that made no update because their gradients overflowed fp16."""
+    """Return the numbers (from 0) of the steps that made no update because their gradients overflowed fp16."""
     # A record has the number of steps done, which is one more than the number of its step.
     records = iter_records(run_dir / METRICS_FILE, whole_metrics_fault, containing=b"true")
     steps = {record["step"] - 1 for record in records if record.get("overflow")}
@@ -156,7 +156,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
-    """Print the receipts checked, the skipped steps, and how often each row was used or where other rows were used."""
+    """Print the number of receipts, the skipped steps, and how often each row was used or where a wrong row was."""
     last = result.last
     assert last is not None
     out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
@@ -181,7 +181,7 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: R
 
 
 def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> str:
-    """Return in words how often each row was used in the first `num_steps` steps, for each phase that has begun."""
+    """Return in words how often each row of each corpus was used in the first `num_steps` steps."""
     lengths = phase_lengths(expected.order.phases, num_steps * expected.global_batch)
     if len(lengths) == 1:
         return _use_of_rows(lengths[0], corpora.manifest.num_rows)
@@ -195,7 +195,7 @@ def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> 
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
-    """Return in words how often each row of the corpus was used: "80 of the 640 rows ... 4 times, ..."."""
+    """Return in words how often each row of one corpus was used: "80 of the 640 rows ... 4 times, ..."."""
     num_epochs, num_further_rows = divmod(num_positions, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
@@ -213,7 +213,10 @@ def _times(count: int) -> str:
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Return every receipt in a run's metrics and in `checkpoints` (name, state) with its source, by step."""
+    """Return every receipt in a run's metrics and in `checkpoints` (name, state), with its source, ordered by step.
+
+    A receipt is the number of rows used so far and a digest of their ids.
+    """
     marks = []
     for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
         if record["kind"] == "train":

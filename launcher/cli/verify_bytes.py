@@ -52,17 +52,17 @@ _BYTES_AT_A_TIME = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """File of a corpus or of a run, or a whole checkpoint, that is to be read."""
+    """One file of a corpus or a run, or one whole checkpoint, that is to be read and checked."""
 
     url: str
-    kind: str  # in the summary, such as "shard" or "checkpoint"
-    size_bytes: int  # as its manifest lists it; 0 if that is not known
+    kind: str  # name of the kind in the summary, such as "shard" or "checkpoint"
+    size_bytes: int  # size that the manifest lists; 0 if it is not known
     faults: Callable[[Advance], list[str]]  # reads all bytes and returns one line for each fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadPart:
-    """Part of a corpus or run that is not what its manifest lists, with one line for each fault."""
+    """File or checkpoint that is not what its manifest lists, with one line for each fault."""
 
     url: str
     faults: list[str]
@@ -71,8 +71,8 @@ class BadPart:
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     """Read all bytes of a run or a corpus, print every bad file, and raise a UserError if there is one.
 
-    For a run, these are the corpora that its config names, the vocabulary and the token counts in the run folder, and
-    the checkpoints.
+    For a run, the corpora that its config names, the vocabulary and the token counts in the run folder, and the
+    checkpoints are read.
     """
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
@@ -98,7 +98,7 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
 
 
 def _read_all(parts: list[Part]) -> list[BadPart]:
-    """Read all parts under a progress bar on stderr; return those that are bad."""
+    """Read all files and checkpoints, with a progress bar on stderr, and return the bad ones."""
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     bad = []
     with Progress(*columns, transient=True, console=Console(stderr=True)) as progress:
@@ -114,7 +114,7 @@ def _read_all(parts: list[Part]) -> list[BadPart]:
 
 
 def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of the run or corpus `path`; shards on S3 are fetched into the folder `temporary`."""
+    """Yield what is to be read of the run or corpus `path`; shards on S3 are fetched into the folder `temporary`."""
     if "://" not in path and is_run_folder(Path(path)):
         yield from _run_parts(Path(path), temporary)
         return
@@ -130,7 +130,7 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
 
 
 def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a run: its vocabulary, its corpora (held-out rows included) and its committed checkpoints."""
+    """Yield the parts of a run: vocabulary, token counts, corpora (also the held-out one) and complete checkpoints."""
     config = open_run(run_dir)
     yield Part(
         url=str(run_dir / RUN_VOCAB_FILE),
@@ -169,7 +169,10 @@ def _token_counts_part(file: Path, vocab_size: int) -> Part:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a corpus (of that fingerprint, if one is given); corpus.json alone if it is damaged."""
+    """Yield the files of a corpus; only corpus.json if that is damaged.
+
+    corpus.json also counts as bad if the corpus has another fingerprint than `fingerprint` (None: any).
+    """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
         manifest = read_corpus(store)
@@ -193,7 +196,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield one part for each side file of a corpus, or a single one if origins.json itself is damaged."""
+    """Yield the side files of a corpus (sources and documents of its rows), only origins.json if that is damaged."""
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -216,7 +219,7 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
-    """Return an empty list, for use in lambdas: the reader that gives `checked` raises a UserError for a bad file."""
+    """Return []. For lambdas: the argument is the result of a reader that raises a UserError for a bad file."""
     return []
 
 
@@ -230,7 +233,7 @@ def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
 
 
 def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Advance) -> list[str]:
-    """Return what is wrong with the size or the SHA-256 of a shard; empty if corpus.json lists both."""
+    """Return what is wrong with a shard; [] if its size and SHA-256 are those that corpus.json lists."""
     local_path = store.local_path(entry.name)
     path = local_path or temporary / "shard.tar"
     if local_path is None:
@@ -260,7 +263,7 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
 
 
 def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
-    """Return the part for a committed checkpoint, which is bad if another run than `owner` has written it."""
+    """Return a complete checkpoint as a part to read; it counts as bad if another run than `owner` has written it."""
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read

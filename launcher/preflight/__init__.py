@@ -1,1 +1,1 @@
-"""Checks of a node and of the network between nodes, made before a run starts."""
+"""Preflight: checks of a node and of the network between nodes before a run starts."""

@@ -36,11 +36,11 @@ from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this node, print the findings, add a strike if it is unhealthy, and return the process's exit code.
+    """Check this node, print the findings, add a strike to strikes.jsonl if it is unhealthy; return the exit code.
 
-    RANK, LOCAL_RANK and WORLD_SIZE of the environment decide what is checked; with a world size above 1 the call is
-    collective. Local rank 0 of each node checks the node. Rank 0 prints for all; if the ranks cannot work together,
-    local rank 0 of each node prints.
+    The variables RANK, LOCAL_RANK and WORLD_SIZE decide what is checked; with a world size above 1 the call is
+    collective. Local rank 0 of each node checks the node. Rank 0 prints the findings of all ranks; if the ranks cannot
+    work together, local rank 0 of each node prints its own.
     """
     args = _parse(argv)
     node = node_name()
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
-    """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load."""
+    """Check the node, on its first rank; then compare all ranks or, with only one rank, test its GPUs under load."""
     findings = check_node(config, node, patience) if is_first_of_node else []
     if world_size > 1:
         # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
@@ -91,7 +91,7 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
 
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Record waits for storage as heartbeats of `rank`, so that `electra-dist status` shows them."""
+    """Make `patience` record each wait for storage in the heartbeat file of `rank`, for `electra-dist status`."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:

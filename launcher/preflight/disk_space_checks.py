@@ -1,8 +1,8 @@
 """Check that the disks of a node have room for what a run will write.
 
 Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus the bytes that
-already lie in the run's folders, so that a resumed run is not refused because of its own checkpoints. The needs of
-folders on the same disk are added up.
+already lie in the run's folders, so that a resumed run is not refused because of its own checkpoints. What the folders
+on one disk need is added up.
 
 Cost: one directory walk of the local checkpoints and the cache. Imports no torch.
 
@@ -39,16 +39,16 @@ class Need:
 
     folder: Path
     what: str  # what is written, for the message
-    now_bytes: int  # without this much space the run fails soon
-    whole_bytes: int  # needed by the end of the run
-    files: int
+    now_bytes: int  # bytes without which the run fails soon
+    whole_bytes: int  # bytes that are needed by the end of the run
+    files: int  # number of files, each of which needs an inode
     next_step: str  # what the user can do if the space is short
 
 
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
     """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
 
-    `corpora` maps the URL of each corpus of the run to its manifest; those on S3 need space in the cache.
+    `corpora` maps the URL of each corpus of the run to its manifest; shards of corpora on S3 need space in the cache.
     """
     needs_by_disk: dict[int, list[Need]] = {}
     cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
@@ -59,7 +59,7 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def _cache_folder(config: Config) -> Path:
-    """Return the folder in which this node will cache shards; it depends on whether the run has several nodes."""
+    """Return the folder in which this node will cache shards, which depends on whether the run has several nodes."""
     # WORLD_SIZE is set by a launcher of ranks, SLURM_NNODES by Slurm; without both, one node is assumed.
     has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
     folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
@@ -67,10 +67,10 @@ def _cache_folder(config: Config) -> Path:
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
-    """Return how much a run will write to each local folder if all are empty: logs, checkpoints, cached shards. Pure.
+    """Return how much a run will write to each local folder: logs, checkpoints and cached shards. Pure.
 
-    A checkpoint target on S3 needs local space for only one checkpoint, which lies in RUN/staging during its upload. A
-    `cache_folder` of None means `config.cache_folder`.
+    Files that already lie there are not subtracted. A checkpoint target on S3 needs local space for one checkpoint,
+    which lies in RUN/staging during its upload. A `cache_folder` of None means `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -85,7 +85,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints of one target need."""
+    """Return how much local space the checkpoints at one target (folder or S3 URL in `checkpoint.targets`) need."""
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
     next_step = (
         "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
@@ -150,9 +150,9 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: 
 
 
 def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
-    """Compare the free space of one disk with what a run still has to write to its folders (one need each). Pure.
+    """Compare the free space of one disk with what a run still has to write to folders on this disk. Pure.
 
-    The result is "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail
+    The severity is "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail
     before its end, otherwise "ok". `free_files` are free inodes; None if the file system does not count them.
     """
     now_bytes = sum(need.now_bytes for need in disk_needs)
@@ -177,7 +177,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Subtract the bytes that lie in the need's folder already; the number of files stays as it is."""
+    """Subtract the bytes that already lie in the folder from what it needs; the number of files stays as it is."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -204,7 +204,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent, on whose disk a missing folder will be created."""
+    """Return the folder or, if it is missing, its nearest existing parent, which is on the disk where it will be."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

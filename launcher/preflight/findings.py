@@ -1,4 +1,4 @@
-"""Represent and print the findings of the preflight checks, and derive the exit code and the strike from them.
+"""Represent and print the findings of the preflight checks, and derive exit code and strike (a recorded fault).
 
 Guarantee: `exit_code` and `strike_of` are pure functions of the findings.
 
@@ -43,17 +43,17 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Convert an error to a finding: its message up to the first "; " is what was found, the rest is the next step."""
+    """Convert an error to a finding: its message before the first "; " is what was found, the rest the next step."""
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
 
 def exit_code(findings: Iterable[Finding], node: str) -> int:
-    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole.
+    """Return the exit code of preflight on `node`, from the findings about this node and about the job as a whole.
 
     A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. A
-    fault that concerns no single node gives EXIT_CRASH: after EXIT_UNHEALTHY this node would be left out, although it
-    is not at fault. Findings about other nodes are ignored.
+    fault of the job as a whole gives EXIT_CRASH: after EXIT_UNHEALTHY this node would be left out, although it is not
+    at fault. Findings about other nodes are ignored.
     """
     findings = list(findings)
     severities_of_node = {finding.severity for finding in findings if finding.node == node}
@@ -68,9 +68,9 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Combine all unhealthy findings about `node` to one strike, with the Unix time `now`; None if there are none.
+    """Combine all unhealthy findings about `node` to one strike (recorded fault) at Unix time `now`; None without any.
 
-    There is one strike per call and not one per device, so that a limit on the number of strikes counts calls.
+    A node gets one strike per check and not one per device, so that a limit on the number of strikes counts checks.
     """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:
@@ -95,7 +95,7 @@ def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
 
 
 def as_json(findings: Iterable[Finding], node: str) -> str:
-    """Return `{"node": ..., "exit_code": ..., "findings": [...]}` as one line of JSON, see `exit_code`."""
+    """Return `{"node": ..., "exit_code": ..., "findings": [...]}`, for preflight on `node`, as one line of JSON."""
     findings = list(findings)
     report = {
         "node": node,

@@ -33,9 +33,9 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults of idle GPUs in memory, driver, temperature and NVLinks, or one "ok" finding for a sound GPU.
+    """Return the faults of idle GPUs in memory, driver, temperature and NVLinks; for a sound GPU, one "ok" finding.
 
-    Pass all GPUs of one node, because their numbers of NVLinks are compared.
+    Pass all GPUs of one node, because their numbers of active NVLinks are compared.
     """
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
@@ -50,7 +50,7 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 
 def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults that show only while the GPUs compute (slowdown, heat, low clock), or "ok" for a sound GPU."""
+    """Return the faults of GPUs that compute now: slowdown, heat, low clock; for a sound GPU, one "ok" finding."""
     findings = []
     for gpu in gpus:
         faults = list(_slowed(gpu))
@@ -76,8 +76,8 @@ class Speed:
 def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
     """Return an "unhealthy" finding for each slow device, and an "ok" finding for each node without a slow device.
 
-    The devices must be of one kind. A device is slow if the median speed of all is more than `factor` times its own; a
-    single device is its own median and never slow.
+    The devices must be of one kind. A device is slow if the median speed of all devices is more than `factor` times
+    its speed. A single device is never slow.
     """
     if not speeds:
         return []
@@ -102,7 +102,7 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
 
 
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield the memory faults of a GPU; uncorrected errors from before the driver was loaded are a warning only."""
+    """Yield the memory faults of a GPU; uncorrected errors before the driver was loaded give only a warning."""
     new_errors = gpu.now.ecc_uncorrected
     if new_errors:
         yield "unhealthy", f"{new_errors} uncorrected memory errors since the driver was loaded", _RESET
@@ -124,7 +124,7 @@ def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield slowdowns (by hardware: unhealthy, by software: a warning) and a temperature near or at the slowdown's."""
+    """Yield a GPU's slowdowns, by hardware (unhealthy) or software (warning), and a temperature near its limit."""
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
             yield "unhealthy", f"slowed down: {reason}", "check the node's cooling and power supply"
@@ -138,7 +138,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault if NVLinks are inactive: fewer active ones than another GPU's are unhealthy, else a warning."""
+    """Yield "unhealthy" if a GPU has fewer active NVLinks than `most_links`, else a warning if some are inactive."""
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
     if num_active < most_links:

@@ -28,17 +28,17 @@ _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 
 
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
-    """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
+    """Check what needs neither torch nor other nodes (GPUs, storage, disks, clock), and return the findings.
 
     Test objects that are written to the storage are deleted again. `patience` limits the wait for storage that is full
-    or away, if the run has not begun; None: no wait. In a run on several nodes, a node without a folder in which it
-    could cache shards raises StoreError.
+    or away, if the run has not begun; None: no wait. Raises StoreError if the run has several nodes and this node has
+    no folder in which it could cache shards.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
 
 def check_gpus(node: str) -> list[Finding]:
-    """Return the findings about this node's idle GPUs from NVML; one "ok" finding without a GPU or nvidia-ml-py."""
+    """Return what NVML shows about this node's idle GPUs; one "ok" finding without a GPU or without nvidia-ml-py."""
     probe = GpuProbe.open()
     if probe is None:
         what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"
@@ -54,9 +54,9 @@ def preflight(
 ) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
-    After `limit_s` seconds it is killed, a strike is added against this node, and the result is EXIT_UNHEALTHY. The
-    end of the process is then not waited for, because a process that hangs in a driver may survive SIGKILL. `give_up`
-    is polled twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
+    After `limit_s` seconds the process is killed, a strike against this node is recorded, and the result is
+    EXIT_UNHEALTHY, without a wait for its end: a process that hangs in a driver may survive SIGKILL. `give_up` is
+    polled twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     deadline = time.monotonic() + limit_s

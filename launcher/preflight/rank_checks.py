@@ -46,13 +46,13 @@ SLOW_LINK_FACTOR = 2.0  # A rank is slow if its exchange takes more than this ti
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Measurements and findings of one rank. Each rank makes one and receives those of all other ranks."""
+    """Measurements and findings of one rank. Each rank makes a report and receives the reports of all other ranks."""
 
     rank: int
     node: str
-    skew_s: float  # how far its clock is ahead of the median of all
-    speed: Speed | None  # of its GPU; None without a GPU, or if the matrix product failed
-    exchange_s: float | None  # the faster of its exchanges with two neighbours; None: not measured
+    skew_s: float  # seconds by which the rank's clock is ahead of the median of all ranks' clocks
+    speed: Speed | None  # speed of the rank's GPU; None without a GPU, or if the matrix product failed
+    exchange_s: float | None  # seconds of the faster of its two exchanges with other ranks; None: not measured
     all_reduce_gb_s: float | None  # bus bandwidth, per rank and direction; None: not measured
     findings: tuple[Finding, ...]
 
@@ -63,8 +63,8 @@ _REPORT = TypeAdapter(RankReport)
 def check_load(node: str) -> list[Finding]:
     """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
 
-    Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a user error,
-    or a warning where the user has asked for the CPU.
+    Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a warning if
+    the user has asked for the CPU, otherwise a user error.
     """
     import torch
 
@@ -81,11 +81,12 @@ def check_load(node: str) -> list[Finding]:
 
 
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
-    """Measure all ranks together, and return the findings of all ranks, each with its `own`. Collective.
+    """Measure all ranks together, and return the findings of all ranks. Collective.
 
-    Makes the default process group from the launcher's environment variables, and destroys it. If the ranks cannot
-    meet or a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as
-    a whole, because it is not known which node is at fault.
+    `own` are the findings that this rank already has; those of all ranks become part of the result. The default
+    process group is made from the launcher's environment variables and destroyed again. If the ranks cannot connect or
+    a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as a whole,
+    because the faulty node is not known.
     """
     import torch.distributed as dist
 
@@ -107,9 +108,9 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """Return the findings of all ranks, and those that follow from comparing clocks, speeds and exchanges. Pure.
+    """Compare the ranks' clocks, speeds and exchanges of data; return these findings and those in the reports. Pure.
 
-    The reports are ordered by rank. Without `on_gpu`, data was exchanged between CPUs, and a slow rank is only a
+    The reports are ordered by rank. If `on_gpu` is False, data was exchanged between CPUs, and a slow rank is only a
     warning.
     """
     findings = [finding for report in reports for finding in report.findings]
@@ -130,7 +131,7 @@ def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Findi
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
-    """Return a finding for each rank whose exchange of data took more than twice the median of all ranks."""
+    """Return a finding for each rank whose exchange of data took more than twice the ranks' median time."""
     seconds_by_rank = {report.rank: report.exchange_s for report in reports if report.exchange_s is not None}
     if not seconds_by_rank:
         return []
@@ -206,7 +207,10 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
 
 
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
-    """Run matrix products on the devices at once for 3 s; return the speeds of those that work, and all faults."""
+    """Run matrix products on all devices at once for 3 s; return the speeds of the working devices, and findings.
+
+    With `sample_gpus`, the findings also tell what NVML shows meanwhile about all GPUs of the node.
+    """
     from launcher.preflight.rank_measurements import matmul_tflops
 
     speeds: list[Speed] = []

@@ -1,7 +1,7 @@
 """Measure with torch what rank_checks.py compares: matrix products, clocks, exchanges of data, and all-reduce.
 
-Guarantee: `skew`, `exchange`, `all_reduce` and `meet` are collective over the default process group. The ranks meet
-over gloo before each timed try, so that the time of a try does not contain the wait for a late rank.
+Guarantee: `skew`, `exchange`, `all_reduce` and `meet` are collective over the default process group. Before each timed
+try the ranks pass a barrier over gloo, so that the time of a try does not contain the wait for a late rank.
 
 Cost: under a second without the matrix products. Each buffer takes 256 MiB on a GPU and 4 MiB on a CPU.
 """
@@ -44,8 +44,8 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 def skew(rank: int) -> float:
     """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
 
-    The ranks read their clocks after a barrier. They leave it at slightly different moments, which distorts the
-    difference, so three tries are made, and the difference nearest to 0 is returned.
+    The ranks read their clocks after a barrier. They leave the barrier at slightly different moments, which distorts
+    the difference. So three tries are made, and the difference nearest to 0 is returned.
     """
     differences = []
     for _ in range(_SKEW_TRIES):
@@ -58,9 +58,9 @@ def skew(rank: int) -> float:
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
-    The faster one counts, so that a rank with one slow neighbour is not blamed for it. `ring` is from `peers`, and all
-    ranks must be in rings of the same size. The result is None for a ring of fewer than three ranks, in which a slow
-    rank and its neighbour look alike.
+    The faster exchange counts, so that a rank with one slow neighbour is not blamed for it. `ring` is from `peers`,
+    and the rings of all ranks must have the same size. The result is None for a ring of fewer than three ranks, where
+    a slow rank cannot be told from its neighbour.
     """
     if len(ring) < 3:
         return None
@@ -83,7 +83,7 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
 
 
 def _connect(device: torch.device) -> None:
-    """Let all ranks take part in one all-reduce, in which NCCL opens its connections. Collective."""
+    """Run one small all-reduce on all ranks, so that NCCL opens its connections. Collective."""
     # NCCL opens a group's connections in the group's first operation, in which all ranks must take part. In a ring
     # with an odd number of ranks one of them pauses in each turn, and the others would wait for it until the timeout.
     dist.all_reduce(torch.zeros(1, device=device))
@@ -91,7 +91,7 @@ def _connect(device: torch.device) -> None:
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
-    """Send one buffer to the rank `peer` and receive one of the same size from it, both at once."""
+    """Send one buffer to the rank `peer`, and at the same time receive a buffer of the same size from this rank."""
     sending = dist.P2POp(dist.isend, sent, peer)
     receiving = dist.P2POp(dist.irecv, received, peer)
     for request in dist.batch_isend_irecv([sending, receiving]):
@@ -99,7 +99,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Return at once: the timed work of a rank that pauses in a turn."""
+    """Do nothing: the timed work of a rank that has no partner for an exchange of data in a turn."""
 
 
 def all_reduce(device: torch.device) -> float:
@@ -115,7 +115,10 @@ def all_reduce(device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of five runs of `work`; all ranks begin each run together. Collective."""
+    """Return the seconds of the fastest of five runs of `work`, after a warm-up run. Collective.
+
+    All ranks begin each run together.
+    """
     times = []
     for _ in range(1 + _REPEATS):
         meet()
@@ -145,12 +148,12 @@ def meet() -> None:
 
 
 def partner(position: int, count: int, turn: int) -> int | None:
-    """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
+    """Return the position in the ring of the rank with which the rank at `position` exchanges data in a turn, or None.
 
-    Over all turns each of the `count` >= 3 positions meets both of its neighbours once. In turn 0 the pairs are (0,
-    1), (2, 3), ...; in turn 1 they are (1, 2), (3, 4), .... With an even count, the last and the first position are
-    one more pair of turn 1. With an odd count, the last one pauses in turn 0, the first one in turn 1, and they meet
-    in turn 2, in which all others pause.
+    None means that it pauses. In all turns together, each of the `count` >= 3 positions is paired with each of its two
+    neighbours once. The pairs of turn 0 are (0, 1), (2, 3), ...; those of turn 1 are (1, 2), (3, 4), .... With an even
+    count, turn 1 also pairs the last position with the first. With an odd count, the last position pauses in turn 0
+    and the first in turn 1; these two are the only pair of turn 2.
     """
     is_odd = count % 2 == 1
     last = count - 1
@@ -166,11 +169,11 @@ def partner(position: int, count: int, turn: int) -> int | None:
 
 
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
-    """Return the ring of ranks that `rank` exchanges data with, itself included; `nodes` names the node of each rank.
+    """Return the ring of ranks in which `rank` exchanges data with its two neighbours. `nodes`: the node of each rank.
 
-    With one node these are all ranks; with several, the ranks with the same local index on each node, so that all
-    exchanges go over the network: with the nodes a, a, b, b, c, c the ring of rank 1 is [1, 3, 5]. The ring is empty
-    if the nodes have different numbers of ranks, because then no comparison is fair.
+    With one node, the ring holds all ranks. With several nodes, it holds the rank of each node with the same local
+    index, so that all exchanges go over the network: for the nodes a, a, b, b, c, c the ring of rank 1 is [1, 3, 5].
+    It is empty if the nodes have different numbers of ranks, because then no comparison is fair.
     """
     ranks_by_node: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):

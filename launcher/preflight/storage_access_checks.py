@@ -1,10 +1,10 @@
 """Check that a node reaches the storage that a run needs, and that its clock agrees with the storage's clock.
 
-Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; in each checkpoint
+Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; at each checkpoint
 target an object is created (only if new), read, compared and deleted.
 
 Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute. If the run
-has not begun, the checks repeat their requests until the caller's limit for such waits is over.
+has not begun, the checks repeat failed requests for as long as the caller allows.
 
 Limits: access rights are checked for only one object, although rights may differ by the object's name. The clock of an
 HTTP service is known to whole seconds.
@@ -47,9 +47,9 @@ _RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_tim
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    What cannot be used is a finding of severity "user error". If the run has begun, storage that is full or away is
-    only a "warning", because the run waits for it and a chain of jobs must not end for it. If it has not begun, the
-    checks wait until the storage is back or `patience` is over; None: no wait.
+    Storage that cannot be used gives a "user error". If the run has begun, storage that is full or away gives only a
+    "warning", because the run waits for it, and it must not end a chain of jobs. If the run has not begun, the checks
+    wait until the storage is back or `patience` is over; None: no wait.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
@@ -80,7 +80,7 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
 
 def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
-    """Repeat an operation while its storage is full or away; raise StoreAway, a UserError, when `patience` is over."""
+    """Repeat an operation while its storage is full or away; raise StoreAway, a UserError, when `patience` ends."""
     try:
         return patience.call(operation)
     except StorageLost as lost:
@@ -88,19 +88,19 @@ def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
-    """Convert an error of storage to a finding: a warning if the run has begun and waits for this, else as it is."""
+    """Convert a storage error to a finding: a warning if the run has begun and waits for this, else a user error."""
     finding = from_error(error, node)
     return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
 
 
 def _as_warning(finding: Finding) -> Finding:
-    """Return a finding about storage that is full or away as a warning, because the run waits for it."""
+    """Turn a finding about storage that is full or away into a warning, because a run that has begun waits for it."""
     next_step = f"{finding.next_step} (the run waits for it, up to cluster.storage_patience_s)"
     return dataclasses.replace(finding, severity="warning", next_step=next_step)
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
-    """Classify by how many seconds this node's clock is ahead of another clock, which `against` names. Pure.
+    """Judge the difference of two clocks: this node's clock is `skew_s` seconds ahead of the one of `against`. Pure.
 
     A difference in either direction is "ok" below 2 s, a "warning" below 60 s, otherwise "unhealthy".
     """
@@ -118,7 +118,7 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it."""
+    """Test the access to a checkpoint target: create, read, compare and delete one object there."""
     store = open_store(url, endpoint_url, retry=_RETRIES)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
@@ -133,7 +133,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 
 
 def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
-    """Compare this node's clock with that of the run folder's file system and that of every S3 service."""
+    """Compare this node's clock with the clock of the run folder's file system and of each S3 service of the run."""
     run_dir = Path(config.run_dir)
     try:
         skew_of_folder_s = _call_until_back(patience, lambda: _file_skew_s(run_dir))
@@ -153,7 +153,7 @@ def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Fin
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Return by how many seconds this node's clock is ahead of that of the run folder's file system."""
+    """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system."""
     store = open_store(str(run_dir))
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
@@ -169,7 +169,7 @@ def _file_skew_s(run_dir: Path) -> float:
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Return by how many seconds this node's clock is ahead of an HTTP service's; None if that is unknown."""
+    """Return by how many seconds this node's clock is ahead of an HTTP service's; None if it tells no time."""
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
     try:

@@ -1,1 +1,1 @@
-"""Runs under Slurm: submission, the batch script and its bookkeeping, and the view of the queue."""
+"""Runs under Slurm: submit jobs, write their batch script, decide what follows each job, and read Slurm's queue."""

@@ -1,6 +1,6 @@
-"""Write the sbatch script of a run, as a pure function of the request: one file that a person can read and rerun.
+"""Compose the sbatch script of a run, as a pure function of the request: one file that a person can read and rerun.
 
-Guarantee: equal requests give equal text. Every value is quoted for its place: for the shell in the body, for Slurm's
+Guarantee: equal requests give equal text. Every value is quoted: for the shell in the body of the script, for Slurm's
 own parser in an #SBATCH line. A value that an #SBATCH line cannot hold is refused before anything is submitted.
 
 How: the script runs on the first node of the job, outside any container. It
@@ -9,10 +9,10 @@ How: the script runs on the first node of the job, outside any container. It
      ranks;
   3. sends USR1 to the tasks when it receives USR1 (ahead of the time limit) or TERM: the ranks save a checkpoint and
      end with exit code 75;
-  4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
-     carries the verdict out (job_part.py): it cancels the rest of the chain, excludes nodes, requeues the job, or
-     submits a replacement for a job that crashed. (A chain is several jobs that are submitted together and run one
-     after another.) In a job with spare nodes, it starts the ranks again without a node that is down or unhealthy.
+  4. runs `launcher.slurm.job end`, which reads the run's ledger (its list of events) and the exit code of every node,
+     and prints a verdict; then carries the verdict out (job_part.py): cancels the rest of the chain (jobs submitted
+     together that run one after another), excludes nodes, requeues the job, or submits a replacement for a job that
+     crashed. In a job with spare nodes, it starts the ranks again without a node that is down or unhealthy.
 
 When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
 continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
@@ -49,8 +49,8 @@ class Container:
 class JobOptions:
     """The options of `electra-dist submit` that become part of the batch script, such as nodes and time limit."""
 
-    num_nodes: int  # on which the ranks run
-    spare_nodes: int = 0  # further nodes of the job, which take the place of nodes that die or are unhealthy
+    num_nodes: int  # number of nodes on which ranks run
+    spare_nodes: int = 0  # number of idle extra nodes of the job; they replace nodes that die or are unhealthy
     gpus_per_node: int  # also the number of ranks per node; 0: no GPUs, one CPU rank per node
     partition: str | None = None  # None: the cluster's default
     time_limit: str | None = None  # in the format of sbatch's --time; None: the partition's default
@@ -58,9 +58,9 @@ class JobOptions:
     signal_ahead_s: int = 120  # how long before the time limit the ranks receive USR1; Slurm may send it 60 s earlier
     container: Container | None = None  # None: the ranks run without a container
     sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`, such as account=vision
-    accept_new_numerics: bool = False  # whether to continue a run begun by a version with other draws or rounding
+    accept_new_numerics: bool = False  # also continue a run begun by a version with other random draws or rounding
     setup_file: str | None = None  # shell file that the script and every node source first, for example for modules
-    stage_environment: bool = False  # whether every node unpacks the Python packages on its own disk first
+    stage_environment: bool = False  # whether every node first unpacks the run's Python packages on its own disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ class SubmitRequest(JobOptions):
     """
 
     run_dir: str
-    script_file: str  # where the script will lie; every node runs it again with the argument `node`
-    config_file: str  # the resolved config
-    work_dir: str  # base of the relative paths in the config
-    storage_patience_s: int = 900  # how long a job waits for a run folder that is full or away before it ends
+    script_file: str  # path of the batch script; every node runs the script once more, with the argument `node`
+    config_file: str  # path of the config with all overrides applied
+    work_dir: str  # working folder of the job, to which relative paths in the config refer
+    storage_patience_s: int = 900  # seconds that a job waits for a full or unreachable run folder before it ends
     command: str  # the command line that the user typed, quoted in a comment of the script
     python: str  # Python interpreter of the ranks; a path inside the container if there is one
-    environment_archive: str = ""  # tar file of the packages of `python`, for each node to unpack; "": none
+    environment_archive: str = ""  # tar file of the installed Python packages, for each node to unpack; "": none
     job_name: str
 
 
@@ -89,10 +89,10 @@ _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
 
 
 def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -> str:
-    """Return the text of the batch script, which keeps Slurm from using `excluded_nodes`. Pure.
+    """Return the text of the batch script, which forbids Slurm to use `excluded_nodes`. Pure.
 
-    A UserError means that an #SBATCH line cannot hold a value (a backslash or a control character), that
-    `sbatch_options` names an option that the script sets itself, or that a container cannot mount a folder.
+    A UserError means that a value for an #SBATCH line has a backslash or a control character, that `sbatch_options`
+    names an option that the script sets itself, or that a container cannot mount a folder.
     """
     options = _options(request, excluded_nodes)
     directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
@@ -131,13 +131,13 @@ def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tu
 
 
 def _option_text(name: str, value: object) -> str:
-    """Return an option of sbatch as `--name=value`, or `--name` for a flag, quoted for an #SBATCH line."""
+    """Return an sbatch option as `--name=value`, or as `--name` if the value is "", quoted for an #SBATCH line."""
     option = f"--{directive(name)}"
     return option if value == "" else f"{option}={directive(value)}"
 
 
 def _settings(request: SubmitRequest) -> str:
-    """Return the part of the script that sets its shell variables: paths, times in seconds, and numbers of nodes."""
+    """Return the lines of the script that set its shell variables: paths, times in seconds, and numbers of nodes."""
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
@@ -192,15 +192,15 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """Return the part of the script that every node runs, and the shell functions `start_step` and `ours`.
+    """Return the lines of the script that every node runs, and the shell functions `start_step` and `ours`.
 
     Slurm runs the script on the first node, without an argument. There, `start_step` calls srun, which runs the script
     once more on every node, with the argument `node`: it starts the node's supervisor, passes signals on to it, and
     writes its exit code into a file of the folder `$state`. `ours` runs `python -m launcher.slurm.job` on the first
     node, in the container if there is one.
 
-    `$state` is RUN/slurm/job-ID-RESTART, where RESTART is the number of requeues, and -N is appended after N
-    replacements of nodes, so that each start of the ranks has a new folder.
+    `$state` is RUN/slurm/job-ID-RESTART, where RESTART counts the requeues of the job. After spare nodes have replaced
+    others N times, -N is appended. So each start of the ranks has a new folder.
     """
     container = _container_text(request)
     staging = staging_lines(request.environment_archive) if request.environment_archive else ""
@@ -240,7 +240,7 @@ start_step() {{ # One task on each of $nodes. They are fewer than the nodes of t
 
 
 def _supervise_command(request: SubmitRequest) -> str:
-    """Return the shell command that starts and watches the ranks of one node (launcher.supervise)."""
+    """Return the shell command that starts the supervisor of one node (launcher.supervise), which starts its ranks."""
     ranks = max(1, request.gpus_per_node)
     numerics_option = " --accept-new-numerics" if request.accept_new_numerics else ""
     return (

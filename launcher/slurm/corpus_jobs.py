@@ -1,8 +1,8 @@
-"""Submit the build of a corpus to Slurm: an array of parts, and a job that joins them when all have succeeded.
+"""Submit the build of a corpus to Slurm: an array job builds its parts, and a last job merges the finished parts.
 
 Guarantee: the scripts hold the whole command with absolute paths, so a person can read them and submit them again.
-Every part can be requeued at any time; it goes on after its finished steps. If a part fails, the job that joins the
-parts does not run, and Slurm removes it from the queue.
+Every part can be requeued at any time; it skips the steps that it has finished. If a part fails, the job that merges
+the parts does not run, and Slurm removes it from the queue.
 
 How: each job depends on the success of the job before it. If the output has no vocab.txt and the user names none, a
 first job trains the vocabulary. Imports no torch.
@@ -24,18 +24,18 @@ from launcher.slurm.sbatch import run_sbatch, user_options
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusJobs:
-    """What the batch scripts of a corpus build contain: places, options of the commands, and resources of the jobs."""
+    """Content of the batch scripts of a corpus build: paths, options of the commands, and resources of the jobs."""
 
     output: str  # where the corpus is written: an absolute path, or an s3:// URL
-    folder: Path  # absolute; for scripts and logs
+    folder: Path  # absolute path of the folder for scripts and logs
     build: tuple[str, ...]  # options of `corpus build`, without --part and --workers; paths are absolute
     vocabulary: tuple[str, ...]  # options of `corpus vocab` for a first job; empty: the vocabulary exists already
     merge: tuple[str, ...]  # further options of `corpus merge`
     num_parts: int
-    cpus: int  # cores and worker processes of a part
-    memory_gb: int | None  # memory of a part; None: the partition's default
+    cpus: int  # number of cores, and of worker processes, of each part
+    memory_gb: int | None  # memory of each job; None: the partition's default
     partition: str | None  # None: the cluster's default
-    time_limit: str | None  # of a part, in the format of sbatch's --time; None: the partition's default
+    time_limit: str | None  # for each job, in the format of sbatch's --time; None: the partition's default
     sbatch: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`
 
 
@@ -72,7 +72,7 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
 
 
 def _command(*arguments: str) -> str:
-    """Return the shell command of a subcommand of `electra-dist corpus`, quoted."""
+    """Return the quoted shell command that runs `electra-dist corpus` with `arguments`."""
     return shlex.join([sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus", *arguments])
 
 

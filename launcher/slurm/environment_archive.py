@@ -30,7 +30,7 @@ OWN_PACKAGES = ("electra_dist", "launcher", "electra_kernels")
 
 
 class PackedFile(NamedTuple):
-    """File of an environment that is packed into the archive."""
+    """One file of the Python packages, to be packed into the archive."""
 
     path: Path  # where it is on this machine
     name: str  # its path in the archive, relative to the folder that will be in PYTHONPATH
@@ -41,8 +41,8 @@ def environment_files(
 ) -> list[PackedFile]:
     """Return all files of this interpreter's installed packages, sorted by their paths in the archive.
 
-    They are those of `folders` (None: where pip installs) and those of `packages`, which are found as by `import` and
-    may be elsewhere, as after `pip install --editable`. A file of `packages` replaces one with the same path in the
+    The files in `folders` (None: where pip installs) are returned, and the files of `packages`, which `import` may
+    find elsewhere, as after `pip install --editable`. A file of `packages` replaces a file with the same path in the
     archive. A package that is not installed is left out.
     """
     if folders is None:
@@ -68,9 +68,9 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 
 
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
-    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists.
+    """Pack `files` into the archive `file` by an atomic replacement; do nothing if it exists.
 
-    The name of `file` is that of `archive_name`, so an existing file has the same content.
+    The file's name must come from `archive_name`, so an existing archive has the same content.
     """
     if file.exists():
         return
@@ -82,9 +82,9 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 def staging_lines(archive: str) -> str:
     """Return shell commands for a node that unpack `archive` on the node's own disk and put it first in PYTHONPATH.
 
-    They unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier job has done so.
-    PYTHONPATH stays as it is if the archive cannot be unpacked, or if that folder is a link, of another user, or open
-    to others: they could have put their own code there.
+    The commands unpack it into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier job has
+    done so. PYTHONPATH stays as it is if the archive cannot be unpacked, or if that folder is a link, belongs to
+    another user or is open to others, who could have put their own code there.
     """
     name = Path(archive).stem
     return f"""

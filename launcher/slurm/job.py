@@ -1,6 +1,6 @@
-"""Record the begin and the end of a Slurm job, and print what follows its end. Called by the batch script.
+"""Record the begin and the end of a Slurm job, and print how the run goes on after it. Called by the batch script.
 
-`job_verdict.py` decides what follows.
+`job_verdict.py` decides how the run goes on.
 
 How: RUN/slurm/jobs.jsonl holds one line for each submission, and two lines, "begin" and "end", for each start of the
 ranks by a job. A job starts the ranks again when Slurm requeues it, and when a spare node replaces another node. Two
@@ -35,16 +35,17 @@ _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the tim
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append an event ("submit", "begin" or "end") with the time in UTC and `details` to RUN/slurm/jobs.jsonl."""
+    """Append a line to RUN/slurm/jobs.jsonl: the event ("submit", "begin" or "end"), the UTC time, and `details`."""
     file = JsonlFile(run_dir / JOBS_FILE)
     file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
     file.close()
 
 
 def exit_codes(state: Path) -> dict[str, int]:
-    """Return node -> exit code of its supervisor, from the files `exit-NODE` of one start of the ranks.
+    """Return the exit code of each node's supervisor by the node's name, from the files `exit-NODE` in `state`.
 
-    A node that died wrote no file, or one without a number; it is missing from the result.
+    The files are from one start of the ranks. A node without a file, or whose file has no number, died; it is missing
+    from the result.
     """
     codes = {}
     for file in state.glob("exit-*"):
@@ -60,8 +61,8 @@ def exit_codes(state: Path) -> dict[str, int]:
 def begin(args: argparse.Namespace) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
-    From the recorded number of ledger events, `decide` later selects the events of this job; from the step of the
-    newest checkpoint, it sees whether the job has saved one.
+    The number of ledger events so far, which is recorded, later tells `decide` which events are of this job. The step
+    of the newest checkpoint tells whether the job has saved another one.
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
@@ -98,10 +99,10 @@ def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Rec
 
 
 def end(args: argparse.Namespace) -> None:
-    """Decide what follows the end of a Slurm job, record it in jobs.jsonl, and print it for the batch script.
+    """Decide how the run goes on after the end of a Slurm job, record it in jobs.jsonl, and print it for the script.
 
     The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
-    strike that has not expired, and those that ended as unhealthy in this job.
+    strike (a recorded fault) that has not expired, and those that ended this job as unhealthy.
     """
     identity = (args.job, args.restart, args.replacements)
     now = _current_time(read_jobs(args.run), identity)  # first, because it depends on the current time
@@ -136,7 +137,10 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the current Unix time in seconds, unaffected by changes of the system clock since the job's begin."""
+    """Return the Unix time in seconds now: that of the job's recorded begin plus the seconds since, by a boot clock.
+
+    So a change of the system clock during the job has no effect. Without that record: the system clock's time.
+    """
     for record in reversed(jobs):
         if record["event"] != "begin" or start_identity(record) != identity:
             continue
@@ -148,7 +152,7 @@ def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> flo
 
 
 def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
-    """Return whether the job was cancelled from outside, for example by scancel or by preemption."""
+    """Return whether scancel or a preemption ended the job: the script got TERM over 30 s before the time limit."""
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
     # Slurm sends TERM at the time limit, too. A job that received USR1 was not cancelled.
@@ -193,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _patience_s(config_file: str | None) -> float:
-    """Return `cluster.storage_patience_s` of a config, or its default without one."""
+    """Return `cluster.storage_patience_s` of a config file; without a file, the default."""
     patience_s = ClusterConfig().storage_patience_s
     if config_file is None:
         return patience_s
@@ -210,7 +214,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _iso(seconds: str) -> str | None:
-    """Convert Unix seconds to ISO 8601 in UTC, the format of the ledger; None for a text that is not a number."""
+    """Convert Unix seconds to ISO 8601 in UTC, the format of the ledger; return None if `seconds` is no number."""
     if not re.fullmatch(r"\d+", seconds):
         return None
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="milliseconds")

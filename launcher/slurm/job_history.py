@@ -1,4 +1,4 @@
-"""Describe the Slurm jobs of a run's newest submission: how each ended, and why the run waits or has not begun.
+"""Describe a run's Slurm jobs since its newest submission: how each ended, and why the run waits or has not begun.
 
 Guarantee: all functions are pure. Callers pass the records of jobs.jsonl, which has a line for each submission and for
 each begin and end of a job, and the view of Slurm's queue (slurm_queue.py).
@@ -28,9 +28,9 @@ _MEANING_OF_REASON = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One start of a run's ranks by a Slurm job: when it began, when it ended, and what was decided then.
+    """One start of a run's ranks by a Slurm job: when it began, when it ended, and how the run went on.
 
-    A job has several links if Slurm has requeued it, or if spare nodes have replaced other nodes in it.
+    A job starts the ranks again if Slurm has requeued it, or if spare nodes have replaced other nodes in it.
     """
 
     job: str  # Slurm's job id
@@ -42,9 +42,10 @@ class Link:
     why: str  # reason of the verdict; "" without one
 
     def described(self, is_running: bool) -> str:
-        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step 700".
+        """Return one line about this start, such as "4711, requeued 2 times: next: stopped on purpose at step 700".
 
-        `is_running` says whether the job runs now, according to Slurm's queue. It matters without a verdict only.
+        `is_running` says whether the job runs now, according to Slurm's queue. It is used only if no verdict on the
+        end of the job is recorded.
         """
         name = self.job
         if self.restart:
@@ -59,7 +60,7 @@ class Link:
 
 
 def links_of(jobs: Sequence[Record]) -> list[Link]:
-    """Return the starts of the ranks by Slurm jobs since the newest submission, oldest first. Pure."""
+    """Return each start of the ranks by a Slurm job since the newest submission, oldest first. Pure."""
     submissions = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
     records = jobs[submissions[-1] :] if submissions else jobs  # since the newest submission
     ends = {start_identity(record): record for record in records if record["event"] == "end"}
@@ -83,7 +84,7 @@ def links_of(jobs: Sequence[Record]) -> list[Link]:
 
 
 def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
-    """Return why the next job of a run has not started: Slurm's reason, its meaning, and the last verdict. Pure.
+    """Return why a run's next job has not started: Slurm's reason, its meaning, and how the last job ended. Pure.
 
     At least one job in `queue` must not be running.
     """
@@ -99,10 +100,10 @@ def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
 
 
 def why_not_begun(queue: QueueView | None, jobs: Sequence[Record]) -> str:
-    """Return why the ranks of a run have recorded nothing yet, as far as it can be known. Pure.
+    """Return the likely reason why the ranks of a run have recorded nothing yet, as one line. Pure.
 
-    Call it only for a run without events, heartbeats and jobs in the queue. A `queue` of None means that there is no
-    Slurm, or that it does not answer.
+    Call it only for a run without events, without heartbeats and without jobs in the queue. A `queue` of None means
+    that there is no Slurm, or that Slurm does not answer.
     """
     submitted = [job for record in jobs if record["event"] == "submit" for job in record.get("jobs", [])]
     if not submitted:

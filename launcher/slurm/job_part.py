@@ -1,13 +1,13 @@
-"""Write the part of the batch script that runs once per job, on its first node.
+"""Compose the part of the batch script that runs once per job, on the job's first node.
 
-Guarantee: if the run folder is full or away when a job begins or ends, the job waits for up to
+Guarantee: if the run folder is full or cannot be reached when a job begins or ends, the job waits for up to
 `cluster.storage_patience_s`. After that it ends, and a job that begins ten minutes later continues the run; no job of
-a chain is lost. A command of Slurm that fails is repeated: as long as Slurm's controller does not answer, and for two
+a chain is lost. A Slurm command that fails is repeated: as long as Slurm's controller does not answer, and for two
 minutes otherwise. If it still fails, the job that waits in the queue (the next job of a chain, or the standby job)
 continues the run.
 
-How: the programs `launcher.slurm.job begin` and `launcher.slurm.job end` record the job and decide what follows it.
-The script carries the decision out.
+How: the programs `launcher.slurm.job begin` and `launcher.slurm.job end` record the job and decide how the run goes
+on. The script carries the decision out.
 
 Cost: a job that crashes or gets no verdict holds its nodes for at least 20 s, so that a fault of the site does not use
 up a chain within seconds.
@@ -15,7 +15,7 @@ up a chain within seconds.
 
 from __future__ import annotations
 
-RETRY_S = 120  # how long a command of Slurm that fails is repeated while Slurm's controller answers
+RETRY_S = 120  # how long a failed Slurm command is repeated while Slurm's controller answers
 LEAST_JOB_S = 20  # shortest time between the start of a job that crashes or gets no verdict, and its end
 LATER_S = 600  # how much later the run goes on after its storage stayed away, as in train/restart_pause.py
 
@@ -23,12 +23,11 @@ LATER_S = 600  # how much later the run goes on after its storage stayed away, a
 def job_part(chain: bool, unset: str) -> str:
     """Return the part of the batch script that runs once per job, as shell text.
 
-    In a `chain`, the next job already waits in the queue. So nothing is done after a stop on purpose, such as at the
-    time limit, or after a node was found unhealthy. After a crash or an outage of storage, the script is submitted
-    once more, to replace this job. Without a chain, the job is requeued in all these cases. If the requeue fails, a
-    standby job continues the run: it waits in the queue until this job has ended.
-
-    `unset` are lines that unset the variables that a job must not hand on, from `unset_lines`.
+    In a `chain` (jobs submitted together that run one after another), the next job already waits in the queue. So the
+    script does nothing after a stop on purpose, such as at the time limit, or after a node was found unhealthy. After
+    a crash or an outage of storage, it submits itself once more, to replace this job. Without a chain, it requeues the
+    job in all these cases. If that fails, a standby job, which waits in the queue until this job has ended, continues
+    the run. `unset` are shell lines that unset variables which a submitted job must not inherit (`unset_lines`).
     """
     # Each placeholder in _JOB_PART is replaced by shell commands.
     if chain:

@@ -1,8 +1,8 @@
-"""Decide what follows the end of a Slurm job, from what the job and the run have recorded.
+"""Decide how a run goes on after one of its Slurm jobs has ended, from what the job and the run have recorded.
 
-Guarantee: the verdict is a pure function (`decide`) of the ledger, of jobs.jsonl, of the exit code of every node,
-of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is done is read only from the
-ledger, because a launcher can end with 0 after a kill. The verdicts are:
+Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's list of events), of jobs.jsonl, of the
+exit code of every node, of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is
+done is read only from the ledger, because a launcher can end with 0 after a kill. The verdicts are:
 
     done    the target step is reached; all waiting jobs of the run are cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
@@ -31,7 +31,7 @@ Action = Literal["done", "next", "later", "again", "stop", "leave"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """Decision on a Slurm job that has ended: what its batch script does next, its exit code, and why."""
+    """Decision after a Slurm job has ended: what its batch script does next, the script's exit code, and why."""
 
     action: Action
     exit_code: int  # of the batch script
@@ -41,23 +41,23 @@ class JobVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """Identity of a Slurm job that has ended, how it ended, and how many restarts without progress are allowed."""
+    """Which Slurm job has ended, how it ended, and how many restarts without a new checkpoint are allowed."""
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
     replacements: int = 0  # how often spare nodes have replaced other nodes since the last requeue
     codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
-    cancelled: bool = False  # whether TERM came long before the time limit
+    cancelled: bool = False  # whether the job received TERM over 30 s before its time limit
     max_fruitless_restarts: int = 3  # restarts in a row, of jobs or of ranks, that may end without a new checkpoint
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
-    The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
-    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that
-    stayed away, an unhealthy node, a crash. `ledger` and `jobs` hold all events, oldest first; without the begin of
-    this job, a UserError is raised.
+    The first of these cases that holds decides: a newer job has begun, the run is done, a user error, a stop that a
+    person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that stayed full or away, an
+    unhealthy node, a crash. `ledger` and `jobs` are all lines of the run's ledger and of jobs.jsonl, oldest first. A
+    UserError means that `jobs` does not hold the begin of this job.
     """
     begins = [record for record in jobs if record["event"] == "begin"]
     identity = (end.job, end.restart, end.replacements)
@@ -115,11 +115,11 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
 
 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest Slurm jobs in a row crashed and saved no new checkpoint. Pure.
+    """Return how many Slurm jobs in a row, up to the newest one, crashed without a new checkpoint. Pure.
 
-    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as a
-    job of its own. A job that ended in another way, for example on purpose, is skipped and does not end the row; a
-    submission by a person ends it.
+    A job that died without recording its end counts as crashed. Each requeue, and each start with other nodes, counts
+    as one more job. A job that ended in another way, for example on purpose, is not counted but does not interrupt
+    the row. Only jobs since a person's last submission count.
     """
     reached_step = newest_checkpoint(ledger)
     ends = [record for record in jobs if record["event"] == "end"]
@@ -138,11 +138,11 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 
 
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
+    """Return how often the ranks were started without saving a new checkpoint. Pure.
 
-    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the first
-    save of the newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended
-    with a stop or a rollback (a return to an older checkpoint) are not counted.
+    One Slurm job may start the ranks several times. Only starts since the newest checkpoint was saved count, and only
+    those in jobs since a person's last submission. Starts that ended with a stop, with storage that stayed full or
+    away, or with a rollback (a return to an older checkpoint) do not count.
     """
     num_events_at_submit = _num_events_at_submit(jobs)
     num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
@@ -157,7 +157,7 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
 
 def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the first job after the last submission began; 0 if none has."""
+    """Return how many events the ledger had when the first job since the last submission began; 0 without a job."""
     num_events: int | None = None
     for record in jobs:
         if record["event"] == "submit":
@@ -168,7 +168,7 @@ def _num_events_at_submit(jobs: Sequence[Record]) -> int:
 
 
 def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return the number of ledger events up to and with the one that first recorded the newest checkpoint, or 0."""
+    """Return how many events the ledger had just after the newest checkpoint was first recorded; 0 without one."""
     reached_step = newest_checkpoint(ledger)
     for num_events, event in enumerate(ledger, start=1):
         if proves_checkpoint(event) and event["step"] == reached_step:

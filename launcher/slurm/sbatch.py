@@ -1,4 +1,4 @@
-"""Check the options of a user for sbatch, and submit batch scripts with sbatch."""
+"""Check the sbatch options that a user passes on, and submit batch scripts with sbatch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from electra_dist.store.regular_files import read_regular
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
     """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
 
-    Each is `name=value` or `name`, with or without dashes in front, such as account=vision. A UserError is raised if
-    the name is missing or `reserved`, because the script sets that option itself.
+    Each option is `name=value` or `name`, with or without dashes in front, such as account=vision. A UserError means
+    that a name is missing, or is in `reserved`, the options that the script sets itself.
     """
     options = []
     for option in sbatch_options:
@@ -35,7 +35,7 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
 
 
 def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
-    """Submit a batch script with further options of sbatch, and return the job id; UserError if sbatch refuses it."""
+    """Run sbatch with further `options` on a batch script, and return the job id; UserError if sbatch refuses it."""
     script_options = re.findall(r"^#SBATCH --([a-z-]+)", read_regular(script).decode("utf-8", "replace"), re.MULTILINE)
     try:
         done = subprocess.run(

@@ -23,7 +23,7 @@ class QueuedJob:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a person must release the job, because a person or, after a failed start, Slurm holds it."""
+        """Return whether a person, or Slurm after a failed start, holds the job, so that a person must release it."""
         return self.state != "RUNNING" and re.search("held|hold", self.reason, re.IGNORECASE) is not None
 
 
@@ -38,16 +38,17 @@ class NodeOut:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueView:
-    """Queued jobs of the run, and nodes that Slurm does not use."""
+    """What Slurm knows now: the run's jobs in the queue, and the nodes of the cluster that Slurm does not use."""
 
     jobs: tuple[QueuedJob, ...]
     out: tuple[NodeOut, ...]
 
 
 def queue_view(job_name: str) -> QueueView | None:
-    """Ask Slurm for the jobs of this name and for all nodes that are out of service, for up to 20 s each.
+    """Ask Slurm for the jobs of this name (squeue) and for all nodes that are out of service (sinfo).
 
-    The result is None if squeue is not installed, fails or does not answer. If only sinfo fails, there are no nodes.
+    Waits up to 20 s for each. The result is None if squeue is not installed, fails or does not answer; if only sinfo
+    fails, the result lists no nodes.
     """
     job_lines = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
     node_lines = _lines(

@@ -41,17 +41,17 @@ from launcher.slurm.sbatch import run_sbatch
 
 @dataclass(frozen=True, kw_only=True)
 class Submission(JobOptions):
-    """Request of a user, before it is checked: the options of the job, the config file and the changes to it."""
+    """What a user wants to submit, not checked yet: the options of the job, the config file and overrides of it."""
 
     config_file: Path
     overrides: tuple[str, ...] = ()  # `KEY=VALUE`, applied to the config
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
-    """Check a submission without writing anything, and return the config, the request and the nodes to exclude.
+    """Check a submission without writing anything; return the config, the content of the script, and nodes to exclude.
 
     `command` is the command line as the user typed it, for the script's first comment. OtherNumerics is raised if a
-    version with other random draws or rounding began the run, and this is not accepted.
+    version with other random draws or rounding began the run, unless `submission.accept_new_numerics` is set.
     """
     check_time_limit(submission.time_limit)
     config = with_absolute_paths(load_config(submission.config_file, submission.overrides))
@@ -103,7 +103,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
 
     Without a chain, two jobs are submitted. The second one is the standby job: it waits until the first job has ended,
     and continues the run if the first job could not be requeued. The first job cancels it when the run is finished. If
-    Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded.
+    Slurm refuses a job, the jobs that it accepted before stay in the queue and are recorded.
     """
     script = Path(request.script_file)
     script_text = batch_script(request, excluded)
@@ -173,9 +173,9 @@ def _readable_file(name: str) -> Path:
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
-    """Refuse, before a job waits in the queue, ranks that cannot share `train.global_batch` evenly.
+    """Raise a UserError if this number of ranks cannot share `train.global_batch` evenly.
 
-    The UserError names the numbers of nodes that can.
+    The error names the numbers of nodes that can. It comes at submission, not after hours in the queue.
     """
     train = config.train
     if train.fitting_micro_batch(num_nodes * ranks_per_node):
@@ -191,7 +191,7 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the run's next submission, one more than the highest in the names submission-0007.yaml."""
+    """Return the number of the run's next submission: one more than the highest in file names submission-0007.yaml."""
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
     names = [re.fullmatch(r"submission-(\d+)\.yaml", file.name) for file in config_files]
     return max((int(name[1]) for name in names if name is not None), default=0) + 1

@@ -1,4 +1,4 @@
-"""Expand a submission into several runs, one for each value of a config key such as the seed or the learning rate."""
+"""Turn one submission into several runs, one for each value of a config key such as the seed or the learning rate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from electra_dist.errors import UserError
 def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the config overrides of each run of a sweep: one run for each combination of values in `each`.
 
-    `each` holds texts `KEY=VALUE,VALUE,...`. A run's last override sets its own `run_dir`: the given one with the last
-    word of each key and its value appended, for example runs/a-seed-1. An empty `each` gives one run without
+    `each` holds texts `KEY=VALUE,VALUE,...`. The last override of a run sets its `run_dir`: the given folder with the
+    last word of each key and its value appended, for example runs/a-seed-1. An empty `each` gives one run without
     overrides, [()]. A UserError means that a text has another format, its key is `run_dir`, or two runs would have the
     same folder.
     """
@@ -37,7 +37,7 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
 def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str]:
     """Return the arguments of `electra-dist submit` that submit one run of a sweep, with its overrides `changes`.
 
-    All options `--each` in `arguments` are left out, and the overrides are appended as options `--set`.
+    They are `arguments` without the options `--each`, and with each config override appended as `--set`.
     """
     kept = []
     is_value_of_each = False
@@ -54,7 +54,7 @@ def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str
 
 
 def _parse_option(option: str) -> list[tuple[str, str]]:
-    """Return a pair (key, value) for each value in an option KEY=VALUE,VALUE,..."""
+    """Split an option KEY=VALUE,VALUE,... into one pair (KEY, VALUE) for each value."""
     key, _, values = option.partition("=")
     words = [value.strip() for value in values.split(",")]
     if not key or key == "run_dir" or not all(words):

@@ -3,9 +3,9 @@
 Guarantee: a jump of a wall clock, on this node or another, shifts no converted time by more than the interval between
 two calls for the same rank.
 
-How: a new heartbeat of a rank was sent after the previous look at this rank, which found an older heartbeat, and
-before the look that found the new one. Only within these two bounds does the Unix time in the heartbeat decide, by the
-age that the heartbeat had when it was first seen.
+How: a new heartbeat was sent between the previous call for its rank, which got an older heartbeat, and the call that
+gets the new one. The converted time always lies between these two calls; within them, it is the time of the new call
+minus the age of the heartbeat by the wall clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from electra_dist.run.heartbeat import Beat
 
 
 class HeartbeatTimes:
-    """Converter of the Unix times in heartbeats to times of `clock`; make a new one for each start of the ranks."""
+    """Converter of Unix times in heartbeats to times of `clock`; make a new one each time the ranks are started."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
@@ -28,10 +28,10 @@ class HeartbeatTimes:
         self._wall_clock = wall_clock
         self._began = clock()
         self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as translated
-        self._looked: dict[int, float] = {}  # rank -> time of the last look at it
+        self._looked: dict[int, float] = {}  # rank -> time of the last call for this rank, by `clock`
 
     def translate(self, beats: Iterable[Beat]) -> list[Beat]:
-        """Return each rank's newest heartbeat, just read, with `time` and `phase_since` in seconds of `clock`."""
+        """Return heartbeats, which were just read, with `time` and `phase_since` converted to seconds of `clock`."""
         return [self._translate(beat) for beat in beats]
 
     def _translate(self, beat: Beat) -> Beat:
@@ -62,5 +62,5 @@ class HeartbeatTimes:
 
 
 def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
-    """Return whether a rank sent two heartbeats from the same process without leaving its phase in between."""
+    """Return whether two heartbeats come from the same process of a rank, which stayed in one phase between them."""
     return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)

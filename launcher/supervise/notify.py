@@ -1,9 +1,9 @@
-"""Run the command of a user (`cluster.notify`) when a run has ended or needs a person.
+"""Run a command that the user has set (`cluster.notify`) when a run has ended or needs a person.
 
 Guarantee: a command that fails or hangs changes neither the run nor the supervisor's exit code; the log has one line
 about it.
 
-Limits: the command is run by supervisors only. The supervisor of node 0 reports how the run ended; that of any other
+Limits: only supervisors run the command. The supervisor of node 0 reports how the run ended; the supervisor of another
 node reports only that its own node is unhealthy. If both have something to report, the command runs twice.
 """
 
@@ -23,7 +23,7 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event that `cluster.notify` reports when the supervisor of `node` ends; None if it is not run."""
+    """Return the event to report when the supervisor of `node` ends with exit code `code`; None: report nothing."""
     if node != 0 and code != EXIT_UNHEALTHY:
         return None
     return EVENTS.get(code)
@@ -38,9 +38,9 @@ def notify(
     log: Callable[[str], None],
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run a command for /bin/sh with the event in its environment variables; log one line if it fails or hangs.
+    """Run a shell command that is told the event by environment variables; log one line if it fails or hangs.
 
-    Blocks until the command ends, at most `timeout_s` seconds; then the command and its children are killed.
+    Blocks until the command ends. After `timeout_s` seconds, the command and its children are killed.
     """
     variables = {
         "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),

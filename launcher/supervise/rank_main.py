@@ -1,6 +1,6 @@
 """Run one rank under `launcher.supervise`: call pretrain.py, and record pid, exit code and stacks for the supervisor.
 
-Guarantee: the folder given by `--state` holds the files of one start of a node's ranks. For each rank R they are:
+Guarantee: `--state` names a folder with the files of one start of a node's ranks. For each rank R they are:
 - `pid-R`: the rank's pid, written before anything slow begins.
 - `exit-R`: the exit code with which the rank itself ended. A rank that is killed writes none.
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
@@ -36,10 +36,10 @@ STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rank of the variable RANK, and record its pid and its exit code in the `--state` folder.
+    """Run the rank whose number is in the variable RANK; record its pid and exit code in the `--state` folder.
 
-    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. Its exceptions are raised, and the
-    exit code of a SystemExit, otherwise EXIT_CRASH, is recorded.
+    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. If it raises an exception, the exit
+    code of a SystemExit, otherwise EXIT_CRASH, is recorded, and the exception is raised again.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code that Python gives a process: None becomes 0, and a message, which is printed, 1."""
+    """Return the exit code that Python gives a process that ends by SystemExit: its number, 0 for None, 1 for text."""
     if isinstance(system_exit.code, int):
         return system_exit.code
     has_message = bool(system_exit.code)
@@ -75,7 +75,7 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write a number by an atomic replacement, so that no reader sees half of it; wait for a full disk."""
+    """Write a number to a file at once, so that no reader sees half of it; wait while the disk is full or away."""
 
     def write() -> None:
         with replacing(file) as out:

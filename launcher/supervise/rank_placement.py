@@ -1,8 +1,8 @@
 """Assign ranks to nodes, and build the DeepSpeed command that starts the ranks of this node.
 
 Every node starts its own ranks (`deepspeed --no_ssh --node_rank K`), so neither ssh nor pdsh nor MPI is needed. Each
-line of a host file stands for a node, and `slots=N` in it for the node's number of ranks. The host names are not used,
-so they need not resolve.
+line `HOST slots=N` of a host file stands for a node with N ranks. The host names are not used, so they need not
+resolve.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Assignment of ranks to nodes, node by node from 0 on, seen from one node, and where the ranks meet."""
+    """Which ranks run on which node (rank 0 first, node by node), which node this is, and where the ranks meet."""
 
     node: int  # number of this node, from 0
     slots: tuple[int, ...]  # number of ranks on each node
-    address: str = "127.0.0.1"  # of node 0
-    port: int | None = None  # first of the 64 ports that successive starts use in turn; None: any free port
+    address: str = "127.0.0.1"  # host name or address of node 0, where the ranks connect to each other first
+    port: int | None = None  # first of 64 ports on node 0; each start of the ranks uses the next one; None: any free
 
     @classmethod
     def from_options(
@@ -43,11 +43,11 @@ class Placement:
         port: int | None,
         hostfile: Path | None,
     ) -> Placement:
-        """Build the placement from command-line options; UserError if they contradict each other.
+        """Build the placement from command-line options; UserError if they are wrong or contradict each other.
 
-        None means, for `nodes`: the lines of `hostfile`, or 1; for `ranks_per_node` (ignored with `hostfile`): the
-        number of visible GPUs, or 1; for `port`: 29500 with several nodes, which also need an `address`, and any free
-        port with one.
+        If `nodes` is None, there is one node for each line of `hostfile`, or one without a host file. If
+        `ranks_per_node` (ignored with `hostfile`) is None, each node has one rank per visible GPU, at least one. If
+        `port` is None, it is 29500 with several nodes, which also need an `address`, and any free port with one node.
         """
         if hostfile is None:
             slots = _equal_slots(nodes, ranks_per_node)
@@ -85,13 +85,13 @@ class Placement:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks on this node, for example 8 to 15 on node 1 of 2 nodes with 8 ranks each."""
+        """Return the numbers of the ranks on this node, for example 8 to 15 on node 1 of 2 nodes with 8 ranks each."""
         first_rank = sum(self.slots[: self.node])  # the number of ranks on the nodes before this one
         num_ranks = self.slots[self.node]
         return range(first_rank, first_rank + num_ranks)
 
     def missing(self, *found: Iterable[int]) -> set[int]:
-        """Return the ranks of this node that are in none of `found`: they neither run nor have ended, for example."""
+        """Return those ranks of this node that appear in none of the given collections of ranks."""
         return set(self.ranks).difference(*found)
 
     @property
@@ -100,10 +100,10 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {sum(self.slots)}"
 
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
-        """Return the DeepSpeed command that starts this node's ranks.
+        """Return the DeepSpeed command that starts this node's ranks, which run launcher/pretrain.py with `arguments`.
 
-        The ranks of all nodes meet at `port` on node 0; pass a new one at each start. `arguments` are for
-        launcher/pretrain.py. A host file is written into `state` for several nodes, or where visible GPUs are set.
+        The ranks of all nodes connect to `port` on node 0; pass a new port each time the ranks are started. With
+        several nodes or CUDA_VISIBLE_DEVICES set, this writes a host file for DeepSpeed into the folder `state`.
         """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
         shown = os.environ.get(VISIBLE_DEVICES)
@@ -125,7 +125,7 @@ class Placement:
 
 
 def local_devices(root: Path = Path("/")) -> int:
-    """Return the number of visible GPUs, at least 1, without the driver: a query of a faulty one can hang."""
+    """Return the number of visible GPUs, at least 1. It is counted without the driver, which can hang if faulty."""
     return max(1, len(visible_devices(os.environ, root)))
 
 

@@ -4,13 +4,13 @@ Guarantees:
 - Signals are sent to the ranks themselves, never to DeepSpeed's two launcher processes: SIGTERM makes the first one
   (`runner`) end and leave its ranks running, and the second one (`launch`) end the ranks one by one. Both launchers
   are killed when the ranks are sent a signal, or when a rank has ended with a code other than 0: 30 s after that,
-  `launch` would kill the other ranks, even if they still save.
+  `launch` would kill the other ranks, even if they are still saving.
 - The ranks ignore SIGTERM, SIGUSR1 and SIGUSR2 from before their first exec until they install handlers, so that a
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
 - The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
   lost, because the pids of its ranks are known.
-- `kill` ends all processes of this start and those that earlier starts left running: all have the environment
-  variable MARK with the same value.
+- `kill` ends all processes of this start of the ranks, and those that earlier starts left running: all of them have
+  the environment variable MARK with the same value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankProcesses:
     """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block."""
 
     def __init__(self, mark: str) -> None:
-        """Make the state folder, into which the ranks write pids, exit codes and stacks; `mark` is from `mark_of`."""
+        """Make the folder `state` for the ranks' pids, exit codes and stacks; `mark` (of `mark_of`) names the run."""
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.state = Path(self._folder.name)
@@ -52,7 +52,7 @@ class RankProcesses:
         self.started = time.monotonic()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the command of `Placement.command` in a session of its own, with more variables; do not wait for it."""
+        """Run the command from `Placement.command` in a new session with more environment variables; do not wait."""
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
@@ -62,7 +62,7 @@ class RankProcesses:
         )
 
     def launcher_runs(self) -> bool:
-        """Return whether `deepspeed` runs; its exit code is unused: it can be 0 although a rank was killed."""
+        """Return whether DeepSpeed's launcher still runs. (Its exit code says nothing: it can be 0 after a kill.)"""
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
@@ -79,7 +79,7 @@ class RankProcesses:
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code that the rank wrote as its last action, so its process may still exist."""
+        """Return rank -> exit code of the ranks that wrote one, their last action; their processes may still exist."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
@@ -91,7 +91,7 @@ class RankProcesses:
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
-        """Send signal `number` to the ranks that have a handler for it and did not get it yet; return these ranks.
+        """Send signal `number` once to each rank that has a handler for it; return the ranks that got it in this call.
 
         Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
         """
@@ -136,10 +136,10 @@ class RankProcesses:
         return lines
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to all processes of this run on this node until none is left, also to those of earlier starts.
+        """Send SIGKILL to all processes of this run on this node, also of earlier starts, until none is left.
 
-        Returns the pids that still exist after 30 s: they are blocked in the kernel on a device, and only a reboot
-        ends them.
+        Returns the pids of processes that still exist after 30 s: they are blocked in the kernel on a device, and only
+        a reboot ends them.
         """
         deadline = time.monotonic() + _KILL_WAIT_S
         if self._launcher is not None:
@@ -160,13 +160,13 @@ class RankProcesses:
         return left
 
     def close(self) -> list[int]:
-        """Kill and return as `kill` does, and delete the state folder, without which the others find nothing."""
+        """Do what `kill` does, delete the state folder, and return the result of `kill`. Call no method after this."""
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return rank -> the number in its file `NAME-RANK` of the state folder, for NAME "pid" or "exit"."""
+        """Return rank -> the number in the file `NAME-RANK` of the state folder, for NAME "pid" or "exit"."""
         numbers = {}
         for file in self.state.glob(f"{name}-*"):
             rank = int(file.name.rpartition("-")[2])
@@ -175,16 +175,17 @@ class RankProcesses:
 
 
 def delete_old_state_folders(mark: str) -> None:
-    """Delete the state folders that killed supervisors of this run and node left, once their processes are killed."""
+    """Delete the state folders that killed supervisors of this run left on this node. First kill their processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if is_state_folder_of(folder, mark):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def condensed(stacks: str) -> list[str]:
-    """Shorten faulthandler's stacks of all threads: one line per call, equal stacks once below their number.
+    """Shorten faulthandler's text on the stacks of all threads: one line per call, and equal stacks only once.
 
-    The main thread comes first, and within a stack the innermost call: `2 threads:`, `  /a/b.py:7 wait`, ....
+    The number of threads comes before each stack: `2 threads:`, `  /a/b.py:7 wait`, .... The main thread is first,
+    and within a stack the innermost call.
     """
     # Each thread is a block: a heading such as "Thread 0x7f12 (most recent call first):", then one line per call.
     blocks = [block for block in stacks.strip().split("\n\n") if block]
@@ -218,7 +219,7 @@ def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int])
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; without one it would end, or ignore and so miss it."""
+    """Return whether a process has a handler for a signal. Without one, the signal would end it or be ignored."""
     caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
     if not caught_mask:
         return False
@@ -234,7 +235,7 @@ def _command_line(pid: int) -> bytes:
 
 
 def _kernel_view(pid: int) -> str:
-    """Return state and place of a process in the kernel, such as "S (sleeping), wchan futex_wait_queue"."""
+    """Return a process's state and where it waits in the kernel, as "S (sleeping), wchan futex_wait_queue"."""
     parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
         with contextlib.suppress(OSError):

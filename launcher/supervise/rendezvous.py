@@ -8,15 +8,15 @@
 The ranks of a run are started on all nodes at once, and again after a crash; these starts are numbered. A session is
 one job, for example one Slurm job.
 
-Guarantees: only node 0 begins starts; every other node joins each start at most once. A node whose ranks ended
-reports it, so that ranks of other nodes, which would wait in a collective for minutes, are ended within seconds. A
+Guarantees: only node 0 begins starts; every other node joins each start at most once. A node reports when its ranks
+have ended, so that the ranks of other nodes, which would wait in a collective for minutes, are ended within seconds. A
 node that was cut off from the network never joins the job that replaced its own. Without a session name, a node may
 join a start of an earlier job, until it sees the new start of node 0. Starts use 64 ports in turn, so that no rank of
 an earlier start can connect to the current one. A run on one node writes the same files and waits for nothing.
 
-Limits: on NFS, a file and the report in it may become visible to another node a minute late. A cut network is not
-reported through these files: each side then finds its own ranks hung. If the supervisor of node 0 is killed, the other
-nodes wait ten seconds before they read each other's reports directly.
+Limits: on NFS, another node may see a new file a minute late. A network failure between nodes is not reported through
+these files: the supervisors on each side then find their own ranks hung. If the supervisor of node 0 is killed, the
+other nodes wait ten seconds before they read each other's reports directly.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _POLL_S = 1.0  # shortest time between two reads of the files by `news`
 
 @dataclass(frozen=True, kw_only=True)
 class _Announcement:
-    """Announcement of a start by node 0: the content of one file start-START.json."""
+    """Announcement by node 0 that the ranks are to be started: the content of one file start-START.json."""
 
-    port: Annotated[int, Field(gt=0, lt=1 << 16)]  # where the ranks meet on node 0
+    port: Annotated[int, Field(gt=0, lt=1 << 16)]  # port of node 0 to which all ranks connect first
 
 
 _ANNOUNCEMENT = TypeAdapter(_Announcement)
 
 
 class Rendezvous:
-    """One node's part in the agreement of all nodes on when the ranks are started.
+    """Means by which one node's supervisor agrees with those of the other nodes on each start of the ranks.
 
     A supervisor calls `start` before it starts its ranks, polls `news` while they run, and calls `end` after they have
-    ended. `number` is that of the start in which this node takes part, 0 before the first.
+    ended. `number` is the number of the start in which this node takes part; 0 before its first start.
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Read and write nothing yet. A `port` of None means any free one; only a run on one node may pass it."""
+        """Read and write nothing yet. `port` is the first of 64; only a run on one node may pass None (any free)."""
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
@@ -76,13 +76,13 @@ class Rendezvous:
         self._files = MeetingFolder(self._folder)
         self._summary = SummaryReader(self._folder)  # on nodes other than 0
         self._summary_writer = SummaryWriter(self._folder)  # on node 0
-        self._announced_port = 0  # of the newest start, on node 0
+        self._announced_port = 0  # port of the newest start; used on node 0 only
 
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
-        The result is None, and this node must start no ranks, if another node's supervisor has ended, if `give_up`
-        (which the waiting nodes poll) returned True, or after `timeout_s` seconds.
+        The result is None, and this node must start no ranks, if another node's supervisor has ended, or if this node
+        waited for `timeout_s` seconds or until `give_up`, which it polls, returned True.
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
@@ -104,7 +104,7 @@ class Rendezvous:
         return None
 
     def begin_session(self) -> None:
-        """Append this job's session name to RUN/meeting/sessions, once and on node 0; older jobs read it and end."""
+        """Append this job's session name, if it has one, to RUN/meeting/sessions, once; older jobs read it and end."""
         if not self._session or self._has_begun_session:
             return
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Rendezvous:
         self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
-        """Report that this node's ranks ended with `code`; `final`: its supervisor joins no further start."""
+        """Report to the other nodes that this node's ranks ended with `code`; `final`: its supervisor ends, too."""
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
         self._look(oldest_start=self.number - 1)  # puts the report of node 0 into the summary
 
@@ -143,9 +143,10 @@ class Rendezvous:
         return f"the ranks of node {first_end.node} have ended with exit code {first_end.code}"
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return (node, exit code for this node) if another node's supervisor has ended, otherwise None.
+        """Return the number of a node whose supervisor has ended, and the exit code for this node; None if none has.
 
-        The code is that of the other node after its crash or user error, else EXIT_STOPPED: this node is not at fault.
+        After a crash or a user error of the other node, its exit code is returned. Otherwise it is EXIT_STOPPED,
+        because this node is not at fault.
         """
         for end in self._of_other_nodes(self._look(oldest_start=self.number - 1)):
             if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
@@ -155,9 +156,10 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the session name of a newer job that now runs this run instead of this node's job, or "".
+        """Return the session name of the newer job that has replaced this node's job; "" if there is none.
 
-        The node was then cut off from the network, and it must not start ranks again. "" also without a session name.
+        If there is one, this node was cut off from the network, and it must not start ranks again. The result is also
+        "" if this job has no session name.
         """
         if not self._session:
             return ""
@@ -172,13 +174,13 @@ class Rendezvous:
         return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start: end the ranks, no matter how, and join it."""
+        """Return whether node 0 has begun a newer start, so that this node must end its ranks, by a kill, and join."""
         if self._node == 0:
             return False
         return self._look(oldest_start=self.number).start > self.number
 
     def hang_folder(self) -> Path:
-        """Return the folder for the records of a hang in this start, such as RUN/hangs/job-4711-0-start-000007."""
+        """Return the folder for the report of a hang in this start, such as RUN/hangs/job-4711-0-start-000007."""
         prefix = f"{self._session}-" if self._session else ""
         return self._hangs / f"{prefix}start-{self.number:06d}"
 
@@ -200,7 +202,7 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Return a port for start `number`, if possible a free one, but not that of the start before."""
+        """Return a port of the 64 from `first` on for start `number`: not the last start's, and if possible free."""
         # The port of the start before is the next one if that start skipped ports in use, so it is left out.
         turn = number % NUM_PORTS
         ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
@@ -211,7 +213,7 @@ class Rendezvous:
         return other_ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
-        """Return the newest start and at least the reports from `oldest_start` on; node 0 also writes the summary."""
+        """Return the newest start and at least the reports on starts from `oldest_start` on; on node 0, write both."""
         if self._node == 0:
             ends = tuple(self._files.ends(since=self.number - 1))
             summary = Summary(start=self.number, port=self._announced_port, ends=ends)
@@ -229,7 +231,7 @@ class Rendezvous:
         return read_json_as(self._start_file(number), _ANNOUNCEMENT, next_step).port
 
     def _of_other_nodes(self, summary: Summary) -> list[End]:
-        """Return those reports in `summary` that are of other nodes and about this node's start or the one before."""
+        """Return the reports of other nodes that are about this node's current start or the start before it."""
         numbers = (self.number - 1, self.number)
         return [end for end in summary.ends if end.number in numbers and end.node != self._node]
 

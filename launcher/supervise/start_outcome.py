@@ -1,4 +1,4 @@
-"""Decide what the end of a start of the ranks means, from the ledger and the ranks' exit codes. Pure functions.
+"""Decide what it means that a node's ranks have ended, from the ledger and the ranks' exit codes. Pure functions.
 
 The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
 is read only from the ledger: rank 0 writes the event "done" after it has committed the last checkpoint.
@@ -15,17 +15,17 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """Evidence of how one start of the ranks ended on this node: ledger events and exit codes."""
+    """What is known about how this node's ranks ended after one start: ledger events and exit codes."""
 
-    events: Sequence[Record]  # the ledger's events since the start
-    codes: Mapping[int, int]  # rank -> exit code that it wrote itself; a killed rank has none
+    events: Sequence[Record]  # the ledger's events since the ranks were started
+    codes: Mapping[int, int]  # rank -> exit code that the rank wrote itself; a killed rank has none
     num_ranks: int  # ranks that were started on this node
-    at_fault: bool = True  # whether the fault is this node's if ranks end with EXIT_UNHEALTHY, as they do on all nodes
+    at_fault: bool = True  # whether this node is the faulty one if ranks (on all nodes) end with EXIT_UNHEALTHY
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartOutcome:
-    """Result of a start: an exit code of `electra_dist/errors.py`, and the reason as one line for the log."""
+    """How a start of the ranks ended: an exit code of `electra_dist/errors.py`, and the reason as one line."""
 
     code: int
     why: str
@@ -35,9 +35,9 @@ def outcome(end: StartEnd) -> StartOutcome:
     """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure.
 
     The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run. If
-    one node is faulty, the ranks of all end with EXIT_UNHEALTHY; the result is EXIT_STOPPED on the others, so that
-    only the faulty node is left out of the next job. Only after EXIT_CRASH, all other cases, are the ranks started
-    again.
+    one node is faulty, the ranks of all nodes end with EXIT_UNHEALTHY; the result is then EXIT_STOPPED on the sound
+    nodes, so that only the faulty one is left out of the next job. An end that nothing explains is EXIT_CRASH, the
+    only result after which the ranks are started again.
     """
     newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
@@ -68,9 +68,9 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no event that says so: read it again before you judge.
+    """Return whether all ranks ended well but the ledger has no event that says so: wait, and read the ledger again.
 
-    Rank 0, possibly on another node, writes the event before it ends, and a shared file system may show it late.
+    Rank 0, possibly on another node, writes the event before it ends, but a shared file system may show it late.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}

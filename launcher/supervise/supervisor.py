@@ -8,7 +8,7 @@ exit code is one of errors.py, decided from the ledger and the exit codes that t
 end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
 the node's number.
 
-The supervisor of node 0 holds the lease of the run folder, which keeps other starts of the run from training in it.
+The supervisor of node 0 holds the lease of the run folder, the exclusive right to train in it.
 If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this run on this
 node kills the processes that are left.
 
@@ -75,11 +75,11 @@ class Supervisor:
         session: str = "",
         rank_options: Sequence[str] = (),
     ) -> None:
-        """Install signal handlers, and make this process the only supervisor of its node. No rank is started.
+        """Install signal handlers, and make this process the run's only supervisor on its node. No rank is started.
 
-        `arguments` name the config for launcher/pretrain.py and preflight; `rank_options` are for the former only.
-        With a `session` (a job's name, equal on all its nodes), a supervisor ends once a newer job has begun. A signal
-        during the wait for the lease raises KeyboardInterrupt.
+        `arguments` name the config; launcher/pretrain.py and preflight get them. `rank_options` are only for
+        launcher/pretrain.py. With a `session` (the job's name, equal on all its nodes), the supervisor ends once a
+        newer job has begun. A signal that comes while it waits for the lease raises KeyboardInterrupt.
         """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
@@ -103,7 +103,7 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
-        """Take the lease of the run folder; in a session, wait up to 180 s for the supervisor of an older job."""
+        """Take the lease of the run folder; in a session, wait up to 180 s until an older job has ended its ranks."""
         self._meeting.begin_session()
         return take_lease(
             self._run_dir,
@@ -119,9 +119,9 @@ class Supervisor:
             self._lease.release()
 
     def check(self) -> int:
-        """Run preflight on this node; return 0 if `run` may be called, otherwise the exit code to end with.
+        """Run the preflight checks of this node; return 0 if `run` may be called, otherwise the exit code to end with.
 
-        It takes at most 10 minutes, plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
+        They take at most 10 minutes, plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
         """
         patience_s = self._cluster.storage_patience_s
         first_rank = self._placement.ranks[0]
@@ -139,10 +139,10 @@ class Supervisor:
         return code
 
     def run(self) -> int:
-        """Start and restart the ranks until this node must not start them again, and return the exit code.
+        """Start and restart this node's ranks until the run ends here, and return the exit code.
 
-        They are started again only after a crash, and not if a GPU of this node is then found unhealthy. Only node 0
-        counts restarts: the other nodes join each start of node 0 and end when its supervisor ends.
+        The ranks are started again only after a crash, and not if a GPU of this node is then found unhealthy. Only
+        node 0 counts restarts: the other nodes start their ranks when node 0 does, and end when its supervisor ends.
         """
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
@@ -169,7 +169,7 @@ class Supervisor:
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
 
     def _kill_orphans(self) -> None:
-        """Kill the processes, which may hold the GPUs, that a killed supervisor of this run left on this node."""
+        """Kill processes that an earlier, killed supervisor of this run left on this node; they may hold the GPUs."""
         orphans = marked_pids(self._mark)
         if orphans:
             self.log(f"killing {len(orphans)} processes that an earlier supervisor left running")
@@ -177,7 +177,7 @@ class Supervisor:
         delete_old_state_folders(self._mark)
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
-        """Return the result to end with if the ranks must not be started again after a crash; None if they may be."""
+        """Return why this supervisor must end after a crash of its ranks; None if it may start them again."""
         if self._lease is not None:
             try:
                 self._lease.check()
@@ -200,7 +200,7 @@ class Supervisor:
         return bool(self._signals.number or self._meeting.taken_over())
 
     def _run_start(self, port: int) -> StartOutcome:
-        """Start the ranks once, watch them until this start is over, kill what is left, and return the result."""
+        """Start the ranks once, watch them until they end or must be killed, and return how this start ended."""
         num_events_before = len(self._read_ledger())
         num_strikes_before = len(self._patience.call(lambda: read_strikes(self._run_dir)))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
@@ -235,7 +235,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return the evidence of how a start ended; wait up to 60 s for an event of rank 0 that may be shown late."""
+        """Return what is known about how the ranks ended; wait up to 60 s for rank 0's last event if it is missing."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -244,7 +244,7 @@ class Supervisor:
         return end
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return the evidence of how one start of the ranks ended, as far as it can be read now."""
+        """Return what is known now about how the ranks ended: ledger events, exit codes, and new strikes."""
         new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         # The only node of a run is always at fault.
@@ -257,7 +257,7 @@ class Supervisor:
         )
 
     def _strike_unhealthy_gpus(self) -> str:
-        """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault, else ""."""
+        """Check this node's GPUs after a crash; if one is unhealthy, record and return its fault; "" otherwise."""
         node = node_name()
         findings = check_gpus(node)
         if exit_code(findings, node) != EXIT_UNHEALTHY:
@@ -268,7 +268,7 @@ class Supervisor:
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
-        """Return the result (exit code and reason) to end with, because this node joins no further start."""
+        """Return the exit code and the reason with which this supervisor ends without starting its ranks again."""
         if self._signals.number:
             name = signal.Signals(self._signals.number).name
             return StartOutcome(code=EXIT_STOPPED, why=f"received {name} while no ranks ran")

@@ -4,9 +4,9 @@ Guarantee: when the supervisor's process ends while the rank runs, the rank save
 SIGTERM. A rank that has not installed its signal handlers yet has nothing to save; it ends at once with exit code 75.
 A rank that has not ended `_GRACE_S` seconds later ends without a save, with exit code 1.
 
-How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for
-the end of that process. A death signal of the kernel (PR_SET_PDEATHSIG) would not do, because it follows the direct
-parent: that is DeepSpeed's launcher, which the supervisor ends before its ranks.
+How: the supervisor writes its own identity into the file `supervisor` of the ranks' state folder (rank_processes.py).
+A thread in each rank waits for the end of that process. The kernel's death signal (PR_SET_PDEATHSIG) would not do,
+because a rank's parent is DeepSpeed's launcher, which the supervisor ends before its ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MARK_FILE = "mark"
 
 
 def write_owner(state: Path, mark: str) -> None:
-    """Write into a new state folder which supervisor it belongs to: this process, and the mark of its run and node."""
+    """Record in a new state folder that it belongs to this process, the supervisor of the run and node in `mark`."""
     (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())), "ascii")
     # A folder without this file is never deleted as one of this run.
     (state / _MARK_FILE).write_bytes(os.fsencode(mark))
 
 
 def is_state_folder_of(state: Path, mark: str) -> bool:
-    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
+    """Return whether a state folder was made by a supervisor of the run and node that `mark` names."""
     try:
         # The folder is in a shared directory: nothing is read in one that another user may have made.
         return is_private(state) and (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
@@ -48,12 +48,12 @@ def is_state_folder_of(state: Path, mark: str) -> bool:
 
 
 def read_supervisor(state: Path) -> ProcessIdentity:
-    """Return the supervisor that made a state folder."""
+    """Read from a state folder which process, the supervisor, made it."""
     return ProcessIdentity(**json.loads((state / _SUPERVISOR_FILE).read_text("ascii")))
 
 
 def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:
-    """Begin to wait in a thread for the end of this rank's supervisor, which then stops the rank."""
+    """Start a thread that waits until this rank's supervisor has ended, and then makes the rank save and stop."""
     threading.Thread(target=_end_with, args=(supervisor, rank), name="supervisor-watch", daemon=True).start()
 
 

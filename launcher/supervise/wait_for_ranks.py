@@ -1,4 +1,4 @@
-"""Watch one start of a node's ranks, and decide when this start is over.
+"""Watch a node's ranks after one start, and decide when they have ended or must be killed.
 
 Guarantee: `StartMonitor.until_over` returns when all ranks of the node have ended. It returns earlier if the caller
 should kill them:
@@ -39,7 +39,7 @@ _LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat 
 
 @dataclass
 class ReceivedSignals:
-    """Record of the signals that the supervisor received, for `StartMonitor` to pass on to the ranks."""
+    """Record of the signals that the supervisor has received; `StartMonitor` passes them on to the ranks."""
 
     number: int = 0  # the newest signal to pass on to the ranks; 0: none yet
     interrupts: int = 0  # how often SIGINT was received
@@ -54,9 +54,9 @@ class ReceivedSignals:
 
 
 class StartMonitor:
-    """Monitor of one start of this node's ranks, which also passes on signals and follows the reports of other nodes.
+    """Monitor of this node's ranks that also passes signals on to them and reads the reports of other nodes.
 
-    Make a new monitor for each start and call `until_over` once.
+    Make a new monitor each time the ranks are started, and call `until_over` once.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class StartMonitor:
         self._leaving: dict[int, float] = {}  # rank -> when it was first seen to be finished, by `time.monotonic`
 
     def until_over(self) -> str:
-        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
+        """Block until all ranks of this node have ended or should be killed; return the reason for a kill, or "".
 
-        The reason is empty if the exit codes show it: all ranks have ended, or ranks were lost and the others did not
-        end within 10 s. The caller must kill what is left and judge the end by `start_outcome.outcome`.
+        The result is "" if all ranks have ended, or if a rank was lost and the others did not end within 10 s; the
+        exit codes show that. The caller must kill the remaining ranks, and judge the end by `start_outcome.outcome`.
         """
         while True:
             self._folder.round_begins()
@@ -123,7 +123,7 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs (`alive`: rank -> pid) and none will be started any more."""
+        """Return whether no rank of this node runs, and DeepSpeed's launcher will start none any more."""
         if alive:
             return False
         # At first no rank has been started, so it is not enough that none runs.
@@ -132,7 +132,7 @@ class StartMonitor:
         return launcher_has_ended or all_wrote_codes
 
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Log the end of DeepSpeed's launcher, or kill it once ranks begin to end, so that it kills none."""
+        """Kill DeepSpeed's launcher once ranks begin to end, because it would kill the others; log it if it ended."""
         if not self._has_launcher:
             return
         # The launcher would kill the other ranks 30 s after the first one ended with a code other than 0. It must live
@@ -149,7 +149,7 @@ class StartMonitor:
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
-        """Send the newest received signal to those ranks that have a handler by now and have not received it yet."""
+        """Pass the newest received signal on to each rank that has a handler for it and has not got it yet."""
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
             self._passed_on = newest_signal
@@ -159,7 +159,7 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log newly lost ranks, and after the first loss on any node set the deadline for the other ranks to end."""
+        """Log newly lost ranks; after the first loss here, or `news` of another node, give the other ranks 10 s."""
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
         if lost and lost != self._lost:
@@ -176,7 +176,7 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
-        """Return the hung ranks of this node, the likely culprit first; [] if it has looked less than 0.5 s ago."""
+        """Return this node's hung ranks, the likely culprit first; [] within 0.5 s of the last check."""
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
@@ -200,7 +200,7 @@ class StartMonitor:
         return silent + self._find_lingering(alive, done.union(codes), now)
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
-        """Return as hung the ranks that finished over 120 s ago and whose process still exists."""
+        """Return, as hung, the ranks that finished their work over 120 s ago but whose process still exists."""
         for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)
         return [
@@ -210,7 +210,7 @@ class StartMonitor:
         ]
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Report a hang of this node's ranks, the likely cause first; wait up to 10 s for the other nodes."""
+        """Report that ranks of this node hang (the likely culprit first), and wait up to 10 s for the other nodes."""
         self._report.begin()
         culprit, *others = hung_ranks
         silent_too = [other.rank for other in others]
@@ -224,7 +224,7 @@ class StartMonitor:
         self._report.await_other_nodes()
 
     def _describe_ranks(self, why: str) -> None:
-        """Write `why` and the stacks of this node's ranks to the log and to the hang report, with NCCL's records."""
+        """Write `why` and the stacks of this node's ranks to log and hang report; add NCCL's records to the report."""
         self._log(why)
         request_nccl_traces(self._ranks.state)
         stacks = self._ranks.stacks()
@@ -233,7 +233,7 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
-        """Return whether another node has found a hung rank; False if it has looked less than a second ago."""
+        """Return whether another node has found a hung rank; False within a second of the last check."""
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

@@ -34,7 +34,7 @@ from electra_dist.run.number_formats import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of a run's wall-clock time: the seconds that were spent on each activity of the module's table."""
+    """Account of a run's wall-clock time: the seconds of each activity that the module's docstring lists."""
 
     queue: float = 0.0
     boot: float = 0.0
@@ -49,7 +49,7 @@ class Goodput:
     useful: float = 0.0
     down: float = 0.0
     steps_lost: int = 0  # steps that were repeated later
-    starts: int = 0  # starts of the ranks, the first included
+    starts: int = 0  # starts of the run, the first included
 
     @property
     def wall(self) -> float:
@@ -141,7 +141,7 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Describe the newest start, to whose event `ledger` must reach, its checkpoint's age and the goodput."""
+    """Describe a run's newest start in `ledger`: restored step, age of the checkpoint, steps lost, goodput so far."""
     start_events = [event for event in ledger if event["event"] in START_EVENTS]
     newest_start = start_events[-1]
     parts = []
@@ -161,7 +161,7 @@ def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
 
 
 def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
-    """Return the seconds from the save of a checkpoint to a resume from it; None if the ledger lacks the save."""
+    """Return the seconds from the save of a checkpoint to the event `resume`; None if the ledger lacks the save."""
     saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
     if not saves:
         return None

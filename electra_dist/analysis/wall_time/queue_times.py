@@ -13,7 +13,7 @@ from electra_dist.run.jsonl import Record
 def queue_and_boot_of_starts(
     ledger: Sequence[Record], jobs: Sequence[Record], starts: Sequence[RunStart]
 ) -> list[tuple[float, float]]:
-    """Return for each start of the ranks the seconds that it waited for nodes and then booted: (queue, boot)."""
+    """Return for each start of the run (seconds in Slurm's queue, seconds from job start to process start)."""
     begins = [job for job in jobs if job["event"] == "begin"]
     queue_and_boot_s = []
     previous_index = -1
@@ -28,7 +28,7 @@ def queue_and_boot_of_starts(
 
 
 def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return (queue, boot): `queue` is summed over the jobs before a start, `boot` is that of the last one."""
+    """Return (queue, boot) in seconds: `queue` of all jobs that led to one start, `boot` of the last of them."""
     queue_s = 0.0
     boot_s = 0.0
     busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already
@@ -47,7 +47,7 @@ def first_submission(jobs: Sequence[Record]) -> float:
 
 
 def _submitted_and_began(begin: Record) -> tuple[float, float]:
-    """Return the Unix times at which a job was submitted and began. Slurm may report neither."""
+    """Return the Unix times at which a job was submitted and began; the next known time replaces a missing one."""
     job_began = _seconds(begin.get("started"))
     if job_began is None:
         job_began = time_of(begin)

@@ -1,4 +1,4 @@
-"""Read the starts of a run's ranks from its ledger: when each began and ended, its steps, and what took its time.
+"""Read the starts of a run (first and restarts) from its ledger: begin, end, steps, and what took the time.
 
 Limits: if no event of a start has `spent_s`, the seconds by activity, as in an older ledger, they are estimated from
 the times of its checkpoints and of its end. A start that was killed before its first checkpoint has no estimate: its
@@ -14,13 +14,13 @@ from datetime import datetime
 
 from electra_dist.run.jsonl import Record
 
-START_EVENTS = ("start", "resume")  # names of the events that begin a start of the ranks
+START_EVENTS = ("start", "resume")  # names of the events that record a start of the run
 _PROGRESS_EVENTS = ("checkpoint", "stop", "storage", "done", "crash", "unhealthy")  # `step`: steps done
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run's ranks, from the launch of their processes to their end. Points in time are Unix seconds."""
+    """One start of a run (first or restart), from the launch of its processes to their end. Times are Unix seconds."""
 
     began: float  # start of the process
     setup: Mapping[str, float]  # seconds by activity: import, build, restore
@@ -55,7 +55,7 @@ class RunStart:
 
 
 def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
-    """Return every start of the ranks that the ledger records, oldest first."""
+    """Return every start of the run, the first and the restarts, that the ledger records, oldest first."""
     bounds = [*start_indexes(ledger), len(ledger)]  # of the events of each start
     return [
         _run_start(ledger[index], _events_of_start(ledger, index, next_index))
@@ -64,7 +64,7 @@ def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
 
 
 def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
-    """Summarise the events of one start. Its processes began before the first event, by the seconds of the setup."""
+    """Summarise the events of one start of the run. Its processes began `setup_s` seconds before `start_event`."""
     progress = [event for event in later_events if event["event"] in _PROGRESS_EVENTS]
     newest = _newest_progress(start_event, progress)
     setup = start_event.get("setup_s", {})
@@ -81,12 +81,12 @@ def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
 
 
 def start_indexes(ledger: Sequence[Record]) -> list[int]:
-    """Return the indexes in `ledger` of the events "start" and "resume"; each of them begins a start of the ranks."""
+    """Return the indexes in `ledger` of the events "start" and "resume", with which each start of the run begins."""
     return [index for index, event in enumerate(ledger) if event["event"] in START_EVENTS]
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
-    """Return the later events of one start, by its number: an earlier start that was cut off may write events late."""
+    """Return a start's later events, by its number, as an earlier start that was cut off may write events late."""
     attempt = ledger[index].get("attempt")
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
@@ -97,7 +97,7 @@ def _newest_progress(start_event: Record, progress: Sequence[Record]) -> Record:
 
 
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
-    """Return the seconds by activity: the newest `spent_s`, or an estimate for an older ledger."""
+    """Return the seconds that a start spent by activity: its newest `spent_s`, or an estimate for an older ledger."""
     newest = _newest_progress(start_event, progress)
     if "spent_s" in newest:
         return newest["spent_s"]
@@ -109,7 +109,7 @@ def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, fl
 
 
 def seconds_per_step(starts: Sequence[RunStart]) -> float:
-    """Return the mean of `steps_s` over all steps of all starts; 0 before the first step."""
+    """Return the mean seconds of a step over all starts, without compiling and data waits; 0 before the first step."""
     num_steps = sum(start.num_steps for start in starts)
     if num_steps == 0:
         return 0.0

@@ -36,12 +36,12 @@ class Entries(BaseModel):
 
 
 def has_runs(state: RunState) -> bool:
-    """Return whether the manifest of a checkpoint has format 3, where only the header of a file lists its tensors."""
+    """Return whether a run is so large that file headers list a checkpoint's tensors, not its manifest (format 3)."""
     return is_too_long_a_list(state.zero_stage, len(state.shapes), state.world_size)
 
 
 def entries_of_file(state: RunState, file: FileEntry) -> Entries:
-    """Return what a rank stores for rank 0; in format 3, each parameter's range replaces the list of tensors.
+    """Return the entry of a rank's file, to be read by rank 0; in format 3, with ranges in place of its tensors.
     The tensors of a parameter must follow one another in `file`.
     """
     if not has_runs(state):
@@ -59,7 +59,7 @@ def entries_of_file(state: RunState, file: FileEntry) -> Entries:
 
 def merge(groups: Sequence[Entries]) -> Entries:
     """Merge the entries of consecutive groups of ranks, all of one manifest format.
-    Raises TornCheckpoint if a parameter's elements in one group do not begin where those of the group before end.
+    Raises TornCheckpoint if a parameter's elements in one group do not begin where those of the previous group end.
     """
     files = tuple(file for group in groups for file in group.files)
     parts_of_groups = [group.parts for group in groups if group.parts is not None]
@@ -112,7 +112,7 @@ def wait_for(
 
 
 def read_entries(target: Store, keys: Sequence[str]) -> Entries:
-    """Read, verify and merge the objects of entries, given in the order of the ranks, up to 16 at a time."""
+    """Read, verify and merge the entries stored under `keys` (in the order of the ranks), up to 16 at a time."""
     return merge(in_parallel(lambda key: _read(target, key), keys))
 
 

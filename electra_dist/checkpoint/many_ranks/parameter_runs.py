@@ -33,18 +33,18 @@ class Parts(NamedTuple):
 
 
 def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) -> bool:
-    """Return whether a list of all tensors would take more than about 3 MB, so that a run-length code replaces it."""
+    """Return whether a manifest's list of tensors would exceed about 3 MB, so that a run-length code replaces it."""
     return zero_stage in (0, 3) and 3 * num_parameters * world_size > _MOST_LISTED_TENSORS
 
 
 def num_elements(runs: Iterable[Run]) -> int:
-    """Return the sum of the part sizes that a run-length code stands for."""
+    """Return how many elements all ranks of a run-length code store together."""
     return sum(count * size for count, size in runs)
 
 
 def join(name: str, pieces: Sequence[Parts]) -> Parts:
-    """Join the codes of one parameter for consecutive groups of ranks; equal neighbouring parts get one run.
-    Raises TornCheckpoint if one group's elements do not begin where those of the group before end.
+    """Join the run-length codes of one parameter from consecutive groups of ranks; merge neighbours of equal size.
+    Raises TornCheckpoint if one group's elements do not begin where those of the previous group end.
     """
     start = None  # first element of all groups
     end = None  # element after the last one of the groups joined so far

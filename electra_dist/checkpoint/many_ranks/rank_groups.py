@@ -22,7 +22,7 @@ def group_size(world_size: int) -> int:
 
 
 def led_group(rank: int, world_size: int) -> int | None:
-    """Return the number of the group that a rank leads; None if it leads none."""
+    """Return the number of the group of ranks that a rank leads, as its last rank; None if it leads none."""
     size = group_size(world_size)
     if size == 1:
         return None
@@ -31,7 +31,7 @@ def led_group(rank: int, world_size: int) -> int | None:
 
 
 def entry_key(folder: str, rank: int, world_size: int) -> str:
-    """Return the key of a rank's manifest entry: FOLDER/rank-00003.json, or FOLDER/group-00000/rank-00003.json."""
+    """Return the key of a rank's entry: FOLDER/rank-00003.json or, with groups, FOLDER/group-00000/rank-00003.json."""
     size = group_size(world_size)
     if size == 1:
         return f"{folder}/rank-{rank:05d}.json"
@@ -39,12 +39,12 @@ def entry_key(folder: str, rank: int, world_size: int) -> str:
 
 
 def group_prefix(folder: str, group: int) -> str:
-    """Return the prefix of the keys of a group's single entries, FOLDER/group-00003/."""
+    """Return the folder in which the ranks of a group store their manifest entries: FOLDER/group-00003/."""
     return f"{folder}/group-{group:05d}/"
 
 
 def merged_key(folder: str, group: int) -> str:
-    """Return the key of the merged entries of a group, FOLDER/merged-00003.json."""
+    """Return the key of the object with the merged manifest entries of a group: FOLDER/merged-00003.json."""
     return f"{folder}/merged-{group:05d}.json"
 
 
@@ -65,5 +65,5 @@ def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
 
 
 def is_entry(name: str) -> bool:
-    """Return whether a file, named relative to the checkpoint's folder, holds entries for the manifest."""
+    """Return whether a file, named relative to the checkpoint's folder, holds manifest entries of ranks."""
     return _ENTRY_NAME.fullmatch(name) is not None

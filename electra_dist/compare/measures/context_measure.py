@@ -31,13 +31,13 @@ _SEED = 0  # of the replacements, equal for all runs
 
 
 class ContextMeasure(Measure):
-    """Measure of how well an encoder, without training, tells tokens of other places from the original ones."""
+    """Measure of how well an encoder, without training, finds tokens that were replaced by tokens of other places."""
 
     name = CONTEXT_AUC
     metric = "ROC-AUC"
 
     def __init__(self, heldout: OpenCorpus) -> None:
-        """Read the first rows of a held-out corpus and replace some of their tokens."""
+        """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places."""
         special = SpecialIds.from_tokens(heldout.manifest.tokenizer.special)
         ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.manifest.seq_len))
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
@@ -64,7 +64,7 @@ class ContextMeasure(Measure):
 
 
 def _first_rows(corpus: OpenCorpus, num_rows: int) -> np.ndarray:
-    """Return the first rows of a corpus, [num_rows, S] token ids; all rows if it has fewer."""
+    """Return the token ids of the first rows of a corpus, [num_rows, S]; all of its rows if it has fewer."""
     blocks = []
     num_missing = num_rows
     for _, block in rows_of_shards(corpus.store, corpus.manifest, range(len(corpus.manifest.shards))):

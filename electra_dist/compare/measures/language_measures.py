@@ -19,7 +19,7 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 class BuiltInPairsMeasure(Measure):
     """Measure of how often an encoder, without training, prefers the grammatical sentence of a built-in minimal pair.
-    The two sentences of a pair differ in one word, whose number is wrong in one of them.
+    The two sentences of a pair differ in one word, which is wrongly singular or plural in one of them.
     """
 
     name = MINIMAL_PAIRS
@@ -36,13 +36,13 @@ class BuiltInPairsMeasure(Measure):
 
 
 class PairFilesMeasure(Measure):
-    """Measure of how often an encoder, without training, prefers the grammatical sentence of a pair from files."""
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a pair in a file."""
 
     metric = "accuracy"
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
         """Read a file or folder in the formats of `pair_files.py`; its name without suffix becomes the column's name.
-        Of each kind `pairs_per_kind` pairs are used, always the same ones.
+        At most `pairs_per_kind` pairs of each kind are used, always the same ones.
         """
         self.name = path.stem
         files = read_pair_files([path]).sample(pairs_per_kind)
@@ -70,7 +70,7 @@ class TreebankMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the accuracy on the words of the test sentences at the layer that the training sentences choose."""
+        """Return the accuracy on the words of the test sentences, at the layer chosen on training data."""
         result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
         return Measured(
             value=result.score,
@@ -81,7 +81,7 @@ class TreebankMeasure(Measure):
 
 
 def _of_pair_scores(scores: list[PairScore]) -> Measured:
-    """Return the accuracy on all pairs with its standard error; the accuracy of each kind is among the details."""
+    """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair."""
     *kind_scores, total = scores
     assert total.phenomenon == ALL
     return Measured(

@@ -14,7 +14,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Score of one encoder by one measure, with its standard error and the scores of which it consists."""
+    """Score of one encoder by one measure, with its standard error and the scores of its parts or layers."""
 
     value: float | None  # a fraction; None if there is no score, for example because every fine-tuning run diverged
     failures: tuple[str, ...] = ()  # why there is no score, or why seeds of fine-tuning count as failed, one line each
@@ -24,7 +24,7 @@ class Measured:
 
 
 class Measure(abc.ABC):
-    """Interface of the ways to score an encoder: on a task, on a treebank, or on minimal pairs of sentences."""
+    """Interface of a way to score encoders, such as on a task, a treebank, minimal pairs, or by the context AUC."""
 
     name: str  # title of the column in the table of scores
     metric: str  # name of the score, such as "accuracy"
@@ -33,8 +33,8 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score an encoder, whose weights are not changed, for example by fine-tuning it on a task.
-        Raises UserError if this measure cannot score it, for example because it lacks a head.
+        """Score an encoder, for example by fine-tuning a copy of it on a task; its own weights are not changed.
+        Raises UserError if the measure cannot score it, for example because it lacks a pretraining head.
         """
 
 
@@ -44,5 +44,5 @@ def digest_of(tree: dict[str, Any]) -> str:
 
 
 def layer_details(layer_scores: list[float]) -> dict[str, float]:
-    """Return "layer 0", "layer 1", ... -> the probe's score at that layer; layer 0 is the embeddings."""
+    """Return a probe's scores keyed by "layer 0", "layer 1" and so on; layer 0 is the embeddings."""
     return {f"layer {layer}": score for layer, score in enumerate(layer_scores)}

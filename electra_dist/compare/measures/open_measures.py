@@ -18,8 +18,8 @@ from electra_dist.finetune.texts.text_task import TextTask
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
     """Read the data of all tasks of a comparison; return the measures in the order of the config, then minimal pairs.
-    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run: its encoder's sizes decide default
-    settings.
+    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes
+    of its encoder decide the default settings of fine-tuning.
     """
     measures: list[Measure] = []
     model = cell.config.model
@@ -57,7 +57,7 @@ def _treebank_folder(entry: TaskEntry) -> Path:
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
-    """Read the data of a GLUE task, if the name is one of GLUE's, or of a custom task."""
+    """Read the data of a GLUE task, or of a custom task if the name is not one of GLUE's."""
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")

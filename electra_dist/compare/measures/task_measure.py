@@ -15,10 +15,10 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 
 class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts: frozen below a linear probe, or fine-tuned."""
+    """Measure of how well an encoder solves a task on texts: by a linear probe of its frozen states, or fine-tuned."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Store the task; a probe uses only those settings of fine-tuning that shape its examples."""
+        """Take the task and how to score it; a linear probe uses only the settings for turning texts into examples."""
         self.name = name
         self.metric = task.metric
         self.at = entry.at

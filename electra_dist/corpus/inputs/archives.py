@@ -92,7 +92,7 @@ class ArchiveReader:
             yield from self._documents_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
-        """Yield the members of known kind with their content, as `group_by_keys` takes them; count the others."""
+        """Yield name and content of the members of known kind, in the form that webdataset takes; count the others."""
         from webdataset.tariterators import base_plus_ext
 
         for member in members:
@@ -107,7 +107,7 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of one sample: content by lower-case ending, and `__key__`, the rest of the name."""
+        """Yield the documents of one WebDataset sample: lower-case ending -> content, and `__key__` -> name."""
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -190,7 +190,7 @@ class ArchiveReader:
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    """Return the content of a member; a sparse one may be too large though the archive holds little of it."""
+    """Return the content of a member; raise OSError above 256 MiB, which a sparse one may have in a small archive."""
     _check_size(member.name, member.size)
     return content.read()
 
@@ -201,7 +201,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Return the content of a member, whose checksum `zipfile` verifies."""
+    """Return the content of a member, whose checksum `zipfile` verifies; raise OSError if it cannot be read."""
     _check_size(info.filename, info.file_size)
     try:
         return archive.read(info)
@@ -226,7 +226,7 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Check that all bytes from `offset`, the end of the last member, are zeros, at least one block of 512.
+        """Raise OSError or EOFError unless zeros, at least 512 of them, follow `offset`, the end of the last member.
 
         A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
         end of a file that was cut off between two members.

@@ -42,7 +42,7 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
 
 
 def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]:
-    """Yield the lines, with their line ends; one longer than `MOST_DOCUMENT_BYTES` is an OSError."""
+    """Yield the lines of a stream with their line ends; raise OSError for a line of more than 256 MiB."""
     while line := stream.readline(MOST_DOCUMENT_BYTES + 1):
         if len(line) > MOST_DOCUMENT_BYTES:
             raise OSError(f"a line of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
@@ -50,7 +50,7 @@ def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]
 
 
 def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
-    """Return the rest of a file; more than `MOST_DOCUMENT_BYTES` are an OSError."""
+    """Return the rest of a file; raise OSError if it is more than 256 MiB."""
     data = stream.read(MOST_DOCUMENT_BYTES + 1)
     if len(data) > MOST_DOCUMENT_BYTES:
         raise OSError(f"a document of more than {MOST_DOCUMENT_BYTES >> 20} MiB")

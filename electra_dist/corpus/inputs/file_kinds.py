@@ -59,10 +59,10 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether Spark, pandas and pyarrow pass over a file of known kind in an input folder, because of its name.
+    """Return whether the name of a file below an input folder marks it as no data, as for Spark, pandas and pyarrow.
 
-    These are tables whose name, or that of a folder, begins with an underscore, except partitions (`_year=2024`).
-    Files of other formats are passed over only in the folders that Spark itself makes: `_posts/a.md` is text.
+    It does for a parquet table if its name or a folder's begins with an underscore, except partitions (`_year=2024`),
+    and for every file in the folders `_temporary` and `_delta_log`, which Spark makes. `_posts/a.md` is text.
     """
     parts = PurePosixPath(name).parts
     if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):

@@ -50,7 +50,7 @@ class InputFile(NamedTuple):
 
 
 class FoundInputs(NamedTuple):
-    """Result of a search for inputs: the files to read, in reading order, and what is left out."""
+    """Result of a search for inputs: the files to read, in reading order, and counts of what is left out."""
 
     files: list[InputFile]
     skipped: SkippedInputs
@@ -87,7 +87,7 @@ def search_inputs(
 
 
 class _Search:
-    """State of one search: the files found so far, by their identity, and what is left out."""
+    """State of one search: the files found so far, each once, and counts of what is left out."""
 
     def __init__(self, endpoint_url: str | None, with_pages: bool) -> None:
         self._with_pages = with_pages
@@ -147,8 +147,8 @@ class _Search:
     def _add_remote(self, url: str, source: str) -> None:
         """Add an object on S3, or all objects below the URL.
 
-        A URL with a known ending names an object, unless only a folder has this name, such as one of Spark's: the
-        object is looked for first, or last if the URL ends with a slash.
+        A URL with a known file ending, such as .parquet, is taken for an object or, if there is none, for a folder
+        (Spark makes folders of such names). If it ends with a slash, the folder is looked for first.
         """
         may_be_object = self._kind_of(url) is not None
         keys = [] if may_be_object and not url.endswith("/") else self._open(url).list()
@@ -205,7 +205,7 @@ def paths_of_input(given: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return the source of a file: the given folder with the first folder of `name`, if it has one."""
+    """Return the source of a file in an input folder: in "texts", "texts/wiki" for wiki/a.txt, "texts" for a.txt."""
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
 

@@ -21,7 +21,7 @@ from electra_dist.errors import UserError
 def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of each file of known kind below a folder; count everything else.
 
-    `with_pages` makes HTML pages and WARC files known. Raises UserError if a folder may not be listed.
+    `with_pages` also yields HTML pages and WARC files. Raises UserError if a folder may not be listed.
     """
     searched: set[tuple[int, int]] = set()  # device and inode of the folders
     waiting = deque([folder])
@@ -54,10 +54,11 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
 def _walk(
     start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
 ) -> Iterator[Path]:
-    """Yield the paths of visible files in `start` and in the real folders below it; names are relative to `root`.
+    """Yield the paths of all visible files in the folder `start` and in the real folders below it.
 
     `searched` has device and inode of the folders that were searched, and grows. `linked` receives the links to
-    folders, which are not followed. `skipped` counts what is hidden, and folders that were searched before.
+    folders, which are not followed. `skipped` counts what is hidden and folders that were searched before, with names
+    relative to `root`.
     """
     waiting = [start]
     while waiting:

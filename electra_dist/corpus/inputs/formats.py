@@ -48,10 +48,10 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 def read_format(
     file_format: str, stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False
 ) -> Iterator[RawDocument]:
-    """Yield the documents of one decompressed file, undecoded; a table closes the stream at its end.
+    """Yield the documents of one decompressed file, undecoded; a CSV or TSV file closes the stream at its end.
 
-    `file_format` is a value of `FORMATS` that is no archive. `text_field` is a table's column of texts (NoTextColumn
-    if it has none), and `with_fields` adds the other cells. A JSON record is yielded whole, and `text_decoding.decode`
+    `file_format` is a value of `FORMATS` that is no archive. `text_field` is the column of a table that holds the text
+    (NoTextColumn if it is missing), and `with_fields` adds the other cells. A JSON record is yielded whole; `decode`
     finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a file that is damaged or cut off.
     """
     if file_format == "jsonl":

@@ -27,7 +27,7 @@ _PARSER = json.JSONDecoder(strict=False)
 
 
 def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the records of a JSON file, undecoded; EOFError or OSError if it is cut off or not JSON."""
+    """Yield the records of a JSON file, undecoded; raise EOFError or OSError if it is cut off or not JSON."""
     first_part = stream.readline(MOST_DOCUMENT_BYTES)  # of a longer line it is the beginning
     while first_part and not first_part.strip():
         first_part = stream.readline(MOST_DOCUMENT_BYTES)
@@ -47,7 +47,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _values(window: _Window) -> Iterator[bytes]:
-    """Yield the elements of an array, or values that follow one another."""
+    """Yield the elements of a JSON array, or JSON values that follow one another, as the bytes in the file."""
     in_array = window.next_character() == "["
     if in_array:
         window.skip_character()
@@ -66,9 +66,9 @@ def _values(window: _Window) -> Iterator[bytes]:
 
 
 class _Window:
-    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed.
+    """Text of a file that is read piece by piece: the part in memory, and the position to which it is parsed.
 
-    Bytes that are not UTF-8 become surrogates, from which the same bytes are made again.
+    Bytes that are not UTF-8 become surrogates, which can be turned back into the same bytes.
     """
 
     def __init__(self, first_part: bytes, stream: io.BufferedIOBase) -> None:
@@ -93,7 +93,7 @@ class _Window:
         self._position += 1
 
     def next_value(self) -> str:
-        """Return the text of the JSON value at the position, and move past it."""
+        """Return the text of the JSON value at the position, and move past it; raise OSError if there is none."""
         while True:
             try:
                 _, end = _PARSER.raw_decode(self._text, self._position)

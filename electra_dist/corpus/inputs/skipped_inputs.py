@@ -37,7 +37,7 @@ class SkippedInputs:
         self.names: dict[str, list[str]] = defaultdict(list)  # reason -> the first MAX_NAMES names
 
     def add(self, reason: str, name: str) -> None:
-        """Count an input: a path below the given folder, or `ARCHIVE: MEMBER`, such as "wiki/a.tar: 1.jpg"."""
+        """Count a left-out input; `name` is its path below the input folder, or "wiki/a.tar: 1.jpg" in an archive."""
         assert reason in SKIP_REASONS
         self.counts[reason, ending_of(name)] += 1
         if len(self.names[reason]) < MAX_NAMES:
@@ -60,7 +60,7 @@ class SkippedInputs:
         return "; ".join(parts)
 
     def joined(self, other: SkippedInputs) -> SkippedInputs:
-        """Return a new counter with the sums of both; of the names, those of this counter come first."""
+        """Return a new counter with the sums of both counters, and the names of this one before those of `other`."""
         both = SkippedInputs()
         both.counts = self.counts + other.counts
         for reason in SKIP_REASONS:

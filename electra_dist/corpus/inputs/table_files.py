@@ -45,9 +45,9 @@ class NoTextColumn(Exception):
     """Exception for a table without a column that holds the text; its message says what the table has instead."""
 
     def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
-        """Name the first 20 columns, each cut to 40 characters, and what is `found` under the name, if anything.
+        """Make the message: the first 20 columns, and what is `found` in place of text, such as "of type int64".
 
-        The names may be long: a CSV file without a row of names has its first row of data instead.
+        Names are cut to 40 characters: the "names" in a CSV file without a header are its first row of data.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
@@ -60,14 +60,14 @@ class NoTextColumn(Exception):
 
 
 def _short_name(column: str) -> str:
-    """Cut the name of a column to 40 characters, and escape those that are not printable."""
+    """Cut the name of a column to 40 characters, and escape unprintable characters."""
     return printable(column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "...")
 
 
 def read_csv(
     stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False, is_tsv: bool
 ) -> Iterator[RawDocument]:
-    """Yield the cells of one column as undecoded documents; the stream is closed at the end.
+    """Yield the cells of column `text_field` of a CSV or TSV file as undecoded documents; close the stream at the end.
 
     A row with another number of cells than the first row gives a document whose `data` is None. `with_fields` adds the
     other cells; `is_tsv` means a tab between the cells and no quotes. Raises NoTextColumn if the first row does not
@@ -101,7 +101,7 @@ def read_csv(
 
 
 def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of one column of a parquet file as undecoded documents; `data` is None for a null cell."""
+    """Yield the cells of column `text_field` of a parquet file as undecoded documents; null gives `data` None."""
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
     _check_text_column(schema, text_field)
@@ -114,7 +114,7 @@ def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False
 
 
 def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of one column of an Arrow file as undecoded documents; `data` is None for a null cell.
+    """Yield the cells of column `text_field` of an Arrow file as undecoded documents; null gives `data` None.
 
     Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
     """
@@ -130,7 +130,7 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
 
 
 def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
-    """Return the bytes of a file, or of a member of an archive, as a source that holds no object of Python."""
+    """Return a file, or an archive member in memory, as a source for Arrow that holds no object of Python."""
     if not isinstance(stream, io.BytesIO):
         return pyarrow.OSFile(os.fsencode(stream.name))
     memory = pyarrow.BufferOutputStream()
@@ -147,7 +147,7 @@ def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -
 
 
 def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
-    """Yield for each row its cells by column, without that of the text column."""
+    """Yield for each row the cells of all columns but the text column: name of the column -> value."""
     places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
     for row in range(len(batch)):
@@ -155,7 +155,7 @@ def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, A
 
 
 def _values(column: pyarrow.Array) -> list[Any]:
-    """Return the cells of a column: text and times as text, bytes that are not UTF-8 as None."""
+    """Return the cells of a column as Python values: text and times as str, bytes that are not UTF-8 as None."""
     if _is_text(column.type):
         return [_text_or_none(cell) for cell in _cells(column)]
     if pyarrow.types.is_temporal(column.type) and not pyarrow.types.is_duration(column.type):

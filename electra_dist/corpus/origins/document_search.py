@@ -31,7 +31,7 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Mark the lines of a source, by its name in build.json or in the documents' records (`metadata.source`).
+    """Return which lines of a side file belong to a source, named as in build.json or documents' `metadata.source`.
 
     The last folders of a name are enough, such as "wiki" for texts/wiki.
     """
@@ -40,14 +40,14 @@ def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
-    """Return which names equal `source` or end with "/" and `source`; a null name does not."""
+    """Return which names equal `source`, or end with "/" and `source`; False for a null name."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
     return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Mark the lines of the documents with an id, or of FILE#NUMBER: its input file, and its number in it from 0."""
+    """Return which lines of a side file belong to a document: its id, or FILE#NUMBER (input file, number from 0)."""
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
     file, _, number = name.rpartition("#")
@@ -71,8 +71,8 @@ def documents_of_rows(
 ) -> dict[int, list[RowDocument]]:
     """Return the documents of the given rows of a shard: row -> its documents from left to right.
 
-    Each example lists its document, so one may occur several times. Only marked `lines` count (None: all), and a row
-    without any has no entry.
+    A document occurs once for each of its examples in the row. Only lines of the side file that `lines` marks count
+    (None: all); a row without such a line has no entry.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:

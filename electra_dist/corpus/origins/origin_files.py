@@ -52,7 +52,7 @@ class OriginsManifest(Section):
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the side file of a shard (such as shard-000007.tar), whose rows count from 0; return its entry."""
+    """Write the side file of a shard (such as shard-000007.tar), whose rows count from 0; return its list entry."""
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
     store.write(name, data)
@@ -62,13 +62,13 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json with the corpus's fingerprint; all side files must have been written before."""
+    """Write origins.json, the list of a corpus's side files, with its fingerprint; write the side files before."""
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
 
 class Origins:
-    """Reader of the side files of a corpus, which verifies each file; `open_origins` makes one."""
+    """Reader of a corpus's side files (the documents of each row), which it verifies; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
         self._store = store
@@ -80,7 +80,7 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the side file of a shard (`origin_table.SCHEMA`); raise ManifestMismatch if it is damaged."""
+        """Return the table in a shard's side file (`origin_table.SCHEMA`); raise ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
         data = self._store.read(entry.name, must_exist=True)
         if hashlib.sha256(data).hexdigest() != entry.sha256:

@@ -63,7 +63,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
 
 
 def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
-    """Submit a Slurm array for each stage that is not complete; return stage -> job id.
+    """Submit a Slurm array for each stage that is not complete; return name of the stage -> job id.
 
     Raises NothingSubmitted if sbatch is missing or refuses the first job; UserError if it refuses another one.
     """
@@ -104,7 +104,7 @@ def forget_completed(config: PrepareConfig, stage: Stage) -> None:
 
 
 def _completions(config: PrepareConfig, stage: Stage) -> list[Path]:
-    """Return the marks of completed tasks, which datatrove names by the numbers of the tasks."""
+    """Return the files that mark completed tasks; datatrove names them by the numbers of the tasks."""
     folder = run_folder(config, stage) / "completions"
     return [path for path in folder.glob("*") if path.name.isdecimal()]
 
@@ -115,7 +115,7 @@ def run_folder(config: PrepareConfig, stage: Stage) -> Path:
 
 
 class NothingSubmitted(UserError):
-    """Error of a submission of which Slurm accepted no job, so that the preparation may be given up."""
+    """Error if Slurm accepted no job, so that the preparation has not begun and its work folder may be reused."""
 
 
 class TaskKilled(Exception):
@@ -123,9 +123,9 @@ class TaskKilled(Exception):
 
 
 class _WatchedExecutor(LocalPipelineExecutor):
-    """Local executor of datatrove on processes whose death is noticed.
+    """Local executor of datatrove that notices if a worker process was killed.
 
-    The pool that datatrove takes waits forever for the task of a process that was killed.
+    Datatrove's own pool would wait forever for the task of such a process.
     """
 
     def run(self) -> None:

@@ -37,7 +37,7 @@ class UrlFilterSection(Section):
 
 
 class LanguageSection(Section):
-    """Language identification by a fastText model."""
+    """Filter by language, which a fastText model identifies."""
 
     model: Path = Field(description="fastText model file, such as lid.176.bin; it is never downloaded")
     languages: tuple[str, ...] = Field(
@@ -88,7 +88,7 @@ class GopherQualitySection(Section):
 
 
 class C4QualitySection(Section):
-    """Rules of C4 (arXiv:1910.10683, section 2.2); they drop lines of a document, and documents.
+    """Rules of C4 (arXiv:1910.10683, section 2.2); they drop lines of documents, and whole documents.
 
     FineWeb switches filter_no_terminal_punct off, because this rule alone drops 30 % of the tokens.
     """
@@ -127,7 +127,7 @@ class FineWebQualitySection(Section):
 
 
 class ClassifierSection(Section):
-    """Filter by a fastText classifier that the user provides."""
+    """Filter that keeps documents by the labels of a fastText classifier, which the user provides."""
 
     model: Path = Field(description="fastText model file; it is never downloaded")
     keep: dict[str, Share] = Field(

@@ -43,7 +43,7 @@ _HOW_TO_GET = {
 
 
 class Preparation(NamedTuple):
-    """A checked preparation."""
+    """A run of `corpus prepare` that passed all checks: its config, its files for each task, and its stages."""
 
     config: PrepareConfig
     plan: SourcePlan
@@ -51,7 +51,7 @@ class Preparation(NamedTuple):
 
 
 def check(config: PrepareConfig) -> Preparation:
-    """Check everything that a preparation needs, and return it with its plan and stages; write nothing.
+    """Check everything that a run of `corpus prepare` needs, and return its plan and stages; write nothing.
 
     Raises UserError if a file or a package is missing.
     """
@@ -69,9 +69,9 @@ def check(config: PrepareConfig) -> Preparation:
 def run(preparation: Preparation, report: Report) -> None:
     """Run on this machine the tasks that are not completed; return when prepare.json is written.
 
-    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may say
-    anything else. Raises UserError if the work folder holds another preparation, or if a task raised one, for example
-    for a damaged file; TaskKilled if a worker process was killed.
+    If a new preparation fails before it has completed a task, its plan.json is deleted, so that a corrected config may
+    use the same work folder. Raises UserError if the work folder holds another preparation, or if a task raised one,
+    for example for a damaged file; TaskKilled if a worker process was killed.
     """
     is_new = _begin(preparation)
     try:
@@ -86,7 +86,7 @@ def run(preparation: Preparation, report: Report) -> None:
 
 
 def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
-    """Submit the stages that are not complete to Slurm; return stage -> job id."""
+    """Submit the stages that are not complete to Slurm; return name of the stage -> job id."""
     is_new = _begin(preparation)
     try:
         return submit(preparation.config, preparation.stages)
@@ -97,7 +97,7 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
 
 
 def finished_report(preparation: Preparation) -> PrepareReport | None:
-    """Return prepare.json if the preparation is complete; None if it is not.
+    """Return the content of prepare.json if the preparation is complete; None if it is not.
 
     Raises UserError if prepare.json is damaged, or belongs to another preparation.
     """
@@ -118,13 +118,13 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
 
 
 def tasks_left(preparation: Preparation) -> dict[str, int]:
-    """Return for each stage the number of tasks that are not completed."""
+    """Return name of the stage -> number of its tasks that are not completed, for all stages."""
     config = preparation.config
     return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
 
 def _begin(preparation: Preparation) -> bool:
-    """Make the work folder and write plan.json; return whether there was none before.
+    """Make the work folder and write plan.json; return whether there was no plan.json before.
 
     If prepare.json was deleted, the last stage, which writes it, is made to run again.
     """
@@ -146,7 +146,7 @@ def _give_up(preparation: Preparation) -> None:
 
 
 def _refuse_documents_of_others(output: Store, num_tasks: int) -> None:
-    """Raise UserError if the output of a preparation that has not begun has files that its tasks would replace."""
+    """Raise UserError if the output of a new preparation already has files that its tasks would replace."""
     present = set(output.list(f"{DOCUMENTS_DIR}/"))
     for rank in range(num_tasks):
         key = f"{DOCUMENTS_DIR}/{file_of_task(rank)}"
@@ -168,7 +168,7 @@ def _refuse_folders_in_sources(config: PrepareConfig) -> None:
 
 
 def _is_inside(folder: str, source: str) -> bool:
-    """Return whether a folder is a source or in it; for a glob pattern, in a folder that the pattern would find."""
+    """Return whether a folder is, or is inside, a source's path or, for a glob pattern, a folder that it matches."""
     if "://" in source or "://" in folder:
         return f"{folder.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
     path, root = Path(folder).resolve(), Path(source).resolve()

@@ -137,7 +137,7 @@ class SlurmSection(Section):
 
 
 class ExecutorSection(Section):
-    """Where the tasks run."""
+    """Where the tasks of a preparation run: in processes of this machine, or on Slurm."""
 
     kind: Literal["local", "slurm"] = Field(
         default="local", description="processes of this machine, or a Slurm array for each stage"
@@ -158,7 +158,7 @@ class ExecutorSection(Section):
 
 
 class PrepareConfig(Section):
-    """The whole file."""
+    """The whole YAML file of `electra-dist corpus prepare`."""
 
     output: str = Field(
         min_length=1, description="folder or s3://bucket/prefix for documents/*.jsonl.gz, samples/ and prepare.json"
@@ -198,7 +198,7 @@ class PrepareConfig(Section):
 
 
 def local_files(config: PrepareConfig) -> dict[str, Path]:
-    """Return the files that steps of a preparation read beside its documents: dotted key -> path."""
+    """Return the model and list files that the filters need: dotted key, such as filters.url.domains -> path."""
     filters = config.filters
     files: dict[str, Path | None] = {}
     if filters.url is not None:

@@ -19,7 +19,7 @@ from electra_dist.corpus.prepare.prepare_config import (
 
 
 def reference() -> str:
-    """Return one Markdown table for each section of the file, in the order of the fields."""
+    """Return the Markdown tables of all keys of `corpus prepare`'s YAML file, one for each section, in its order."""
     return "\n".join(
         [
             plain_table("The file", PrepareConfig),

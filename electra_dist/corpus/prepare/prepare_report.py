@@ -10,7 +10,7 @@ and no path of the work folder, so a repetition gives the same bytes.
 | `dropped` | step -> reason -> source -> documents |
 | `inputs_skipped` | source -> reason -> ending -> files that were not read |
 | `outputs` | the files with the documents: name, sha256, bytes, documents |
-| `config` | what decided the result: the config without places, and the versions of libraries |
+| `config` | what decided the result: the config without folders and machines, and the versions of libraries |
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ REPORT = TypeAdapter(PrepareReport)
 
 
 class WriteReport(PipelineStep):
-    """Only step of the last stage: writes the samples of dropped documents, then prepare.json."""
+    """Only step of a preparation's last stage: writes the samples of dropped documents, then prepare.json."""
 
     name = "report"
     type = "WRITER"
 
     def __init__(self, config: PrepareConfig, stage_names: Sequence[str]) -> None:
-        """Add up the records of the stages `stage_names`: those with documents, in their order."""
+        """Store which stages have records to add up: `stage_names`, the stages that write documents, in order."""
         super().__init__()
         self._config = config
         self._stage_names = stage_names
@@ -112,7 +112,7 @@ class WriteReport(PipelineStep):
 def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
     """Return the content of prepare.json; AssertionError if the counts do not add up.
 
-    `records` has, for each stage with documents, in order, the records of its tasks.
+    `records` has the records of the tasks of each stage that writes documents, in order.
     """
     documents_in = _sum(records[0], "documents_in")
     documents_out = _sum(records[-1], "documents_out")

@@ -47,9 +47,10 @@ _VARIABLE_OF_OPTION = {
 
 
 def environment_of_submission(environment: Mapping[str, str], script_options: Collection[str]) -> dict[str, str]:
-    """Return the variables to run sbatch with, which the job is given, too.
+    """Return the environment variables with which to run sbatch, without those that describe another job.
 
-    `script_options` are the options that the batch script sets, such as "time"; a variable would overrule them.
+    The new job inherits them. `script_options` are the options that the batch script sets, such as "time"; variables
+    that would overrule them are left out, too.
     """
     left_out = _left_out(script_options)
     return {
@@ -76,7 +77,7 @@ def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
 
 
 def _lines_of(patterns: Sequence[str]) -> str:
-    """Return the patterns of a branch of `case`, four in a line."""
+    """Join the shell patterns for one branch of `case` in bash, four in a line."""
     lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
     return " | \\\n            ".join(lines)
 

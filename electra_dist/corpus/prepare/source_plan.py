@@ -30,7 +30,7 @@ _LIBRARIES = ("datatrove", "trafilatura")
 
 
 class PlannedFile(NamedTuple):
-    """One input file of a preparation."""
+    """One input file of a run of `corpus prepare`."""
 
     source: str  # name of its source
     name: str  # path below the source's path
@@ -39,7 +39,7 @@ class PlannedFile(NamedTuple):
     size: int  # bytes
 
     def input_file(self, endpoint_url: str | None) -> InputFile:
-        """Return the file as the readers of corpora take it."""
+        """Return the file in the form that the readers of `corpus build` take."""
         if not self.location.startswith("s3://"):
             return InputFile(self.name, Path(self.location), self.format, self.size, self.source)
         store = open_store(self.location.removesuffix(f"/{self.name}"), endpoint_url)
@@ -47,7 +47,7 @@ class PlannedFile(NamedTuple):
 
 
 class SourcePlan(NamedTuple):
-    """All input files of a preparation and their tasks."""
+    """Content of plan.json: all input files of a preparation, and which task reads which of them."""
 
     output: str  # folder or s3:// URL into which the tasks of the last stage write
     identity: dict[str, Any]  # what decides the result, beside the files: the config and the versions of libraries
@@ -101,7 +101,7 @@ def _files_of_source(
 
 
 def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
-    """Return the indices of the files of each task: the largest file first, each to the task with the fewest bytes."""
+    """Give the files, the largest first, each to the task with the fewest bytes; return each task's file indices."""
     tasks: list[list[int]] = [[] for _ in range(num_tasks)]
     loads = [(0, rank) for rank in range(num_tasks)]  # a heap of (bytes, task)
     for index in sorted(range(len(files)), key=lambda index: (-files[index].size, index)):
@@ -112,7 +112,7 @@ def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
-    """Return what decides the result beside the files: the config without places, and the versions of libraries."""
+    """Return what decides the result beside files: library versions, and the config without folders and machines."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
@@ -163,7 +163,7 @@ def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None
 
 
 def _leaves(tree: object, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree of mappings and lists that are neither, by their dotted keys."""
+    """Flatten a tree of dicts and lists to dotted key -> value: {"a": {"b": [5]}} gives {"a.b.0": 5}."""
     if isinstance(tree, dict):
         items = list(tree.items())
     elif isinstance(tree, list):

@@ -52,7 +52,7 @@ _HASH = HashConfig(precision=64, hash_fc="sha1")
 
 
 class Stage(NamedTuple):
-    """One stage: a pipeline whose tasks run independently of one another, after all tasks of the stage before."""
+    """One datatrove pipeline of a preparation; its tasks run in parallel, after all tasks of the stage before."""
 
     name: str  # such as "02-exact-signatures", also the folder of the stage in the work folder
     num_tasks: int
@@ -66,17 +66,17 @@ class Stage(NamedTuple):
 
 
 def make_stages(config: PrepareConfig) -> list[Stage]:
-    """Return the stages of a preparation in the order in which they run."""
+    """Return the stages (datatrove pipelines) of `corpus prepare` in the order in which they run."""
     return _StageList(config).stages
 
 
 def whole_text(document: Document) -> str:
-    """Return the text whose hash the exact deduplication compares."""
+    """Return the whole text of a document, whose hash the exact deduplication compares."""
     return str(document.text)
 
 
 class _StageList:
-    """Builder of the stages of one preparation."""
+    """Builder of the stages of one preparation, from its config."""
 
     def __init__(self, config: PrepareConfig) -> None:
         self.stages: list[Stage] = []
@@ -147,7 +147,7 @@ class _StageList:
         )
 
     def _add_sentences(self) -> None:
-        """Add the stages of the deduplication of spans of sentences."""
+        """Add the stages that remove spans of sentences that occurred in an earlier document."""
         settings = self._config.deduplication.sentences
         assert settings is not None
         dedup = SentDedupConfig(
@@ -174,7 +174,7 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage of these steps and a writer of documents; the last such stage writes to the output."""
+        """Add a stage that does these steps and writes its documents; the last such stage writes to the output."""
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
         folder = self._folder(name)
@@ -188,7 +188,7 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
-        """Add a stage that hands the newest documents to one step, which writes their signatures."""
+        """Add a stage that reads the documents of the last writing stage, and lets `step` write their signatures."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:
@@ -199,5 +199,5 @@ class _StageList:
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:
-        """Return the folder of the stage that is added next."""
+        """Return the folder of the stage that is added next, such as WORK/02-exact-signatures."""
         return self._work / f"{len(self.stages) + 1:02d}-{name}"

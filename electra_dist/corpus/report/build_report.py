@@ -111,8 +111,8 @@ def make_report(
 ) -> BuildReport:
     """Combine the counts of a finished build into its report, the content of build.json.
 
-    `skipped` are the inputs that the search for files left out, and `stream` counts what was read, to its end.
-    `sources` count the documents by source (`document_counts.py`), those of the held-out corpus included.
+    `skipped` counts the inputs that the search for files left out, and `stream` what was read. `sources` has the
+    counts of each source's documents (keys: see `DocumentCounts`), held-out ones included.
     """
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()

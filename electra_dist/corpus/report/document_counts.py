@@ -56,7 +56,7 @@ SourceCounts = dict[str, DocumentCounts]  # source -> counts of its documents
 
 
 def add_sources(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the sums of the counts of several parts of a corpus: source -> key -> number, both sorted."""
+    """Add up the counts of parts of a corpus; return source -> key of `DocumentCounts` -> number, both sorted."""
     totals: dict[str, Counter[str]] = {}
     for part in parts:
         for source, counts in part.items():

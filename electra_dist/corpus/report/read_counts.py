@@ -26,18 +26,18 @@ class ReadCounts(Section):
 
 
 def of_skipped(skipped: SkippedInputs) -> ReadCounts:
-    """Return a record of inputs that were left out, without any that was read."""
+    """Convert counts of left-out inputs to the form of a build's records, without files that were read."""
     return ReadCounts(skipped=skipped.by_reason(), skipped_names=dict(skipped.names))
 
 
 def of_stream(counts: StreamCounts) -> ReadCounts:
-    """Return a record of the counts of a `DocumentStream` that has ended."""
+    """Convert the counts of a `DocumentStream` that has ended to the form of a build's records."""
     counters = {name: dict(getattr(counts, name)) for name in _COUNTERS}
     return of_skipped(counts.skipped).model_copy(update=counters)
 
 
 def add_counts(records: Iterable[ReadCounts]) -> StreamCounts:
-    """Return the sums of all records, with the first `MAX_NAMES` names of inputs left out for each reason."""
+    """Add up the counts of all records; of inputs left out, keep the first `MAX_NAMES` names for each reason."""
     total = StreamCounts()
     for record in records:
         for name in _COUNTERS:

@@ -13,7 +13,7 @@ _NAMED_REASONS = ("broken_link", "empty_file", "no_text_column")
 
 
 def input_table(report: BuildReport) -> Table:
-    """Return a table of the input files that were read and of everything that was left out, by ending."""
+    """Return a table of the input files that were read and of all that was left out, by the ending of the names."""
     table = Table(title="Inputs", title_justify="left", show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right")
@@ -66,8 +66,8 @@ def source_table(report: BuildReport) -> Table:
 def length_line(report: BuildReport) -> str:
     """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
-    For 10, 50 and 90 % of the documents it gives the smallest power of two for which this is true, because the report
-    counts lengths in such bins.
+    It names 10, 50 and 90 % of the documents, each with the smallest power of two for which this is true, because the
+    report counts lengths in such bins.
     """
     limits = []
     for share in (0.1, 0.5, 0.9):

@@ -27,7 +27,7 @@ class UnknownTokens(NamedTuple):
 
 
 def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int]) -> UnknownTokens:
-    """Count the tokens of rows of token ids; `special` has the ids of the special tokens by their names in BERT."""
+    """Count the tokens and the [UNK] in rows of token ids; `special` maps BERT's special tokens to their ids."""
     num_unknown = int(np.count_nonzero(ids == special["[UNK]"]))
     ends = [special[token] for token in ("[PAD]", "[CLS]", "[SEP]")]
     return UnknownTokens(int(np.count_nonzero(~np.isin(ids, ends))), num_unknown)
@@ -39,10 +39,9 @@ def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
 
 
 def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
-    """Return a line for each source with many [UNK]; raise UserError if one has a larger share than `max_rate`.
+    """Return a line for each source with 5 % of [UNK] or more; raise UserError if one has more than `max_rate`.
 
-    Messages name `place`, which has the sources (such as a corpus's URL), and `key`, the setting that holds
-    `max_rate`.
+    The lines and the error name `place` (such as the corpus's URL) and the config key `key`, which holds `max_rate`.
     """
     lines = []
     for source, count in counts.items():

@@ -52,7 +52,7 @@ _HELDOUT_STREAM = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a worker needs to turn buckets into shards."""
+    """What a worker needs to turn buckets (ranges of the shuffled documents) into shards."""
 
     output: str  # folder or s3:// prefix of the corpus
     endpoint_url: str | None  # S3 endpoint of the output
@@ -67,12 +67,12 @@ class RowSettings:
 
 
 def start_making_rows(settings: RowSettings) -> Callable[[int], FinishedBucket]:
-    """Return the function that writes the shards of the bucket with a given number and records them."""
+    """Return a function that takes the number of a bucket of documents, writes its shards and records them."""
     return _RowMaker(settings).make
 
 
 class _RowMaker:
-    """Maker of the shards of buckets, which keeps the tokenizer and the tables of all spill files in memory."""
+    """Writer of the shards of buckets; keeps the tokenizer and the offset tables of all spill files in memory."""
 
     def __init__(self, settings: RowSettings) -> None:
         self._settings = settings
@@ -83,9 +83,9 @@ class _RowMaker:
         self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
 
     def make(self, bucket: int) -> FinishedBucket:
-        """Write the shards of a bucket and then its record; return the record.
+        """Write the shards of a bucket (a range of documents) and then its record; return the record.
 
-        The returned record lacks `heldout_origins`, which `BuildRecords.record_bucket` adds to the one that it writes.
+        The returned record lacks the digests of the held-out rows and their documents; only the written one has them.
         """
         chunks: list[ChunkRows] = []
         train_origins: list[pyarrow.Table] = []
@@ -116,10 +116,10 @@ class _RowMaker:
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write the training rows of a bucket to its shards, with their side files; return the entries of both.
+        """Write a bucket's training rows to shards, and the documents of each row to side files; return their entries.
 
         If there are fewer rows than shards, the empty shards are not written, and their numbers are missing. `tables`
-        has the origins of each chunk's rows, and is empty if the build writes no side files.
+        names the documents of each chunk's rows; it is empty if the build writes no side files.
         """
         num_shards = self._settings.order.shards_per_bucket
         rows = self._join_rows(chunk.block for chunk in chunks)
@@ -169,7 +169,7 @@ class _RowMaker:
             first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
-        """Return the documents of a bucket in the order of their keys; each copy of a document has its own key."""
+        """Return the documents of a bucket sorted by key; a document that is used twice occurs with two keys."""
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
         most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
@@ -191,7 +191,7 @@ def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> py
 
 
 def _consecutive(cells: Iterable[int]) -> Iterator[range]:
-    """Yield the ranges of consecutive numbers in a sequence, such as [4094, 4095, 0, 1] -> 4094-4095 and 0-1."""
+    """Divide a sequence into ranges of consecutive numbers: [4094, 4095, 0, 1] gives 4094-4095 and 0-1."""
     start: int | None = None
     end = 0
     for cell in cells:

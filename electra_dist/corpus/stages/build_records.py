@@ -78,7 +78,7 @@ _Record = TypeVar("_Record", bound=Section)
 
 
 class ReadGroup(Section):
-    """Record of an input group whose documents are in spill files."""
+    """Record of a group of input files that was read, and whose documents are in intermediate (spill) files."""
 
     number: int = Field(description="position of the group, from 0")
     files_digest: str = Field(description="SHA-256 of the names and sizes of its files, in hexadecimal")
@@ -91,7 +91,7 @@ class ReadGroup(Section):
 
 
 class CorpusOrder(Section):
-    """Content of order.json: how the documents are divided into buckets, and how often each source is used."""
+    """Content of order.json: the number of buckets (ranges of shuffled documents), and how often sources are used."""
 
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
@@ -118,7 +118,7 @@ class BuildNotes(Section):
 
 
 class FinishedBucket(Section):
-    """Record of a bucket (a range of the order of documents) whose shards are written."""
+    """Record of a bucket (a range of the shuffled documents) whose shards are written."""
 
     number: int = Field(description="position of the bucket in the corpus, from 0")
     entries: list[ShardEntry] = Field(description="entries of its shards for corpus.json, in order")
@@ -152,10 +152,10 @@ class BuildRecords:
         self._store = store
 
     def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
-        """Return the manifest of a finished corpus, and delete what is left in progress/; None if it is unfinished.
+        """Return the manifest if the corpus is finished, and delete what is left in progress/; None if it is not.
 
-        `parameters` determine the corpus with the text, and `inputs` identify the inputs without reading them. Raises
-        ManifestMismatch if the store holds a finished corpus of other parameters or inputs.
+        `parameters` (`BuildRequest.parameters`) and `inputs` (number and digest of the input files' names and sizes)
+        identify the corpus. Raises ManifestMismatch if the store holds a finished corpus of others.
         """
         if not self._store.exists(MANIFEST_KEY):
             return None
@@ -173,11 +173,11 @@ class BuildRecords:
         return manifest
 
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
-        """Record the parameters and vocab.txt of a build, or compare with the recorded ones; return `with_origins`.
+        """Record a build's parameters and vocab.txt, or compare with the record; return whether it has side files.
 
         From then on, a build with other parameters is refused (ManifestMismatch) in the same folder. The first call
         decides whether the build writes side files, so that all shards have them or none; a build that an earlier
-        version began writes none. Of the other notes, those of the newest call are used. Raises UserError if the store
+        version began writes none. The other notes are those of the newest call. Raises UserError if the store
         holds another vocab.txt, or shards without records or corpus.json.
         """
         if self._store.exists(_BUILD_KEY):
@@ -199,7 +199,7 @@ class BuildRecords:
         return self._store.exists(_BUILD_KEY)
 
     def has_groups(self) -> bool:
-        """Return whether a group of inputs was read."""
+        """Return whether any group of input files was read."""
         return bool(self._record_keys(_GROUPS))
 
     def give_up(self) -> None:
@@ -243,23 +243,23 @@ class BuildRecords:
         return {group.number: group for group in groups}
 
     def has_group(self, number: int) -> bool:
-        """Return whether a group was read, by this process or by another part of the build."""
+        """Return whether an input group was read, by this process or by another part of the build."""
         return self._store.exists(f"{_GROUPS}{number:06d}.json")
 
     def record_order(self, order: CorpusOrder) -> None:
-        """Record that all groups were read. If several parts write the record, they write the same bytes."""
+        """Write order.json when all input groups were read. If several parts write it, they write the same bytes."""
         self._write(_ORDER_KEY, order)
 
     def order(self) -> CorpusOrder | None:
-        """Return the record that is written when all groups were read; None if it does not exist yet."""
+        """Return the content of order.json, written when all input groups were read; None if it does not exist yet."""
         return self._read(_ORDER_KEY, CorpusOrder) if self._store.exists(_ORDER_KEY) else None
 
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
     ) -> None:
-        """Record a bucket and its held-out rows, [rows, seq_len]. The caller must have written the shards before.
+        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len]. Write its shards before.
 
-        The number `bucket.heldout_rows` must be that of the rows, which may be 0. `heldout_origins` names their
+        `bucket.heldout_rows` must be the number of `heldout_rows`, which may be 0. `heldout_origins` names their
         documents; None if the build writes no side files.
         """
         if len(heldout_rows) and heldout_origins is not None:
@@ -276,7 +276,7 @@ class BuildRecords:
         self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
 
     def buckets(self) -> dict[int, FinishedBucket]:
-        """Return the records of the finished buckets: number -> record.
+        """Return number -> record for each bucket (range of documents) whose shards are finished.
 
         A bucket is left out if a shard or side file is missing or has another size than recorded: it must be written
         again.
@@ -297,7 +297,7 @@ class BuildRecords:
         return rows
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
-        """Return the table (`origin_table.py`) of the documents of a bucket's held-out rows, which must exist."""
+        """Return the table that names the documents of a bucket's held-out rows (`origin_table.py`); it must exist."""
         key = _heldout_key(bucket.number, "parquet")
         data = self._store.read(key)
         if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
@@ -311,11 +311,11 @@ class BuildRecords:
         )
 
     def record_part(self, label: str) -> None:
-        """Record that a part, with a label such as "2/4", has written all of its buckets."""
+        """Record that a part of the build, named by a label such as "2/4", has written all of its shards."""
         self._store.write(_PARTS + label.replace("/", "-of-"), b"")
 
     def parts(self) -> list[str]:
-        """Return the labels of the parts that have written all of their buckets, such as "2/4"."""
+        """Return the labels, such as "2/4", of the parts of the build that have written all of their shards."""
         names = [key.removeprefix(_PARTS) for key in self._store.list(_PARTS)]
         return [name.replace("-of-", "/") for name in names if _PART_NAME.fullmatch(name)]
 
@@ -377,10 +377,10 @@ class BuildRecords:
 
 
 def read_output_vocabulary(store: Store) -> Vocabulary:
-    """Return the vocabulary in the output of a build, whose digest must be the one that the build has recorded.
+    """Return the vocabulary in the output of a build; its digest must be the one that the build has recorded.
 
     A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
-    file is not of a build, and only its form is checked.
+    vocabulary is no build's, and only its form is checked.
     """
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)

@@ -44,7 +44,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Parameters that `corpus merge` reads from progress/build.json."""
+    """Parameters of a build that joining its parts needs; they are in progress/build.json."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool
@@ -113,7 +113,7 @@ class _Join:
         self._vocabulary = read_output_vocabulary(self._store)
 
     def run(self, resumed_shards: int) -> JoinedCorpus:
-        """Write the files that are missing, corpus.json last, then delete the records."""
+        """Write the held-out corpus, build.json and, last, corpus.json; then delete the records in progress/."""
         entries = [entry for bucket in self._buckets for entry in bucket.entries]
         stream = add_counts(group.counts for _, group in sorted(self._records.groups().items()))
         search = add_counts([self._order.search]).skipped
@@ -183,9 +183,9 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield for each held-out shard the buckets of its rows, and the rows, [rows, seq_len].
+        """Yield for each held-out shard the buckets (ranges of documents) of its rows, and the rows, [rows, seq_len].
 
-        The held-out rows of a bucket are much smaller than a shard, so those of consecutive buckets are joined.
+        A bucket has far fewer held-out rows than a shard, so the rows of consecutive buckets are joined.
         """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
         buckets: list[FinishedBucket] = []
@@ -220,7 +220,7 @@ class _Join:
         )
 
     def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
-        """Return the `totals` of corpus.json; documents are counted over both corpora, the rest for `corpus`."""
+        """Return the `totals` of a corpus.json: documents over both corpora, all other counts for `corpus` alone."""
         documents = sum_counts(Counter(bucket.documents) for bucket in self._buckets)
         if corpus == "train":
             counts = sum_counts(Counter(bucket.train) for bucket in self._buckets)

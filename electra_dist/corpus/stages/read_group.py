@@ -42,14 +42,14 @@ class ReadSettings:
 
 
 class ReadTask(NamedTuple):
-    """A group of input files to read."""
+    """A group of input files for a worker to read, or only to check for changes."""
 
     group: InputGroup
     is_check: bool  # only compute the record; neither it nor a spill file is written
 
 
 def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
-    """Return the function that reads a group of input files, writes its spill files and records it.
+    """Return a function that reads a group of input files, writes its documents to spill files and records the group.
 
     That function raises UserError if a file cannot be read to its end, or if a table has no column of text.
     """
@@ -90,7 +90,7 @@ def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
 
 
 class _SpillWriter:
-    """Writer of the documents of one group to spill files of about `spill_bytes`."""
+    """Writer of an input group's documents to intermediate (spill) files of about `spill_bytes` of documents each."""
 
     def __init__(self, store: Store, group: int, spill_bytes: int) -> None:
         self.names: list[str] = []  # keys of the files that are written
@@ -117,7 +117,7 @@ class _SpillWriter:
 
 
 def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
-    """Add a document, its length first, so that the digest depends on where documents end."""
+    """Add a document to a group's digest, its length first, so that the digest depends on where documents end."""
     data = document.data or b""
     length = -1 if document.data is None else len(data)
     digest.update(b"%d%d:" % (document.is_json, length))

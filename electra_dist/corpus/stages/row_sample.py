@@ -1,4 +1,4 @@
-"""Make rows of a sample of a corpus: how many bytes its documents give decides the number of shards."""
+"""Make rows of a sample of a corpus, to estimate the size of all rows, which decides the number of shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
 class RowSample(NamedTuple):
-    """What the rows of a sample of a corpus show."""
+    """What a sample of a corpus's documents shows about the size of the rows and the share of [UNK]."""
 
     row_bytes_per_document_byte: float  # 0.5 if no document of the sample gives a row
     unknown: UnknownTokens  # counts of its tokens and of [UNK]
 
 
 def sample_rows(spills: Sequence[SpillFile], rules: Rules, seed: int) -> RowSample:
-    """Make rows of the first documents in the order of the corpus: whole cells, until they have `SAMPLE_BYTES`.
+    """Make rows of the first documents of the shuffled corpus, 1 MB or more (`SAMPLE_BYTES`), and measure the rows.
 
-    A cell (1/4096 of the keys) is read from all spill files, so the sample of a huge corpus is larger than that.
+    Whole cells (1/4096 of the documents each) are read from all intermediate files, so a huge corpus has a larger
+    sample.
     """
     documents: list[RawDocument] = []
     size = 0

@@ -39,7 +39,7 @@ class OrderedDocument(NamedTuple):
 
 
 def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> int:
-    """Write documents, in any order, to a spill file, and return its size in bytes; the list is sorted in place."""
+    """Sort documents by key, in place, and write them to a spill (intermediate) file; return its size in bytes."""
     documents.sort(key=lambda entry: (entry.key, entry.file, entry.number))
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     cells: list[list[bytes]] = [[] for _ in range(NUM_CELLS)]
@@ -64,10 +64,10 @@ def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> in
 
 
 class SpillFile:
-    """Reader of one spill file, which keeps the table of its cells in memory."""
+    """Reader of a spill file (documents sorted by key), which keeps the file's table of offsets in memory."""
 
     def __init__(self, store: Store, name: str) -> None:
-        """Read the table of the file; raise ManifestMismatch if the file is cut off."""
+        """Read the file's table of offsets; raise ManifestMismatch if the file is cut off."""
         self._store = store
         self._name = name
         table = store.read_range(name, 0, _TABLE_BYTES, must_exist=True)
@@ -79,7 +79,7 @@ class SpillFile:
             raise self._damaged()
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
-        """Yield the documents of consecutive cells, in order, with empty `source`; damage is a ManifestMismatch."""
+        """Yield the documents of some cells (key ranges) in order, `source` empty; ManifestMismatch if damaged."""
         if not cells:
             return
         start = int(self._offsets[cells.start])

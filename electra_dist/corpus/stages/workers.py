@@ -27,7 +27,7 @@ _work: Callable[[Any], Any] | None = None  # one per worker process, created by 
 
 
 class WorkerPool(Generic[Task, Result]):
-    """Processes that all do one kind of task. Use it as a context manager, which ends them."""
+    """Worker processes that all do one kind of task. Use it as a context manager, which ends the processes."""
 
     def __init__(self, start: Callable[[], Callable[[Task], Result]], num_workers: int) -> None:
         """Start nothing yet; with one worker, the calling process does the work.
@@ -84,7 +84,7 @@ class WorkerPool(Generic[Task, Result]):
 
 
 def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Set up a worker process before its first task."""
+    """Set up a worker process, and make the function that does its tasks."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -19,14 +19,14 @@ from electra_dist.store.interface import Store, check_key
 
 
 def phase_key(phase: int, key: str) -> str:
-    """Return the key in a joined store of an object of one phase's corpus; phase 0 is `data.corpus`."""
+    """Prefix an object's key with its data phase, so that one store can serve all corpora; phase 0 has no prefix."""
     return f"phase-{phase}/{key}" if phase else key
 
 
 class JoinedStore(Store):
-    """Read-only store of the objects of several corpora, one corpus for each phase of a run, by keys of `phase_key`.
+    """Read-only store of the objects of all corpora of a run, one corpus for each phase; `phase_key` gives the keys.
 
-    The methods raise the errors of the corpus's own store, and AssertionError if a caller tries to write or delete.
+    Methods raise the errors of the store of the object's corpus, and AssertionError if a caller writes or deletes.
     """
 
     url = "data.phases"

@@ -1,5 +1,7 @@
 """Compute how much of each phase's corpus a run has used after a number of steps, for logs, reports and model cards.
 
+A phase is the part of a run that trains on one corpus (`data.phases`).
+
 Limits: rows of skipped steps are counted, too. Tokens are estimated: the number of rows times the mean number of
 tokens in a row of the corpus, [PAD] not counted.
 """
@@ -33,7 +35,7 @@ class PhaseUse:
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps belong to each phase; first steps ascend from 0."""
+    """Return how many of the first `num_steps` steps belong to each phase, by their first steps, ascending from 0."""
     end_steps = [*from_steps[1:], num_steps]
     ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
     return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]

@@ -25,7 +25,7 @@ class PhasedOrder:
     """Infinite sequence of the rows of a run that trains on several corpora in turn (`RowSequence`). Thread-safe."""
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
-        """Store the phases: for each, the rows of its corpus and its first position in the run, ascending from 0."""
+        """Take the order of each phase's rows, and each phase's first position in the run, ascending from 0."""
         assert first_positions[0] == 0
         assert list(first_positions) == sorted(set(first_positions))
         end_positions = [*first_positions[1:], None]
@@ -46,7 +46,7 @@ class PhasedOrder:
         return self._phases
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return epoch (of its phase), shard (of all corpora) and row in it of each position, three int64 [P]."""
+        """Return each position's epoch in its phase, shard (among all corpora) and row in it, int64 [P] each."""
         positions = np.asarray(positions, dtype=np.int64)
         phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
         epochs = np.empty_like(positions)
@@ -61,11 +61,11 @@ class PhasedOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64, unique among the rows of all corpora; shards are counted over all."""
+        """Return the id of each row, [P] int64, unique among all corpora; `shards`, too, are counted over all."""
         return self._shard_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position; one within which the phase ends is cut off there."""
+        """Return the window that contains a position; if its phase ends within the window, the window ends there."""
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self._phases[number]
         window = phase.order.window_at(position - phase.first_position)

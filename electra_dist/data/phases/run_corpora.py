@@ -65,7 +65,7 @@ class RunCorpora:
 
     @functools.cached_property
     def manifest(self) -> CorpusManifest:
-        """Return the manifest of the only corpus, or one of all shards, whose names are their keys in `store`."""
+        """Return the manifest of the only corpus or, with `data.phases`, one of all shards, named as in `store`."""
         if len(self.phases) == 1:
             return self.phases[0].manifest
         return _join_manifests(self.phases)
@@ -128,7 +128,7 @@ class RunCorpora:
 
 
 def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunCorpora:
-    """Read the manifests of all corpora of a run; raise ManifestMismatch if they do not fit together or are equal."""
+    """Open all corpora of a run and read their manifests; ManifestMismatch if two are equal or do not fit together."""
     phases = []
     for named in data.training_corpora():
         store = open_store(named.url, data.endpoint_url, retry=retry)

@@ -45,9 +45,9 @@ def choose_cache_folder(
     has_several_nodes: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> CacheFolder:
-    """Return `configured` (`data.cache_dir`), `folder_in_run` on a single node, or a folder on a disk of this node.
+    """Return `configured` (`data.cache_dir`) if set, else `folder_in_run` on a single node, else one on a local disk.
 
-    Only the last one is created by this call. Raises StoreError if the folder there is not this user's alone.
+    Only a folder of the last kind is created here. Raises StoreError if others than this user can use that folder.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")

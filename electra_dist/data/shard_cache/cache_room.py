@@ -21,7 +21,7 @@ class CacheRoom(NamedTuple):
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return an upper bound on the bytes of two windows of a corpus: the largest shards, as many as these have."""
+    """Return an upper bound on the bytes of two shuffle windows: the largest 2 * `window_shards` shards together."""
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def keep_rank(digest: str, preferred: Collection[str] = ()) -> tuple[bool, str]:
-    """Return the sort key of a shard; a small cache keeps those with the lowest keys, `preferred` digests first."""
+    """Return a shard's sort key: a full cache keeps the shards with the lowest keys, `preferred` digests first."""
     is_other = digest not in preferred
     return is_other, digest
 
@@ -35,7 +35,7 @@ def eviction_order(
 ) -> list[Path]:
     """Return the shards (`<sha256>.tar`) of a cache folder that may be deleted, in the order in which to delete them.
 
-    Shards outside the digests of `corpus` come first, by the time of `last_used`. Those of `wanted` are left out.
+    Shards whose digest is not in `corpus` come first, by time of last use. Digests in `wanted` are left out.
     """
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)

@@ -55,7 +55,7 @@ class PeerGroup:
     """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe."""
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
-        """Remember the nodes' addresses, in an order that all nodes share; servers refuse requests without `token`."""
+        """Take all nodes' addresses, in the same order on each node, this node's index, and the servers' token."""
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
         self._addresses = tuple(addresses)
@@ -76,13 +76,13 @@ class PeerGroup:
     def distance(self, digest: str) -> int:
         """Return the sort key by which this node orders the shards of a window before it fetches them.
 
-        It is 0 for a shard that this node owns, because other nodes wait for it, and else how far the owner's index is
-        above this node's (cyclically), so that the nodes do not all ask the same owner at the same time.
+        It is 0 for a shard that this node fetches from the store, because other nodes wait for it. Else it is how far
+        the owner's index is above this node's (cyclically), so that the nodes do not all ask one owner at a time.
         """
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return those of the shards that this node fetches from the store for the others."""
+        """Return those of these shards that this node fetches from the store for all other nodes."""
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
@@ -111,7 +111,7 @@ class PeerGroup:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard, again while the peer fetches it; return False if it refuses or takes too long."""
+        """Ask a peer for a shard, repeatedly while the peer fetches it; False if it refuses or takes too long."""
         most_fetched_bytes = -1
         asked_at = time.monotonic()
         last_progress_at = asked_at

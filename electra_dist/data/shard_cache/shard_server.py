@@ -88,12 +88,12 @@ class ShardServer:
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
-        """Stop listening and reading requests; what has begun goes on in threads that end with the process."""
+        """Stop listening and reading requests; answers that have begun go on in threads that end with the process."""
         self._is_closed = True
         self._thread.join()
 
     def _run(self) -> None:
-        """Accept connections, read requests and close what is late, until `close` is called; the body of a thread."""
+        """Accept connections, read requests and close late connections until `close` is called; body of a thread."""
         with self._listener, self._selector:
             while not self._is_closed:
                 # Requests are read before the next connection is accepted: who sends one at once is not displaced.
@@ -108,7 +108,7 @@ class ShardServer:
                 self._drop(connection)
 
     def _accept(self) -> None:
-        """Accept one connection; the oldest ones without a request make room for it."""
+        """Accept one connection; above the limits, close the oldest one that has not sent its request."""
         try:
             accepted, (host, *_) = self._listener.accept()
         except OSError:  # It is gone again, or this process has no descriptor left.
@@ -209,7 +209,7 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Wait until a shard is in the cache, and let it be fetched; raise FutureTimeout after `_HOLD_S` seconds."""
+        """Wait until a shard is in the cache, fetched if necessary; raise FutureTimeout after `_HOLD_S` seconds."""
         entry = self.entries[digest]
         if self.cache.holds(entry):
             return

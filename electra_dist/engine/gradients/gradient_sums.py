@@ -128,7 +128,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
-        """Take over a gradient as soon as autograd has it, in place of `accumulate_hp_grads_and_remove_lp`."""
+        """Move a gradient to its bucket as soon as it exists, in place of `accumulate_hp_grads_and_remove_lp`."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
@@ -178,7 +178,7 @@ class GradientSums:
         self._all_reduces.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
 
     def _finish_exchange(self) -> None:
-        """Start the other all-reduces, wait for all, and divide the sums by the number of ranks. Collective."""
+        """Start the remaining all-reduces, wait for all, and divide the sums by the number of ranks. Collective."""
         if self._exchange_order is None:
             incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
             self._exchange_order = from_rank_0(lambda: self._completed + incomplete)

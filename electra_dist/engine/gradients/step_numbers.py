@@ -16,7 +16,7 @@ import torch
 
 
 class StepNumbers:
-    """1-D tensors of one step, float64 or int64, on one device; they must not change until they are read."""
+    """Numbers of a step that are still on the device: 1-D float64 or int64 tensors, unchanged until they are read."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         self._tensors = list(tensors)

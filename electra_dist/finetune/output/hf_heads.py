@@ -30,7 +30,7 @@ _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 
 
 def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
-    """Return whether a linear head has more than `width` / 2 labels, too many for Hugging Face's form (see Limits)."""
+    """Return whether the head is linear with over `width` / 2 labels, too many for Hugging Face (see Limits)."""
     return settings.head == "reference" and 2 * num_labels > width
 
 
@@ -39,8 +39,8 @@ def classifier_head(
 ) -> TaskHead:
     """Convert the head of a `Classifier` to that of ElectraForSequenceClassification or its ModernBERT counterpart.
 
-    `labels` is empty for a regression, and `span` holds the lowest and highest label of one, in the units of the
-    labels. `dropout` is the dropout probability before each linear layer.
+    `labels` is empty for a regression, whose lowest and highest label are `span`, in the units of the training files.
+    `dropout` is the dropout probability before each linear layer.
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
@@ -73,7 +73,7 @@ def classifier_head(
 
 
 def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
-    """Convert the head of a tagging model to Hugging Face's for token classification; `tags` are ordered by number."""
+    """Convert a tagging model's head to Hugging Face's token-classification head; `tags` are ordered by number."""
     # Tagging models are trained without dropout in the head, and would get Hugging Face's default otherwise.
     config = {"classifier_dropout": 0.0, **label_names(tags)}
     if isinstance(head, nn.Sequential):
@@ -84,7 +84,7 @@ def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
 
 
 def span_head(head: nn.Module) -> TaskHead:
-    """Convert the linear head for answers to that of ElectraForQuestionAnswering or its ModernBERT counterpart."""
+    """Convert the linear SQuAD head to that of ElectraForQuestionAnswering or its ModernBERT counterpart."""
     if isinstance(head, nn.Sequential):
         config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
         return TaskHead("ModernBertForQuestionAnswering", _modern_weights(head), config)
@@ -115,7 +115,7 @@ def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
 
 
 def _linear_as_two_layers(linear: nn.Linear) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's two layers that compute what one linear layer [N, H] computes, for 2 N <= H."""
+    """Return the weights of a two-layer Hugging Face classifier that equals one linear layer [N, H]; 2 N <= H."""
     weight_NH = _host(linear.weight)
     bias_N = _host(linear.bias)
     num_labels, width = weight_NH.shape

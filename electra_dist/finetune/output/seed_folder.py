@@ -1,8 +1,8 @@
 """Write the folder of a fine-tuned seed: the model in Hugging Face's format, predictions, and a record of the result.
 
 Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
-its file finetune.json has the identity of the result, so a folder of another model, task or setting is recognised and
-never replaced. The bytes of a folder depend on the identity, the seed and the name of the pretrained model only.
+its file finetune.json has the identity of the result, a digest of model, data and settings, so a folder of other ones
+is recognised and never replaced. Its bytes depend on the identity, the seed and the pretrained model's name only.
 
 Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
 seed's own folder where the file system has hard links.
@@ -35,7 +35,7 @@ _WEIGHTS_FILE = "model.safetensors"
 
 
 def seed_dir(seed: int) -> str:
-    """Return the name of the folder of a seed, such as "seed-0"."""
+    """Return the name of the folder for a fine-tuning seed, such as "seed-0"."""
     return f"seed-{seed}"
 
 
@@ -48,9 +48,9 @@ def write_seed_folder(
     result: Result,
     predictions: Sequence[TextFile],
 ) -> None:
-    """Write a trained model with its tokenizer, its predictions and the record of its result.
+    """Write a trained model with its tokenizer, its predictions and the record of its result to `folder`.
 
-    In an older folder, files of these names are replaced, and other ones stay. `head` is None to write no model. The
+    In an existing folder, files of the same names are replaced, and others stay. `head` is None to write no model. The
     names of `predictions` are relative to the folder.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -105,7 +105,7 @@ def _write_model(
 
 
 def read_identity(folder: Path) -> str | None:
-    """Return the identity of the result that a folder holds; None if there is no such folder.
+    """Return the identity (digest of model, data and settings) of the result in a folder; None if there is no folder.
 
     Raises UserError if the folder exists, but was not written by fine-tuning.
     """
@@ -125,8 +125,8 @@ def read_identity(folder: Path) -> str | None:
 def check_folder(folder: Path, identity: str, task: str) -> None:
     """Raise UserError if a folder contains models of another task, encoder, data or settings than this command's.
 
-    Results of several commands would otherwise be mixed in one folder. `folder` contains the folders seed-N and best;
-    it may be missing. `identity` is that of the results that are going to be written.
+    Results of several commands would otherwise be mixed in one folder. `folder`, which may be missing, is where the
+    folders seed-N and best are. `identity` is the digest of the results that will be written.
     """
     for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
         found = read_identity(path)
@@ -138,10 +138,10 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 
 
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
-    """Copy the folder of the seed with the highest score to FOLDER/best; return that path, or None without any score.
+    """Copy the folder of the best-scoring seed to FOLDER/best, and return that path; None if no seed has a score.
 
-    Of several such seeds, the lowest is taken. The folder of every seed with a score must exist. The complete copy
-    takes the place of an existing FOLDER/best, of which files with names of their own stay.
+    Of equally good seeds, the lowest is taken. The folder of every seed with a score must exist. The complete copy
+    replaces an existing FOLDER/best; files that only the old folder has stay.
     """
     scored = [(result.score, -result.seed) for result in results if result.score is not None]
     if not scored:
@@ -158,7 +158,7 @@ def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy a file, or make a hard link to it if it holds the weights, the only large file; return the new path."""
+    """Copy a file and return the new path; the weights, the only large file, are hard-linked where possible."""
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)
@@ -169,7 +169,7 @@ def _link_weights(source: str, target: str) -> str:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Rename the complete folder `temporary` to `folder`; of an existing `folder`, files of other names stay."""
+    """Rename the complete folder `temporary` to `folder`; files that only an existing `folder` has are kept."""
     previous = folder.with_name(f".{folder.name}.previous")
     if previous.exists():  # left by a command that was killed in here
         _move_other_files(previous, folder)
@@ -181,7 +181,7 @@ def _replace(folder: Path, temporary: Path) -> None:
 
 
 def _move_other_files(previous: Path, folder: Path) -> None:
-    """Move the files that `folder` does not have, such as notes of the user, to it, and delete `previous`."""
+    """Move the files of `previous` that `folder` lacks, such as the user's notes, to `folder`; delete `previous`."""
     for path in sorted(previous.rglob("*")):
         moved = folder / path.relative_to(previous)
         if not path.is_dir() and not moved.exists():

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class TextFile(NamedTuple):
-    """Name, relative to the folder of a model, and content of a file with predictions."""
+    """File with predictions: its name, relative to the folder of the model, and its content."""
 
     name: str
     text: str
 
 
 def tsv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> TextFile:
-    """Return a file of tab-separated columns with a header; no cell may have a tab or a line feed."""
+    """Return a file of tab-separated columns with a line of titles; no cell may contain a tab or a line feed."""
     lines = ["\t".join(cells) for cells in (titles, *rows)]
     return TextFile(name=name, text="\n".join(lines) + "\n")

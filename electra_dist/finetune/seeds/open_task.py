@@ -27,7 +27,7 @@ class TaskRequest:
     text_b: str | None = None  # column of the second text; None for single texts
     label: str | None = None  # column of the label
     kind: Literal["classification", "regression"] = "classification"
-    with_test: bool = False  # whether test sets, for which predictions are written, are read, too
+    with_test: bool = False  # whether to read the test sets, too, so that predictions for them are written
 
 
 def open_task(request: TaskRequest) -> Task:

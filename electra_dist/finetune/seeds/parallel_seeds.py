@@ -58,14 +58,14 @@ class SeedProcesses:
         tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
         progress: Progress = quiet,
     ) -> None:
-        """Store what the processes need (`tasks`: name of a task -> its data and settings); none is started yet."""
+        """Take what the processes need (`tasks`: name of a task -> its data and settings); none is started yet."""
         self._num_processes = num_processes
         self._model = model
         self._tasks = tasks
         self._progress = progress
 
     def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
-        """Compute jobs, and yield each with its result as soon as it is finished.
+        """Compute jobs (one seed of one task each) in the processes; yield each with its result as soon as it is done.
 
         Raises UserError if a process was killed, or if the model or the data have changed since this process read
         them. `progress` is called after each result with ("seeds", results done, results in total).
@@ -113,7 +113,7 @@ def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> s
 
 
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
-    """Set a new process's number of threads, select its GPU by its number, and let it end with its parent."""
+    """Prepare a new process: set its threads, take a GPU number from `numbers`, and let it end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)

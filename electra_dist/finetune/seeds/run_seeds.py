@@ -40,7 +40,7 @@ class SeedJob:
 
     task: str
     seed: int
-    identity: str  # of the result; a process that loads the model and the data again compares it with its own
+    identity: str  # digest of the result's model, data and settings; the computing process compares it
     folder: Path | None  # where the model is written; None to write none
 
 
@@ -63,8 +63,8 @@ def run_all(
 
     With `probe`, linear models are fitted to frozen states, and each task has one result, with seed 0. `note` is
     called with one line of text for each result, each remark about a task's data and the folder of the best model.
-    `save_to` maps the name of a task to a folder for its models: seed-0, seed-1, ... and best; tasks that it lacks,
-    and probes, have no models. `compute_jobs` replaces the loop that computes one seed after another in this process.
+    `save_to` maps the name of a task to a folder for its models: seed-0, seed-1, ... and best. No model is written
+    for other tasks or for probes. `compute_jobs` replaces the loop that computes the seeds in this process, in turn.
 
     The results are ordered by task and then by seed. Raises UserError if a folder has models of another task, encoder
     or settings, if results.jsonl is damaged, or if a task has no linear probe.
@@ -128,14 +128,14 @@ def run_all(
 
 
 def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig) -> list[str]:
-    """Return a line if many tokens of a task's training examples are [UNK]; refuse more than `max_unk_rate`."""
+    """Return a remark if many tokens of a task's training examples are [UNK]; raise UserError above `max_unk_rate`."""
     ids = np.concatenate([np.asarray(row, np.int64) for row in task.examples(encoder, settings).ids])
     counts = {"the training examples": unknown_tokens_of_rows(ids, encoder.vocabulary.special)}
     return remarks_on_unknown_tokens(counts, settings.max_unk_rate, "max_unk_rate", task.name)
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:
-    """Return whether a finished seed's model is in `folder`, or none is wanted there, or the loss diverged."""
+    """Return whether a finished seed's model is in `folder`; true, too, without a folder or if the loss diverged."""
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
@@ -153,7 +153,7 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
 
 
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Return (task, seed, identity) -> the last such result in results.jsonl; empty if there is no file."""
+    """Read results.jsonl as (task, seed, identity) -> result, the last of several; empty if there is no file."""
     results = []
     for number, record in enumerate(read_records(file), start=1):
         try:

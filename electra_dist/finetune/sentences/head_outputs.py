@@ -21,7 +21,7 @@ SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package score
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the pretraining head predicts tokens; false if it detects replaced tokens or there is none."""
+    """Return whether the pretraining head predicts tokens; false if it detects replaced tokens, or is missing."""
     # Only a head that predicts tokens has a `bias`, with one value per entry of the vocabulary.
     return "bias" in encoder.head_state()
 
@@ -29,7 +29,7 @@ def predicts_tokens(encoder: Pretrained) -> bool:
 def discriminator_output_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from padded token ids [B, S] to the discriminator's output for each token, fp32 [B, S].
 
-    Raises UserError if the model has no discriminator head.
+    The output is the logit of "replaced" or, for Electric, an energy. Raises UserError if the model has no such head.
     """
     head = _head(encoder, device, "dense.weight", "out.weight")
     backbone = encoder.backbone().to(device).eval()
@@ -73,7 +73,7 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
 
 
 def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from states [..., H] to log-probabilities of all V tokens, fp32 [..., V].
+    """Return a function from states of the encoder [..., H] to log-probabilities of all V tokens, fp32 [..., V].
 
     Its layers are Dense(H -> E), GELU, LayerNorm and an output layer, whose weight is the token embedding table [V,
     E]. Raises UserError if the model has no head that predicts tokens.
@@ -97,7 +97,7 @@ def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`; UserError if it lacks one of the names `needed`."""
+    """Return the weights of the pretraining head on `device`; raise UserError if a name of `needed` is missing."""
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]
     if missing:

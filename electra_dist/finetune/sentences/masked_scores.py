@@ -25,8 +25,8 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
     """Return a function that gives log p(token | all other tokens), natural logarithm, for the tokens of each row.
 
-    Only a call of this function, not `masked_scorer` itself, raises UserError if the model has no head that predicts
-    tokens.
+    If the model has no head that predicts tokens, UserError is raised when the returned function is called, not
+    before.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
@@ -41,10 +41,11 @@ def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
 def masked_log_probs(
     encoder: Pretrained, ids: Ids, places: Sequence[tuple[int, int]], device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    """Return log p(token | all other tokens) of the tokens at C places of rows, fp32 [C] on the host.
+    """Return log p(token | all other tokens) for the tokens at C places in the rows `ids`, fp32 [C] on the host.
 
-    Rows have [CLS] and [SEP], but no padding. A place is (index of the row, position in the row); the model reads one
-    copy of the row for each. `progress` is called with ("predict", copies done, copies in total).
+    Rows have [CLS] and [SEP], but no padding. A place is (index of the row, position in the row). For each place, the
+    model reads a copy of the row in which that token is masked. `progress` is called with
+    ("predict", copies done, copies in total).
     """
     token_log_probs = token_log_prob_function(encoder, device)
     backbone = encoder.backbone().to(device).eval()

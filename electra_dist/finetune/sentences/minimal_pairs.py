@@ -54,7 +54,7 @@ class PairScore(NamedTuple):
 
 
 class _SingleTokens:
-    """Container of the words that are a single token, both at the beginning of a text and after a space."""
+    """Container of all words that the tokenizer keeps whole, both at the beginning of a text and after a space."""
 
     def __init__(self, encoder: Pretrained) -> None:
         self._encoder = encoder
@@ -120,7 +120,7 @@ def score_sentence_pairs(
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
-    """Return the scores of each kind and of all pairs; `scores` has the grammatical sentence of each pair first."""
+    """Return the accuracy on each kind of pair, then on all; `scores` has the grammatical sentence of a pair first."""
     good_scores = scores[0::2]
     bad_scores = scores[1::2]
     is_hit = (good_scores > bad_scores).tolist()  # a tie counts as a miss

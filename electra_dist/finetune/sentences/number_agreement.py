@@ -66,7 +66,7 @@ class Pair(NamedTuple):
 class _Contrast(NamedTuple):
     """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place.
 
-    The docstrings of the functions that draw contrasts show the place in brackets.
+    The docstrings of the functions below give examples, with the correct word in brackets.
     """
 
     frame: Words

@@ -42,7 +42,7 @@ class PairFiles(NamedTuple):
     sha256: str  # of the names and the bytes of all files
 
     def sample(self, per_kind: int | None) -> PairFiles:
-        """Return a fixed random sample of at most `per_kind` pairs (None: all) of each kind, in their order."""
+        """Return a fixed random sample of at most `per_kind` pairs (None: all) of each kind, in the files' order."""
         if per_kind is None:
             return self
         rows_of: dict[str, list[int]] = {}
@@ -56,7 +56,7 @@ class PairFiles(NamedTuple):
 
 
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
-    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name.
+    """Read the minimal pairs of files; a folder stands for all its .jsonl and .txt files, sorted by name.
 
     Raises UserError, which names the file and the line, for a line that belongs to no pair.
     """
@@ -99,7 +99,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
-    """Return the pair that a line of a .jsonl file holds; the name of the file is its kind if the object has none."""
+    """Parse a line of a .jsonl file as a pair; if the JSON object names no kind, the name of the file is the kind."""
     json_line = parse_json_line(file, number, line)
     record = json_line.record
     for key in ("sentence_good", "sentence_bad"):

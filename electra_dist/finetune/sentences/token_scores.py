@@ -35,7 +35,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Return a function that scores every token of rows, except [CLS] and the last [SEP]."""
+    """Return the function for this kind of model that scores all tokens of rows but [CLS] and the last [SEP]."""
     if predicts_tokens(encoder):
         if encoder.reads_masks:
             return masked_scorer(encoder, device)
@@ -63,10 +63,10 @@ def score_places(
     device: torch.device,
     progress: Progress = quiet,
 ) -> torch.Tensor:
-    """Return the scores of the tokens at n places of rows, (index of the row, position in the row), fp32 [n].
+    """Return the scores of the tokens at n places in the rows `ids`, fp32 [n].
 
-    No place is the first or last of its row. A masked language model reads one copy of a row for each place, every
-    other model reads each row once.
+    A place is (index of the row, position in the row), but never the first or last position of a row. A masked
+    language model reads a copy of the row for each place; every other model reads each row once.
     """
     if predicts_tokens(encoder) and encoder.reads_masks:
         return masked_log_probs(encoder, ids, places, device, progress)
@@ -77,7 +77,7 @@ def score_places(
 def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the sum of the scores of each row's tokens, without [CLS] and the last [SEP], fp32 [N].
+    """Return for each row the sum of its tokens' scores (see How), without [CLS] and the last [SEP], fp32 [N].
 
     For a masked language model this is the pseudo-log-likelihood.
     """
@@ -95,7 +95,7 @@ def replaced_logits(
 def kept_log_probs(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return log P(the token is the original one) at one position of each row, fp32 [N]; no token shows [MASK]."""
+    """Return log P(the token is the original one) at one position of each row, fp32 [N]; no [MASK] is used."""
     return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
 
 
@@ -117,7 +117,7 @@ def _at_positions(
     device: torch.device,
     progress: Progress,
 ) -> torch.Tensor:
-    """Compute a value for every token in batches; return that at one position of each row, fp32 [N] on the host."""
+    """Apply `function` to all rows in batches; return its values at one position of each row, fp32 [N] on the host."""
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
@@ -132,7 +132,7 @@ def _values_between_ends(
     device: torch.device,
     progress: Progress,
 ) -> list[torch.Tensor]:
-    """Compute a value for every token in batches; return those between the first and the last token of each row."""
+    """Apply `function` to all rows in batches; return each row's values without those of its first and last token."""
     values = [torch.empty(0)] * len(ids)
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         for row, value_S in zip(rows, value_BS.cpu(), strict=True):

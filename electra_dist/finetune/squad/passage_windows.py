@@ -86,7 +86,7 @@ class Passage(NamedTuple):
 class AnswerWindow(NamedTuple):
     """Row for the model, `[CLS] question [SEP] part of the passage [SEP]`; the windows of a passage overlap."""
 
-    question: int  # number of the question within the file
+    question: int  # index of the question in `SquadFile.questions`
     ids: list[int]
     offset: int  # position in `ids` of the first passage token of the window
     first: int  # number of that token within the passage
@@ -94,7 +94,7 @@ class AnswerWindow(NamedTuple):
 
 
 class _Paragraph(TypedDict):
-    """Passage of a SQuAD file with its questions, each of which is checked by itself."""
+    """Passage of a SQuAD file with its questions, whose types are checked later, one question at a time."""
 
     context: object
     qas: list[object]
@@ -113,14 +113,15 @@ _LIST = TypeAdapter(list[Any])
 
 
 class _LeftOut(Exception):
-    """Exception for a question that cannot be used; its message is the reason, one of a fixed list."""
+    """Error: a question of the file cannot be used; the message is the reason, one of a few fixed texts."""
 
 
 def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
     """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
 
     `version` is 1, or 2, in which questions may have no answer. With `unique_ids`, a question with the id of an
-    earlier one is left out, because predictions are by id. UserError if no question is left.
+    earlier one is left out, because predictions are by id. Raises UserError if no question is left, or the
+    file has another format.
     """
     try:
         with readable(file):
@@ -163,7 +164,7 @@ def _other_format(file: Path, version: int, reason: str) -> UserError:
 
 
 def _parse_question(entry: object, passage: int, passage_text: str | None, version: int) -> Question:
-    """Convert an entry of the list `qas` into a `Question`; `passage_text` is None if the passage is no text."""
+    """Convert an entry of the list `qas` into a `Question`; `passage_text` is None if the passage is not text."""
     if passage_text is None:
         raise _LeftOut("their passage is no text")
     if not isinstance(entry, dict):
@@ -226,10 +227,10 @@ def encode_passages(texts: Sequence[str], tokenizer: TextTokenizer) -> list[Pass
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
 ) -> list[AnswerWindow]:
-    """Build the windows of question `number` of the file, in the order of the passage; none for an empty passage.
+    """Build the windows for question `number` of `SquadFile.questions`, in passage order; none for an empty passage.
 
-    The question `query`, without special tokens, is truncated to `max_query`. UserError if `max_length` leaves no room
-    for the passage beside it.
+    `query` holds the token ids of the question, without special tokens, and is cut to `max_query`. Raises UserError if
+    `max_length` leaves no room for the passage beside it.
     """
     question_ids = query[: settings.max_query]
     num_special = 3  # [CLS] and two [SEP]
@@ -277,9 +278,9 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """Return the training target of a window: (start position, end position, 1 if the question has no answer).
 
-    Positions are indices into the window's ids, both included, and 0, the position of [CLS], if the window does not
-    contain the whole answer. The third number is 0 for a window without the answer if another part of the passage has
-    it. `first` and `last` are tokens of the passage; `last` is below `first` for an empty answer.
+    Positions are indices into the window's ids, both included. They are 0, the position of [CLS], if the window does
+    not contain the whole answer; the third number is 0, too, if another part of the passage has it. `first` and `last`
+    are the numbers of the answer's tokens in the passage; `last` is below `first` for an empty answer.
     """
     window_end = window.first + len(window.owned)  # the window has the passage tokens [window.first, window_end)
     if impossible:
@@ -292,7 +293,7 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return for each token of a passage the number of the window that owns it; `spans` are those of the windows."""
+    """Return for each token of a passage the number of the window that owns it; `spans` is from `window_spans`."""
     # If several overlapping windows scored the same answer, some of them would do so with little context.
     if len(spans) <= 1:
         return [0] * num_tokens

@@ -63,7 +63,7 @@ class SpanHead(nn.Module):
         init_head(self, seed)
 
     def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's start at each token, fp32 [B, S]; 1000 less where it is not allowed."""
+        """Return the logits of the answer's start at each token, fp32 [B, S], lowered by 1000 outside `allowed_BS`."""
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
 
@@ -86,7 +86,7 @@ class SpanHead(nn.Module):
         return logit_BKS + OUTSIDE * ~allowed_BS[:, None]
 
     def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none."""
+        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have no answer."""
         start_prob_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
         expected_start_BH = torch.einsum("bs,bsh->bh", start_prob_BS, state_BSH)
         cls_state_BH = state_BSH[:, 0]
@@ -97,7 +97,7 @@ class SpanHead(nn.Module):
     def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
         """Return the K best starts of each row, and for each start the K best ends; K is the beam, but at most S.
 
-        An end may lie before its start, or outside the passage: the caller rejects such spans.
+        An end may lie before its start, or outside the passage; `best_spans` rejects such candidates.
         """
         num_tokens = state_BSH.shape[1]
         beam = min(self.beam, num_tokens)

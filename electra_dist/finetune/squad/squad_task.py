@@ -81,7 +81,7 @@ class SquadTask(Task):
             self.notes.append(f"{train_file}: {num_lost} questions whose answer is not in the passage are left out")
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return every window of every training question, with the target of `window_target`.
+        """Return the windows of all training questions as rows of token ids, with their targets from `window_target`.
 
         If a question has several gold answers, the first one is the target. Questions whose answer does not occur in
         the passage are left out.
@@ -112,7 +112,7 @@ class SquadTask(Task):
         return SpanModel(backbone, width, settings, seed)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for the reference's."""
+        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for any other model."""
         if isinstance(model, LinearSpanModel):
             return span_head(model.head)
         return None
@@ -144,8 +144,8 @@ class SquadTask(Task):
     def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
         """Compute the official metrics from the predicted spans of the development questions, by question number.
 
-        A question without a span is answered with "". One without a no-answer logit, because its passage has no
-        tokens, counts with 0. The outcome counts as failed if every predicted answer is "" or, in version 2, if no
+        A question without a span is answered with "". A question without a no-answer logit, because its passage has no
+        tokens, gets the logit 0. The outcome counts as failed if every predicted answer is "" or, in version 2, if no
         no-answer threshold gives a better F1 than leaving all questions unanswered.
         """
         predicted: dict[str, str] = {}

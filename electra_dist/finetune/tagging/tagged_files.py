@@ -37,7 +37,7 @@ class TaggedSentence(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Line of a file in columns that is not empty."""
+    """Non-empty line of a file with columns, split at tabs or spaces."""
 
     number: int  # from 1
     text: str
@@ -56,7 +56,7 @@ class _Line(NamedTuple):
 
 
 def find_tagged_file(folder: Path, split: str) -> Path:
-    """Return the only file of a folder with the sentences of "train" or "dev"; UserError if there is none or several.
+    """Return a folder's only file for `split`, "train" or "dev"; raise UserError if there is none or several.
 
     The name is train, or for "dev" one of dev, valid, validation and testa, with one of the suffixes .conllu, .txt,
     .conll, .tsv, .bio and .iob2. Names of treebank files, *-train.conllu and *-dev.conllu, are found, too.
@@ -77,7 +77,7 @@ def find_tagged_file(folder: Path, split: str) -> Path:
 
 
 def read_tagged_file(file: Path) -> list[TaggedSentence]:
-    """Return the sentences of a file in CoNLL-U or in columns, decided by its suffix."""
+    """Read the sentences of a file: in CoNLL-U format if its suffix is .conllu, otherwise in columns (see How)."""
     if file.suffix == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
     sentences = []
@@ -94,12 +94,12 @@ def read_tagged_file(file: Path) -> list[TaggedSentence]:
 
 
 def tags_of(sentences: Sequence[TaggedSentence]) -> tuple[str, ...]:
-    """Return all tags that occur in some sentences, sorted, each once."""
+    """Return the different tags of all sentences, sorted."""
     return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
 
 
 def _sentence_lines(file: Path) -> list[list[_Line]]:
-    """Return the lines of each sentence of a file in columns, without comments."""
+    """Read a file with columns; return a list of lines for each sentence, without comments."""
     blocks: list[list[_Line]] = [[]]
     for number, text in enumerate(split_lines(read_regular(file, MOST_DATA_BYTES), file), start=1):
         if not text.strip(" \t"):
@@ -133,7 +133,7 @@ def _num_marked(block: Sequence[_Line]) -> int:
 
 
 def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
-    """Raise UserError for the first line that is no word with its tag, or that has another width than those before."""
+    """Raise UserError for the first line that lacks a word or tag, or has another number of columns than before."""
     first_of: dict[bool, _Line] = {}  # the first line with tabs, and the first one without
     for line in lines:
         if len(line.columns) < _MIN_COLUMNS or not line.columns[0] or not line.columns[-1]:
@@ -158,7 +158,7 @@ def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
 
 
 def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None:
-    """Raise UserError if the first column of a file with several words has numbers only, or one word only."""
+    """Raise UserError if the first column of a file with several words has only numbers, or only one word."""
     words = [word for sentence in sentences for word in sentence.words]
     if len(words) == 1:
         return

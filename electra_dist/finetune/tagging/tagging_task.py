@@ -51,13 +51,13 @@ class TaggingModel(TaskModel):
     def __init__(
         self, backbone: Backbone, width: int, num_tags: int, seed: int, features: ModernFeatures | None = None
     ) -> None:
-        """Add a new head to `backbone`, after `features` (from `new_features`); both modules are used, not copied."""
+        """Put a new head on `backbone`, after the layers `features` (see `new_features`) if any; neither is copied."""
         output_layer = nn.Linear(width, num_tags)
         init_head(output_layer, seed)
         super().__init__(backbone, on_features(features, output_layer))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the logits of the tags at every token, fp32 [B, S, N]; `dropout_keys` is None in evaluation mode."""
+        """Return the logits of the tags at every token, fp32 [B, S, N]; `dropout_keys` are needed in training only."""
         return self.head(self.backbone(ids_BS, dropout_keys)).float()
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
@@ -74,7 +74,7 @@ class TaggingModel(TaskModel):
 class TaggedRow(NamedTuple):
     """Row of token ids for some consecutive words of a sentence, and the places of the words' first pieces."""
 
-    sentence: int  # number of the sentence
+    sentence: int  # number of the sentence in its file, from 0
     ids: list[int]
     places: list[int]  # for each word, the index in `ids` of its first piece
 
@@ -83,7 +83,7 @@ class TaggingTask(Task):
     """Tagging of words, scored by accuracy (`tagging`) or by the F1 of the spans that BIO tags mark (`ner`)."""
 
     def __init__(self, name: str, data: Path) -> None:
-        """Read the files train and dev of the folder `data`; `name` is "ner", which needs BIO tags, or "tagging"."""
+        """Read the train and dev files in `data`; `name` is "ner" (needs BIO tags, such as B-PER) or "tagging"."""
         train_file = find_tagged_file(data, "train")
         dev_file = find_tagged_file(data, "dev")
         self.name = name
@@ -177,9 +177,9 @@ class TaggingTask(Task):
 
 
 def tagged_rows(sentences: Sequence[TaggedSentence], encoder: Pretrained, max_length: int) -> list[TaggedRow]:
-    """Return rows `[CLS] words [SEP]` of at most `max_length` tokens, which together have all words in their order.
+    """Encode sentences as rows `[CLS] words [SEP]` of at most `max_length` tokens; a long sentence gives several rows.
 
-    A word of which the tokenizer leaves nothing, such as a control character, becomes [UNK].
+    All words are kept, in their order. A word that the tokenizer drops, such as a control character, becomes [UNK].
     """
     special = encoder.special
     room = max_length - _NUM_SPECIAL

@@ -19,7 +19,7 @@ from electra_dist.finetune.texts.text_specs import TextSpec
 
 
 class LabelTargets:
-    """Translation between the labels in the files of a task and the targets and outputs of a model."""
+    """Translator of the labels in a task's files into training targets, and of a model's outputs into labels."""
 
     def __init__(self, spec: TextSpec, train: Texts) -> None:
         """Find the labels of a task, or the range of a regression; `train` is the whole training file."""
@@ -51,7 +51,7 @@ class LabelTargets:
         return scaled_N[:, None].float()
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
-        """Return what outputs [N, L] predict, [N]: the label with the highest output, or a regression's number."""
+        """Return predictions [N] from outputs [N, L]: the number of the best label, or a regression's value."""
         return output_NL.argmax(1) if self.labels else output_NL[:, 0]
 
     def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
@@ -70,7 +70,7 @@ class LabelTargets:
 
 
 def _labels_of(train: Texts) -> tuple[str, ...]:
-    """Return the labels of a file, sorted, each once; refuse labels that tables or readers would confuse."""
+    """Return the different labels of a file, sorted; refuse empty ones, tabs, and one number written in two ways."""
     labels = tuple(sorted(set(train.label)))
     label_of: dict[Decimal, str] = {}
     for label in labels:
@@ -89,7 +89,7 @@ def _labels_of(train: Texts) -> tuple[str, ...]:
 
 
 def _number_in(label: str) -> Decimal | None:
-    """Return the finite number that a label is; None if it is another text."""
+    """Return a label as a number; None if it is not a finite number."""
     try:
         number = Decimal(label)
     except InvalidOperation:

@@ -37,7 +37,7 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """Return a random sample of `size` examples, or all, in the order of the file; the seed is fixed."""
+        """Return a fixed random sample of at most `size` examples, in the order of the file."""
         num_examples = len(self.a)
         if size >= num_examples:
             return self
@@ -52,7 +52,7 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """Return the first of the paths `places` at which there is a file; UserError, which lists them all, if none."""
+    """Return the first of `places` that is an existing file; raise UserError, which lists them all, if none is."""
     for place in places:
         if place.is_file():
             return place
@@ -68,9 +68,9 @@ def find_file(places: Sequence[Path]) -> Path:
 def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
     """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
 
-    `text_b` is None for a task on single texts. Blank lines are ignored. UserError if there is no example, a column is
-    missing, a line of TSV has more columns than the header, or a line of JSONL is not an object with text in these
-    columns.
+    `text_b` is None for a task on single texts. Blank lines are ignored. Raises UserError if there is no example, a
+    column is missing, a TSV line has text beyond the columns of the header, or a JSONL line is not an object with text
+    in these columns.
     """
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
@@ -126,7 +126,7 @@ def encode_texts(
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
     """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
 
-    The longer text loses its last id, again and again, until both fit; of two equally long texts, the second one does.
+    The longer text, the second one if both are equally long, loses its last id, again and again, until both fit.
     """
     first_length = len(first)
     second_length = len(second)
@@ -142,7 +142,7 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split the lines of a TSV file at tabs and select columns: all by title, or all by index without a header."""
+    """Split the lines of a TSV file at tabs, and select columns by title or, in a file without header, by index."""
     has_header = not isinstance(columns[0], int)
     if has_header:
         header_line = lines[0][1] if lines else ""
@@ -163,7 +163,7 @@ def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Co
 
 
 def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]) -> None:
-    """Raise UserError for a line with text after its last column: a tab within a text has shifted its cells."""
+    """Raise UserError for a line with text beyond the header's columns: a tab within a text has shifted its cells."""
     for number, line in lines:
         cells = line.split("\t")
         if any(cell.strip() for cell in cells[num_columns:]):
@@ -174,7 +174,7 @@ def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index of each column in a header, without spaces around titles; the first of equal titles counts."""
+    """Return the index of each of `columns` in a header, the first of equal titles; outer spaces are ignored."""
     header = [name.strip() for name in header_line.split("\t")]
     missing = [column for column in columns if column not in header]
     if missing:
@@ -186,7 +186,7 @@ def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> 
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse each line of a JSONL file, and select the keys `columns`; the last one, the label, may be a number."""
+    """Parse each line of a JSONL file, and select the keys `columns`; the last of them, the label, may be a number."""
     *text_keys, label_key = map(str, columns)
     rows: list[Row] = []
     for number, line in lines:

@@ -32,7 +32,7 @@ class TextSpec:
     span: tuple[float, float] | None = None  # (lowest, highest) label of a regression; None: of the training data
     metric: str = "accuracy"  # the score: a key of `classification_metrics` or `regression_metrics`
     symmetric: bool = False  # whether the two texts may change places: (B, A) has the label of (A, B)
-    folder: str = ""  # folder of the GLUE download; empty for a custom task
+    folder: str = ""  # folder within the GLUE download; empty for a custom task
     dev_files: tuple[tuple[str, str], ...] = (("", "dev"),)  # (prefix of the metrics, file name without suffix)
 
 

@@ -85,7 +85,7 @@ class TextTask(Task):
         return Examples(ids=ids, target_NK=target_N1)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """Return the examples of the development file whose metrics have the given prefix as rows of token ids."""
+        """Return the examples of a development file, named by the prefix of its metrics, as rows of token ids."""
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
@@ -120,7 +120,7 @@ class TextTask(Task):
         return tuple(files)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
-        """Return the head under Hugging Face's names; a regression then predicts labels as they are in the files."""
+        """Return the head under Hugging Face's names; a regression is rescaled to the labels' own units."""
         assert isinstance(model.head, torch.nn.Sequential)
         return classifier_head(model.head, self.labels, self._label_targets.span, settings.head_dropout)
 
@@ -165,7 +165,7 @@ class TextTask(Task):
         return tuple(files)
 
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
-        """Compute the metrics of a model's outputs on the development files, given by the prefix of their metrics.
+        """Compute metrics from a model's outputs on each development file (keys: the prefixes of the files' metrics).
 
         A classification has one output per label, [N, L], a regression a predicted number, [N, 1]. The outcome counts
         as failed if all predictions for a file are equal.
@@ -188,13 +188,13 @@ class TextTask(Task):
         return TaskOutcome(metrics=metrics, failure=first_failure)
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
-        """Return the standard error of the task's score over the choice of examples in its main development file."""
+        """Return the standard error of the task's score over the choice of development examples (MNLI: matched)."""
         predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0].numpy()
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
     def _read(self, data: Path, stem: str) -> Texts:
-        """Read the examples of the file STEM of the task; a GLUE task's folder is in `data` or in its folder glue/."""
+        """Read the task's file `stem`, such as "train"; GLUE tasks have their folders in `data` or in `data`/glue."""
         spec = self.spec
         is_glue = spec.folder != ""
         if is_glue:

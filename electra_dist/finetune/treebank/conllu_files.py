@@ -58,7 +58,7 @@ def read_treebank(folder: Path) -> Treebank:
 
 
 def read_conllu(file: Path) -> list[Sentence]:
-    """Return the sentences of a CoNLL-U file; UserError if it has none, or a line that does not fit the format."""
+    """Return the sentences of a CoNLL-U file; raise UserError if it has none, or if a line does not fit the format."""
     sentences = []
     for first_line, columns_of_words in _blocks(file, split_lines(read_regular(file, MOST_DATA_BYTES), file)):
         num_words = len(columns_of_words)
@@ -86,7 +86,7 @@ def read_conllu(file: Path) -> list[Sentence]:
 def check_words(words: Sequence[str], place: str) -> None:
     """Raise UserError if a sentence has underscores in place of its words, as treebanks without their text have.
 
-    A sentence of one such word may be a ruled line of a text. `place` is the file and line, for the message.
+    A sentence of a single such word is accepted: it may be a drawn line. `place` is the file and line for messages.
     """
     if len(words) > 1 and not "".join(words).strip("_"):
         raise UserError(
@@ -96,7 +96,7 @@ def check_words(words: Sequence[str], place: str) -> None:
 
 
 def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield each sentence: the number of its first word's line, from 1, and the columns of its syntactic words."""
+    """Yield for each sentence its first word's line number, from 1, and the columns of each of its syntactic words."""
     words: list[list[str]] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):

@@ -70,11 +70,11 @@ def probe_words(
     device: torch.device,
     progress: Progress = quiet,
 ) -> WordProbeResult:
-    """Train a probe at every layer of a frozen encoder, and score the one of the layer that is best on held-out data.
+    """Train a probe at every layer of a frozen encoder; return the test accuracy at the layer best on held-out data.
 
-    Target "tags" is the part of speech of each word, "heads" the word on which it depends. Sentences that are too long
-    for the model are left out; UserError if none is left. `progress` is called with ("predict", sentences done, in
-    total), then with ("fit layers", layers done, in total).
+    `target` is what is predicted for each word: "tags", its part of speech, or "heads", the word on which it depends.
+    Sentences too long for the model are left out; UserError is raised if none is left. `progress` is called with
+    ("predict", sentences done, in total), then with ("fit layers", layers done, in total).
     """
     train = compute_word_states(encoder, treebank.train, device, progress)
     test = compute_word_states(encoder, treebank.test, device, progress)
@@ -148,7 +148,7 @@ class _HeadProbe(nn.Module):
         self.candidate = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, batch: _Batch) -> torch.Tensor:
-        """Return the logits of all places as the head of each place, [B, W, W]; -inf for padding and itself."""
+        """Return for each place the logits of all places as its head, [B, W, W]; -inf for padding and itself."""
         hidden_size = len(self.candidate)
         query_BWH = batch.state_BWH @ self.product / hidden_size
         logits_BWW = query_BWH @ batch.state_BWH.transpose(1, 2) + (batch.state_BWH @ self.candidate)[:, None, :]
@@ -166,7 +166,7 @@ def _batches(
     tags: Sequence[str],
     device: torch.device,
 ) -> list[_Batch]:
-    """Return the sentences `numbers` at one layer as padded batches, sentences of similar length together."""
+    """Return the states of the sentences `numbers` at one layer as padded batches, in order of sentence length."""
     by_length = sorted(numbers, key=lambda number: len(states.sentences[number].words))
     batches = []
     for start in range(0, len(by_length), _BATCH):
@@ -182,7 +182,7 @@ def _batches(
 
 
 def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.Tensor:
-    """Return the class of each place, int64 [W]: the number of the tag, or the place of the head."""
+    """Return the class of each word, int64 [W]: the number of its tag, or the place of its head; -100 for [CLS]."""
     if target == "heads":
         return torch.tensor([_NO_WORD, *sentence.heads])
     # A tag that the training data lack gets a number that no model predicts.
@@ -191,7 +191,7 @@ def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.T
 
 
 def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence[_Batch]) -> float | None:
-    """Train a probe in place to the weights with the best held-out accuracy; return it, or None without such data."""
+    """Train a probe in place, keep the weights with the best held-out accuracy, and return it (None: no such data)."""
     optimizer = torch.optim.Adam(probe.parameters(), lr=_LR)
     best_score: float | None = None
     best_weights = {}
@@ -217,7 +217,7 @@ def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence
 
 @torch.no_grad()
 def _counts(probe: nn.Module, batches: Sequence[_Batch]) -> list[tuple[int, int]]:
-    """Return (number of right words, number of words) of every sentence of the batches."""
+    """Return for each sentence of the batches (number of words that the probe predicts right, number of words)."""
     counts = []
     for batch in batches:
         is_word_BW = batch.target_BW != _NO_WORD
@@ -231,7 +231,7 @@ def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def _standard_error(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the standard error of the accuracy over the choice of sentences, whose words are not independent."""
+    """Return the standard error of the accuracy over the choice of sentences (not of words); NaN for one sentence."""
     num_sentences = len(counts)
     if num_sentences < 2:
         return math.nan

@@ -22,7 +22,7 @@ def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
 
 
 def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return the layers of one tower, after a projection if `embedding_size` is not the width of the layers."""
+    """Return the layers of generator or discriminator, after a projection if `embedding_size` is not their width."""
     if model.architecture == "modern":
         return ModernEncoder(model, tower, embedding_size)
     return Encoder(model, tower, embedding_size)
@@ -36,7 +36,7 @@ def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) ->
 
 
 def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
-    """Return a new head that computes, from the states of the discriminator, whether each token was replaced."""
+    """Return a new head that computes, from the discriminator's hidden states, whether each token was replaced."""
     if model.architecture == "modern":
         return ModernDetectionHead(model)
     return DiscriminatorHead(model)

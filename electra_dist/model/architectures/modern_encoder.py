@@ -45,7 +45,7 @@ class LayerScope(NamedTuple):
 
 
 class ModernDropoutKeys(NamedTuple):
-    """Random keys of dropout in one layer, for each of its three places."""
+    """Random keys of dropout in one layer, for each of the three places where it drops."""
 
     attention: LayerDropoutKeys  # attention probabilities
     attention_output: LayerDropoutKeys | None  # output of the attention sub-layer; None without dropout there
@@ -87,7 +87,7 @@ class ModernAttention(SelfAttention):
         return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
 
     def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
-        """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask."""
+        """Return whether attention is computed window by window, instead of by one call with the whole mask."""
         if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
             return False
         has_dropout = self.training and self.dropout > 0
@@ -112,7 +112,7 @@ class ModernLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
-        """Return the states after this layer, [T, H], for the states of the previous one."""
+        """Return the hidden states after this layer, [T, H], from those of the previous layer."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + self._drop(attended_TH, dropout_keys.attention_output)
@@ -147,7 +147,7 @@ class ModernEncoder(Encoder):
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
-        """Return each layer's scope and dropout keys; the mask must be an `AttentionScopes`."""
+        """Return for each layer what its tokens see and its dropout keys; the mask must be an `AttentionScopes`."""
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
         position_BS = attention_mask.position_BS
@@ -168,7 +168,7 @@ class ModernEncoder(Encoder):
         return inputs
 
     def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the keys for dropout after sub-layer number `sub_layer` of the tower; None without dropout."""
+        """Return the random keys for dropout of a sub-layer, counted from 0 over all layers; None without dropout."""
         if not self.training or not self.model.hidden_dropout:
             return None
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)

@@ -3,7 +3,7 @@
 Guarantee: the same functions as the heads of Hugging Face's ModernBertForMaskedLM and ModernBertForTokenClassification
 on the same weights. Losses are at least fp32, whatever the dtype of the parameters.
 
-Shapes: M masked slots, H hidden width, E embedding width, B rows, S tokens.
+Shapes: M masked positions, H hidden width, E embedding width, B rows, S tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModernFeatures(nn.Module):
 
 
 class ModernTokenHead(GeneratorHead):
-    """Head that predicts tokens, of the architecture `modern`; only its output layer has a bias."""
+    """Head of the architecture `modern` that predicts tokens; only its output layer has a bias."""
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
         super().__init__(model, hidden_size, embedding_size)
@@ -42,7 +42,7 @@ class ModernTokenHead(GeneratorHead):
 
 
 class ModernDetectionHead(DiscriminatorHead):
-    """Head that detects replaced tokens, of the architecture `modern`: it has a LayerNorm before its output unit."""
+    """Head of the architecture `modern` that detects replaced tokens, with a LayerNorm before its output unit."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model)
@@ -58,5 +58,5 @@ class ModernDetectionHead(DiscriminatorHead):
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Return what the base class returns, by separate operations; there is no fused kernel to choose."""
+        """Return what the base class returns, by separate operations; `backend` is ignored: no kernel fuses them."""
         return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())

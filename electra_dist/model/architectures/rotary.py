@@ -30,7 +30,7 @@ def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rot
 
 
 def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return the input with query and key rotated; features f and f + D / 2 of a head are a pair, in fp32 or wider."""
+    """Rotate query and key, computing in fp32 or wider; features f and f + D / 2 of a head are rotated as a pair."""
     query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
     compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
     cos = rotation.cos_BSF[:, :, None, None]

@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Options of the two norms of a layer; none of them has a gradient."""
+    """Options of a layer's two steps of dropout + residual + LayerNorm; none of them has a gradient."""
 
     eps: float  # added to the variance
     attention_dropout: LayerDropout  # on the output of attention
@@ -56,7 +56,8 @@ def after_attention(
 ) -> torch.Tensor:
     """Return the states after a layer, [T, H]; `context_TH` is the output of attention before its output product.
 
-    Both inputs are contiguous and of one dtype; under autocast the parameters may have another one.
+    `residual_TH` is the layer's input. Both are contiguous and of one dtype; under autocast the parameters may have
+    another one.
     """
     states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
     return states_TH
@@ -158,7 +159,7 @@ class _AfterAttention(torch.autograd.Function):
 
 
 def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Parameters:
-    """Cast the parameters of the products; only under autocast do they have another dtype."""
+    """Cast weights and biases of the matrix products to `dtype`; only under autocast do they have another one."""
     if parameters.out_weight.dtype == dtype:
         return parameters
     return parameters._replace(

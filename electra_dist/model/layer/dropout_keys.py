@@ -24,7 +24,7 @@ class DropoutKeys(NamedTuple):
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
-        """Return placeholder keys for evaluation mode, where no key is read, from any tensor with B rows."""
+        """Return placeholder keys for evaluation mode, where no key is read; any tensor with B rows will do."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 

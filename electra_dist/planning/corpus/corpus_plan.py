@@ -1,8 +1,8 @@
 """Compute what it takes to build a corpus of a given size: core-hours, bytes, spill space, shards, S3 requests, cost.
 
 Guarantee: a plan is a function of its arguments; this module measures, reads and writes nothing. The numbers of input
-groups, spill files, buckets (ranges of the shuffled documents), shards and requests follow the rules of the build
-itself (`corpus/stages/`). A test compares the requests with those that a build sends.
+groups, spill files (for documents during the shuffle), buckets (ranges of the shuffled documents), shards and requests
+follow the rules of the build itself (`corpus/stages/`). A test compares the requests with those that a build sends.
 
 How: the costs that `corpus_rates.py` measured on a sample are multiplied by the size of the text over that of the
 sample.
@@ -128,7 +128,7 @@ def workload_of_tokens(
     num_machines: int = 1,
     cores_per_machine: int = 1,
 ) -> Workload:
-    """Return the workload of a corpus with a given number of tokens, from text like that of the sample.
+    """Return the workload of a corpus with a given number of tokens, from text like that measured in `rates`.
 
     `file_bytes` is the size of an input file. `kept` is the share of the raw text that `corpus prepare` keeps, above 0
     and at most 1.
@@ -148,9 +148,9 @@ def workload_of_tokens(
 
 
 def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
-    """Return the least number of machines, each with `plan.cores_per_machine` cores, that finish in `hours`.
+    """Return the least number of machines, each with `plan.cores_per_machine` cores, that build in `hours`.
 
-    The result is None if the merge, which runs in one process, takes longer.
+    The result is None if the merge, the last step of the build, which runs in one process, alone takes longer.
     """
     hours_before_merge = hours - plan.merge.core_hours
     if hours_before_merge <= 0:
@@ -160,7 +160,7 @@ def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
 
 
 def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> CorpusPlan:
-    """Return the plan of a build; the inputs and the output of `request` do not matter, only its settings."""
+    """Plan a build for the workload `work`; only the settings of `request` matter, not its inputs and output."""
     scale = work.text_bytes / rates.text_bytes
     counts = _count_files(rates, request, work)
     num_records = counts.buckets + counts.groups
@@ -241,7 +241,7 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return the number of groups into which `group_inputs` divides equal files."""
+    """Return the number of groups into which a build (`group_inputs`) divides input files of equal size."""
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 
@@ -249,8 +249,8 @@ def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
 def _sample_pieces(work: Workload, num_spills: int) -> int:
     """Return how many pieces of spill files a build reads for its sample of rows (`row_sample.py`).
 
-    The build reads the sample cell by cell from every spill file, and a cell without documents in a spill file costs
-    no request. The number of documents in a cell is taken as Poisson-distributed.
+    A cell is one of `NUM_CELLS` equal ranges of the shuffle. The build reads the sample cell by cell from every spill
+    file; a cell without documents there costs no request. The documents in a cell are taken as Poisson-distributed.
     """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
     documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
@@ -262,7 +262,7 @@ def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
 
 
 def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
-    """Return the stages of `corpus prepare`: the first stage reads the raw text, each other one the kept text."""
+    """Plan the stages of `corpus prepare`: the first one reads the raw text, each later one the text that was kept."""
     steps = []
     for number, stage in enumerate(rates.prepare):
         text = work.raw_text_bytes if number == 0 else work.text_bytes
@@ -302,7 +302,7 @@ class _Counts:
         )
 
     def of_collecting(self) -> Requests:
-        """Count the requests that read the records of the groups, and the tables and ranges of the spill files."""
+        """Count the requests that read the records of input groups, and the tables and ranges of the spill files."""
         tables = 2 * self.spills  # for each spill file its table, and the size of the file
         to_plan_buckets = self.groups + tables + self.sample_pieces
         to_make_rows = self.groups + tables * self.workers

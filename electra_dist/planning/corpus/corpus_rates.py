@@ -73,12 +73,12 @@ class CorpusRates(Section):
         return value
 
     def tokens_per_core_s(self, step: str) -> float:
-        """Return the rate of a step of `STEPS`, in tokens of the corpus per second of one core."""
+        """Return the speed of one step of a build (of `STEPS`), in tokens of the corpus per second of one core."""
         return self.tokens / max(self.cpu_s[step], 1e-9)
 
     @property
     def tokens_per_core_s_of_build(self) -> float:
-        """Return the rate of all steps together, in tokens of the corpus per second of one core."""
+        """Return the speed of all steps of a build together, in tokens of the corpus per second of one core."""
         return self.tokens / max(sum(self.cpu_s.values()), 1e-9)
 
 
@@ -88,8 +88,8 @@ def measure_rates(
     """Measure the CPU time of each step of a build, and return it with the sizes of the sample.
 
     All inputs of `request` are read; their first documents, about `SAMPLE_BYTES`, go through the other steps. Its
-    output and workers are ignored. The result repeats the other arguments. Raises UserError if no document of the
-    sample gives a row.
+    output and workers are ignored. `sample` (what text it is), `hardware` and `prepare` are copied into the result.
+    Raises UserError if no document of the sample gives a row.
     """
     with tempfile.TemporaryDirectory(prefix="corpus-rates-") as folder:
         return _Measurement(request, Path(folder)).run(sample, hardware, prepare)
@@ -130,9 +130,9 @@ class _Measurement:
         )
 
     def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Return the sample, its bytes (at least 1), and its share of the bytes of all documents, which are read.
+        """Read all documents; return the sample, its bytes (at least 1), and its share of the bytes of all documents.
 
-        The recorded seconds are those of reading all files, times this share.
+        The CPU time recorded for this step is that of reading all files, times this share.
         """
         documents: list[RawDocument] = []
         sample_bytes = 0
@@ -193,7 +193,7 @@ class _Measurement:
         return entry.bytes, bucket
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
-        """Return the CPU seconds in which a merge reads a bucket's record and checks its shard."""
+        """Return the CPU seconds that a merge needs to read one bucket's record and to check that its shard exists."""
         records = BuildRecords(self._store)
         for number in range(_NUM_RECORDS):
             records.record_bucket(bucket.model_copy(update={"number": number}), np.empty((0, 0)))

@@ -34,8 +34,8 @@ from electra_dist.planning.corpus.corpus_rates import PrepareRate
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
     """Return the CPU time of each stage of a preparation, measured on local files.
 
-    The sources, folders and executor of `config` are replaced. Raises UserError if a file that the filters need is
-    missing.
+    Of `config`, the sources are replaced by `files`, and folders and executor by temporary ones. Raises UserError if
+    a file that the filters need is missing.
     """
     with tempfile.TemporaryDirectory(prefix="prepare-rates-") as name:
         folder = Path(name)

@@ -1,7 +1,8 @@
 """Count tokens, padding, [UNK] and examples in the rows of a corpus, count tokens by source, and take sample rows.
 
-Guarantee: every count is a sum over all rows, so no count depends on the order of the shards. All shards, and side
-files if there are any, are read once; the memory is that of one shard's rows.
+Guarantee: every count is a sum over all rows, so no count depends on the order of the shards. All shards are read
+once, and so are their side files, if any, which name the documents of each row. The memory is that of one shard's
+rows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def read_row_figures(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
-    `origins` reads the side files; None without them. `progress` wraps the indices of the shards, for a progress bar.
+    `origins` reads the side files, if there are any. `progress` wraps the indices of the shards, for a progress bar.
     Raises ManifestMismatch if a shard or side file is damaged.
     """
     figures = RowFigures()
@@ -117,7 +118,7 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return each example's length in tokens, [examples], from its row (ascending) and its first position in that."""
+    """Return each example's length in tokens, [examples], from its row (ascending) and the position of its start."""
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
     ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]
@@ -125,7 +126,7 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the tokens of a shard's examples, which its side file lists, to the counts of their sources."""
+    """Add the tokens of each example in `table`, the side file of a shard, to the count of the example's source."""
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
@@ -136,7 +137,7 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
 
 
 def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
-    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD]; pieces form words."""
+    """Return the text of each example of a row, [seq_len], word-pieces joined, without [CLS], [SEP] and [PAD]."""
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():

@@ -1,1 +1,1 @@
-"""The lease of a run folder: the lock that lets only one start of a run at a time train in it."""
+"""The lease of a run folder: a lock by which one start of the run (the first or a restart) at a time trains in it."""

@@ -1,4 +1,6 @@
-"""Write, find and judge the files in RUN/lease, each of which describes one owner of the run folder's lease.
+"""Write, find and judge the files in RUN/lease, each of which describes the owner of one lease of the run folder.
+
+A lease is the right to train in the folder. Each new owner creates the lease with the next number.
 
 Guarantee: of several processes that create the lease of the same number, on any machines, exactly one succeeds. The
 content of a file never changes, so no reader sees half a renewal: the owner renews its lease by setting the file's
@@ -37,7 +39,7 @@ _LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOwner:
-    """Process that holds the lease of a run folder, as the file of the lease describes it."""
+    """Process that holds the lease of a run folder (the right to train in it), as the lease's file describes it."""
 
     token: str  # random; no other lease has it
     holder: str  # "supervisor" or "rank 0"
@@ -70,7 +72,7 @@ _OWNER = TypeAdapter(LeaseOwner)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLease:
-    """Newest lease of a folder at one moment. Two instances are equal if it was not renewed in between."""
+    """Newest lease of a run folder as read at one moment; two readings are equal if it was not renewed in between."""
 
     number: int  # 0: no lease was ever taken
     path: Path
@@ -84,18 +86,18 @@ class FoundLease:
 
     @property
     def owner(self) -> LeaseOwner | None:
-        """Return the owner that the file describes; None if the file is damaged."""
+        """Return the owner that the lease's file describes; None if the file is damaged."""
         return _decode(self.content)
 
     @property
     def description(self) -> str:
-        """Return who the owner is, for messages."""
+        """Return who the owner is, for messages, or that the lease's file is damaged."""
         owner = self.owner
         return f"an owner whose file {self.path} is damaged" if owner is None else owner.description
 
     @property
     def has_ended(self) -> bool | None:
-        """Return whether the lease has no living owner; None if that cannot be seen from this machine or container."""
+        """Return whether the lease has no living owner; None if that cannot be told, as from another machine."""
         if self.is_released:
             return True
         owner = self.owner
@@ -112,7 +114,7 @@ class FoundLease:
 
 
 def find_newest(folder: Path) -> FoundLease:
-    """Return the newest lease in a folder of leases (OSError if it cannot be read); pass over foreign files."""
+    """Return the newest lease in RUN/lease (number 0: none yet), ignoring foreign files; OSError if that fails."""
     for _ in range(_TRIES):
         files = lease_files(folder)
         if not files:
@@ -126,10 +128,10 @@ def find_newest(folder: Path) -> FoundLease:
 
 
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
-    """Create the file of a lease for this process, and delete those of earlier leases and unfinished ones.
+    """Create the file of a lease for this process, and delete the files of earlier leases and unfinished files.
 
-    Returns the lease and a descriptor, by which the file stays locked until it is closed or the process ends; None if
-    another process has created the file. `number` is one more than that of the newest lease.
+    Returns the lease, and a descriptor that keeps the file locked until it is closed or the process ends. Returns None
+    if another process has created the file. `number` is one more than the newest lease's number.
     """
     path = folder / f"{number:06d}.json"
     if path.with_suffix(".released").exists():
@@ -147,9 +149,9 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
 
 
 def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | None:
-    """Create a file that this process has locked before any other sees it; return the descriptor with the lock.
+    """Create a file that this process locks before other processes can see it; return the descriptor with the lock.
 
-    `make_content` is called with whether the file could be locked. Returns None if there is such a file already.
+    `make_content` gets True if the file could be locked, and returns its content. Returns None if the file exists.
     """
     lock = -1
     try:
@@ -174,13 +176,13 @@ def renew(path: Path) -> None:
 
 
 def release(path: Path) -> None:
-    """Mark a lease as released; nothing happens if that fails, because a lease that is not renewed expires."""
+    """Mark a lease as released; ignore a failure, because a lease that is not renewed expires."""
     with contextlib.suppress(OSError):
         path.rename(path.with_suffix(".released"))
 
 
 def lease_files(folder: Path) -> list[Path]:
-    """Return the files of leases in a folder, in any order; none if there is no folder."""
+    """Return the lease files in the folder RUN/lease, in any order; [] if the folder does not exist."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -210,7 +212,7 @@ def _describe_this_process(holder: str, *, has_lock: bool) -> LeaseOwner:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file if that is possible at once; return whether it was. False on a file system without locks."""
+    """Lock an open file without waiting, and return whether that worked; False on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -219,7 +221,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Return whether no process holds the lock of a lease's file; a missing file has none."""
+    """Return whether no process holds the flock of a lease's file; True for a missing file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return _try_lock(file.fileno(), fcntl.LOCK_SH)
     return True

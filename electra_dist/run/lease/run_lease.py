@@ -1,17 +1,17 @@
 """Take and hold the lease of a run folder, so that only one start of a run at a time trains in it.
 
-Guarantee: of all starts in a folder, on any machines and in any containers, one holds the lease; another one is
-refused in one line that names the owner. A lease is free at once when it was released, or when its owner was killed on
-this machine. From another machine a killed owner cannot be told from a slow one, so the lease is free after the owner
-has not renewed it for `LEASE_S` seconds. An owner whose lease was taken meanwhile notices it within `RENEW_S` seconds
-and ends, and so does one whose run folder was deleted or moved.
+Guarantee: of all starts in a folder, on any machines and in any containers, one holds the lease; every other start
+is refused in one line that names the owner. A lease is free at once when it was released, or when its owner was killed
+on this machine. From another machine a killed owner cannot be told from a slow one, so the lease is free after the
+owner has not renewed it for `LEASE_S` seconds. An owner notices within `RENEW_S` seconds that another start has taken
+its lease, or that its run folder was deleted or moved, and ends.
 
-How: to take a lease is to create the file of the next number (`lease_file.py`), which only one process can do. A
-process that waits looks whether the owner renews its file, and measures by its own clock how long it does not, so the
-clocks of two machines are never compared. The owner also locks the file: the kernel drops that lock when the process
-ends, which shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is
-the owner; its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor,
-rank 0 is the owner. Imports no torch.
+How: a process takes a lease by creating the file of the next number (`lease_file.py`), which only one process can do.
+A waiting process measures by its own clock for how long the owner has not renewed its file, so the clocks of two
+machines are never compared. The owner also locks the file. The kernel drops that lock when the process ends, which
+shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is the owner;
+its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor, rank 0 is the
+owner. Imports no torch.
 
 Limits: a process that did not run for `LEASE_S` seconds, such as one in a suspended virtual machine, may write for up
 to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then (`checkpoint/commit.py`).
@@ -49,17 +49,17 @@ _SAY_AFTER_S = 3.0  # a longer wait is announced
 
 
 class LeaseLost(UserError):
-    """Error for a process that must not write into its run folder any more; the process ends without a save."""
+    """Error that this process has lost the lease: it must not write into the run folder, and ends without a save."""
 
 
 class RunLease:
-    """Lease of a run folder, in the process that owns it or in a rank that the owner started.
+    """Lease of a run folder, owned by this process, or watched by it as a rank that the owner has started.
 
-    `take_lease` and `join_lease` make it. Look at `is_lost` at every step, and call `release` at the end.
+    Create it by `take_lease` or `join_lease`. Read `is_lost` at every step, and call `release` at the end.
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Renew the lease until its release; without `lock` (descriptor of its file), as in a rank, only watch it."""
+        """Renew the lease in a thread; without `lock` (descriptor of its locked file), as in a rank, only watch it."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -75,28 +75,28 @@ class RunLease:
 
     @property
     def token(self) -> str:
-        """Return the token of the lease, which a supervisor passes to its ranks in `TOKEN_VARIABLE`."""
+        """Return the random token of the lease, which a supervisor passes to its ranks in `TOKEN_VARIABLE`."""
         owner = self._lease.owner
         assert owner is not None  # `take_lease` has just written it, or `join_lease` has read it.
         return owner.token
 
     @property
     def is_lost(self) -> bool:
-        """Return whether this process must not write into the run folder any more, by one `stat` in most calls."""
+        """Return whether the lease is lost, so that this process must write no more; most calls cost one `stat`."""
         is_due = self._thread is None and time.monotonic() > self._next_look
         if is_due or _is_missing(self._lease.path):
             self._look()
         return self._lost != ""
 
     def check(self) -> None:
-        """Raise LeaseLost, with the reason, if `is_lost`."""
+        """Raise LeaseLost, with the reason, if the lease is lost."""
         if self.is_lost:
             raise LeaseLost(self._lost)
 
     def release(self) -> None:
-        """End the lease, so that another start may take it at once; a rank of the owner leaves it as it is.
+        """End the lease, so that another start can take it at once; do nothing in a rank that only watches it.
 
-        A folder in which no run was begun is removed, unless it holds anything else. Calling it twice is fine.
+        Remove a run folder in which no run was begun, unless it holds other files. Calling it twice is fine.
         """
         self._ends.set()
         if self._thread is None or self._lock is None:
@@ -114,7 +114,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Renew the lease in its owner, or set `_lost` if it is not held; an error of the storage changes nothing."""
+        """Renew the lease if this process owns it, or set `_lost` to how it was lost; ignore errors of the storage."""
         with self._looking, contextlib.suppress(OSError):
             self._next_look = time.monotonic() + RENEW_S
             newest = find_newest(self._lease.path.parent)
@@ -125,7 +125,7 @@ class RunLease:
                 self._lost = self._find_loss(newest)
 
     def _find_loss(self, newest: FoundLease) -> str:
-        """Return why the newest lease is not that of this process, as one line; empty if the lease goes on."""
+        """Return in one line how the lease was lost; "" if it is not lost, because only its file was deleted."""
         if _file_id(self._run_dir) != self._folder_id:
             return (
                 f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
@@ -144,7 +144,7 @@ class RunLease:
 
 
 def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
-    """Return the lease of a run folder for rank 0: that of its supervisor, or one that it takes itself."""
+    """Return the run folder's lease for rank 0: the one of its supervisor or, without a supervisor, a new one."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return join_lease(run_dir, token) if token else take_lease(run_dir, "rank 0", say)
 
@@ -156,12 +156,12 @@ def take_lease(
     patience_s: float = 0.0,
     give_up: Callable[[], bool] = lambda: False,
 ) -> RunLease:
-    """Take the lease of a run folder; wait until it is free if its owner may have been killed.
+    """Take the lease of a run folder as soon as its owner has released it, has ended or has stopped renewing it.
 
-    An owner that renews its lease is waited for `patience_s` seconds, because this start takes over from it, and then
-    UserError is raised. One that does not is waited for `LEASE_S` seconds; if it is on this machine and alive, it is
-    replaced only with some patience. `holder` is "supervisor" or "rank 0", and `say` prints who is waited for.
-    KeyboardInterrupt is raised when `give_up` returns True.
+    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. If it is not renewed
+    for `LEASE_S` seconds, take it; but raise UserError if the owner lives on this machine and `patience_s` is 0.
+    `holder` is "supervisor" or "rank 0", and `say` prints who is waited for. KeyboardInterrupt is raised when
+    `give_up` returns True.
     """
     folder = run_dir / LEASE_DIR
     seen: FoundLease | None = None
@@ -198,7 +198,7 @@ def take_lease(
 
 
 def join_lease(run_dir: Path, token: str) -> RunLease:
-    """Return the lease that the supervisor of this rank holds, by its token; raise LeaseLost if it has lost it."""
+    """Return the lease with this token, which the supervisor of this rank holds; raise LeaseLost if it has lost it."""
     folder = run_dir / LEASE_DIR
     with readable(folder):
         newest = find_newest(folder)
@@ -232,7 +232,7 @@ def _refusal(run_dir: Path, found: FoundLease, what: str) -> str:
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a file or folder; None if there is none of this name."""
+    """Return device and inode of a file or folder; None if it does not exist."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -241,7 +241,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _is_missing(path: Path) -> bool:
-    """Return whether there is no file of this name; False if the storage does not answer."""
+    """Return whether a file does not exist; False if the storage does not answer."""
     try:
         return _file_id(path) is None
     except OSError:
@@ -249,7 +249,7 @@ def _is_missing(path: Path) -> bool:
 
 
 def _remove_unused(run_dir: Path) -> None:
-    """Remove the lease of a folder in which no run was begun, and the folder itself if nothing else is in it."""
+    """Remove released leases from a folder in which no run was begun, and the folder if nothing else is in it."""
     with contextlib.suppress(OSError):  # Another start has begun there, or the folder holds other files.
         for file in lease_files(run_dir / LEASE_DIR):
             if file.suffix == ".released":

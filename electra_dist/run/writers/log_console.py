@@ -1,11 +1,11 @@
 """Print a line for each logged step of a run, write it to log.txt, and show a progress bar on a terminal.
 
 Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of fixed
-width, so that lines align below the names of the columns (`format_header`), which are printed again every 40 lines. A
-start begins with a legend of the columns. A line of a step or an evaluation has at most 100 characters in runs of
-fewer than ten million steps. log.txt receives every line and note with date and time (UTC), on a terminal or not,
-appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed: no
-bar, no colour, no carriage returns.
+width, so that lines align below the names of the columns (`format_header`), which are printed again every 40 lines. In
+each start of the run, a legend of the columns comes first. Lines of steps and evaluations have at most 100 characters
+in runs of fewer than ten million steps. log.txt receives every line and note with date and time (UTC), on a terminal
+or not, appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and
+flushed: no bar, no colour, no carriage returns.
 
 Limits: rank 0 only. Output that other processes write to the same terminal may break the line of the bar.
 """
@@ -43,7 +43,7 @@ class Console:
     """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway, or UserError if no wait helps."""
+        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway if waiting may help, else UserError."""
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
         self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
@@ -102,7 +102,7 @@ class Console:
                 print(printable(text), file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
-        """Write a line to log.txt, and above it how many lines its disk has refused before, if any."""
+        """Write a line to log.txt, and above it how many lines the disk has refused since the last one, if any."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         lines = f"{now}  {text}\n"
         if self._num_lost:
@@ -162,7 +162,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
-    """Return the two lines of an evaluation on held-out rows, without what the objective does not have."""
+    """Return the two lines of an evaluation on held-out rows; a context AUC or entropy that is NaN is left out."""
     begin = f"{_step_of(record.step, total_steps)} eval:"
     first = (
         f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "

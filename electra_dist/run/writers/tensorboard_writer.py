@@ -1,8 +1,8 @@
 """Write a run's metrics, config and text samples as TensorBoard event files into the run folder.
 
-How: training steps go into tensorboard/ and evaluations that have a counterpart in training into tensorboard/heldout/,
-under the same tags. TensorBoard shows these folders as two runs, and so draws both curves into one chart. Values that
-only evaluations have are in tensorboard/ under `eval/`.
+How: values of training steps go into tensorboard/. Values of evaluations go into tensorboard/heldout/, under the tag
+of the same quantity in training: TensorBoard shows the folders as two runs, and draws both curves into one chart.
+Values that only evaluations have are in tensorboard/ under `eval/`.
 
 Limits: one writer (rank 0). The files are a copy for people; nothing is read back from them.
 """
@@ -74,7 +74,7 @@ _HPARAM_METRICS = ("loss/mlm", "loss/rtd", "eval/auc", "eval/context_auc")  # co
 
 
 def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict[str, float]:
-    """Return the finite values of a record by their tags; a field that is None, NaN or infinite is left out."""
+    """Return the finite values of a record by tag, with the tag of each field from `tags`; leave out None and NaN."""
     tagged = {}
     for name, tag in tags.items():
         value = fields[name]
@@ -90,7 +90,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
-        """Open both files; `purge_step` is the first step whose older points TensorBoard hides (None: none)."""
+        """Open the files and write `settings`; TensorBoard hides older points from `purge_step` on (None: none)."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
         self._directory = directory
@@ -104,7 +104,7 @@ class TensorBoardWriter:
                 self._write_settings(settings)
 
     def take_problem(self) -> str:
-        """Return the line about the error that has stopped all writing; "" if there is none, or at a further call."""
+        """Return a line about the error that stopped all writing, only once; "" at later calls or without an error."""
         problem = self._problem
         self._problem = ""
         return problem
@@ -136,7 +136,7 @@ class TensorBoardWriter:
                     self._heldout.add_scalar(tag, value, step)
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write the text of held-out rows with the words that were replaced, under TensorBoard's tab for text."""
+        """Write samples of held-out text, with the replaced words in bold, for TensorBoard's text tab."""
         if self._is_dropped:
             return
         with self._dropped_at_an_error():

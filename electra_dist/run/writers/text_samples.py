@@ -1,6 +1,6 @@
-"""Write and read samples.jsonl: held-out text with words that the generator replaced, and how suspicious each word is.
+"""Write and read samples.jsonl: held-out text with replacements by the generator, and the discriminator's verdicts.
 
-Every evaluation adds a record with the same few rows, so the records show what the two towers have learnt:
+Every evaluation adds a record with the same few rows, so the records show what generator and discriminator learn:
 
     {"step": 1000, "texts": [{"original": [...], "shown": [...], "replaced_probability": [...]}]}
 
@@ -39,7 +39,7 @@ class SampleFile:
         self._file = JsonlFile(run_dir / SAMPLES_FILE)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the samples of steps > `step`, whose evaluations the run will repeat. Call it at every resume."""
+        """Drop the samples of evaluations after step `step`, which the run will repeat. Call it at every resume."""
         records = read_records(self._file.path, samples_fault)
         kept_records = [record for record in records if record["step"] <= step]
         if len(kept_records) < len(records):

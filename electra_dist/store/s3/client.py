@@ -65,8 +65,8 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
     boto3's own retries are switched off, because `S3Requests` repeats requests itself. The answers of its `get_object`
-    have a further field, "Stream": the connection's answer of urllib3, whose `read1` returns the bytes that are there,
-    whereas `Body` waits until as many bytes are there as were asked for.
+    have a further field, "Stream": urllib3's response, whose `read1` returns the bytes that have arrived, whereas
+    `Body` waits until as many bytes have arrived as were asked for.
     """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
@@ -90,8 +90,8 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
 def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
     """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer.
 
-    boto3 would ask for the region of the bucket, and would do the same with the answer to that request if it is a
-    redirect, too, until its recursion ends. AWS names the region in each redirect.
+    boto3 would ask the service for the bucket's region; if that answer is such a redirect, too, it would ask again, up
+    to Python's recursion limit. AWS names the region in each redirect.
     """
     is_redirect = 300 <= response_dict["status_code"] < 400
     if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
@@ -110,7 +110,7 @@ def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
 
 
 class RateMeter:
-    """Measurement of how fast the bytes of one connection come or go, in windows of `rate_window_s` seconds."""
+    """Meter of the transfer rate of one connection, in windows of `rate_window_s` seconds."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -160,9 +160,9 @@ class PacedBody(io.BytesIO):
 
 
 def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
-    """Return the result of `request`, or raise its exception; raise Again after `limit_s` seconds.
+    """Call `request` in a thread, and return its result or raise its exception; raise Again after `limit_s` seconds.
 
-    The request then goes on in its thread, and its result is dropped.
+    A request that is over the limit goes on in its thread, and its result is dropped.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 

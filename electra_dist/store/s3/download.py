@@ -53,7 +53,7 @@ class Download:
     ) -> None:
         """Receive into `sink`, an empty, seekable file.
 
-        `progress` receives the number of new bytes after each chunk that exceeds the greatest length of the file so
+        `progress` is called with the number of bytes by which a chunk extends the file beyond its greatest length so
         far; `restart` does not reset that length.
         """
         self._key = key
@@ -76,13 +76,13 @@ class Download:
     def ends_before_span(self) -> bool:
         """Return whether HTTP 416 ("no byte in this range"), as the next answer, means that nothing is left.
 
-        So it is before the first byte: the object is empty or ends before the span. Later it means that a shorter
-        object has replaced it, and the caller must call `restart`.
+        True until the first byte has arrived: the object is empty or ends before the span. Later, 416 means that a
+        shorter object has replaced it, and the caller must call `restart`.
         """
         return self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """Return the arguments of boto3's `get_object` for the missing bytes, of the same version (If-Match)."""
+        """Return the arguments of boto3's `get_object` that ask for the missing bytes of the same object version."""
         num_received = self._sink.tell()
         first_byte = self._span.start + num_received
         if self._span.end is None:
@@ -131,7 +131,7 @@ class Download:
             self._progress(num_new)
 
     def _check_part(self, answer: dict[str, Any]) -> None:
-        """Raise Taken or Again for another version or other bytes than asked for; some services ignore headers."""
+        """Raise Taken or Again for another object version or range than asked for; some services ignore headers."""
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken

@@ -26,7 +26,7 @@ from electra_dist.store.retry import CHECK
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
-TRIES_MISSING = 5  # Answers "not found" for an object that a manifest names, after which the object is missing.
+TRIES_MISSING = 5  # After so many answers "not found", an object that a manifest names counts as missing.
 
 
 class Taken(Exception):
@@ -41,7 +41,7 @@ class EmptyRange(Exception):
 
 
 class Again(Exception):
-    """Failure of a request that should be tried again."""
+    """Failure of an S3 request that should be sent again."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Again(Exception):
         unanswered: bool = False,
         advice: str = CHECK,
     ) -> None:
-        """Describe the failure; `reason` and `advice` are for the error if all attempts fail.
+        """Describe the failure; `reason` and `advice` are for the message if all attempts fail.
 
-        With `missing`, the service denies an object that should exist, and is believed after `TRIES_MISSING` answers.
-        With `renew`, credentials are read from their source again. With `unanswered`, the service has never answered,
+        `missing`: an object that should exist was not found; after `TRIES_MISSING` such answers that is believed. With
+        `renew`, the credentials are read from their source again. With `unanswered`, the service has never answered,
         so the user should learn soon what is tried.
         """
         super().__init__(reason)
@@ -99,7 +99,7 @@ def _classify_answer(
 
 
 def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
-    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 without an answer."""
+    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 if no answer came."""
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)

@@ -25,10 +25,10 @@ _UPLOAD_THREADS = 4
 
 
 def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
-    """Create or replace an object with the content of a local file, four parts at a time, each retried independently.
+    """Upload a local file as an object, new or replaced, four parts at a time; each part is retried independently.
 
-    If the upload fails, its parts are deleted with one attempt. Parts that remain, also after a kill, cost storage
-    until `discard_unfinished` deletes them.
+    If the upload fails, its parts are deleted with one attempt. Parts that remain, for example after a kill, cost
+    storage until `discard_unfinished` deletes them.
     """
     tag = secrets.token_hex(16)
     create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
@@ -44,7 +44,7 @@ def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
 
 
 def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Delete the parts of unfinished multipart uploads as `Store.discard_unfinished` says; return their number."""
+    """Abort unfinished multipart uploads to keys with `prefix` for which `doomed` is true; return their number."""
     uploads = requests.list_all(
         "list_multipart_uploads",
         prefix,
@@ -64,7 +64,7 @@ def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str]
 
 
 def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Return number and ETag of each part, in order; `upload` names the multipart upload in a request."""
+    """Upload the parts of a file; return number and ETag of each, in order. `upload` names the multipart upload."""
     size = path.stat().st_size
     part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
     num_parts = _ceil_div(size, part_size)
@@ -84,7 +84,7 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
 def _complete(
     requests: S3Requests, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str
 ) -> None:
-    """Let S3 combine the parts into one object, which becomes visible under `key`."""
+    """Let S3 combine the parts into one object, whose `tag` shows whether a request with a lost answer did so."""
     complete_arguments = {**upload, "MultipartUpload": {"Parts": parts}}
     try:
         requests.call(key, "complete_multipart_upload", complete_arguments)

@@ -25,7 +25,7 @@ class S3Requests:
     """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Check the URLs (no endpoint: AWS) and send nothing; raise UserError if one is malformed or holds secrets."""
+        """Check the URLs (endpoint None: AWS), send nothing; raise UserError if one is malformed or holds secrets."""
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
@@ -68,7 +68,7 @@ class S3Requests:
                 return answer
 
     def object_info(self, key: str) -> ObjectInfo:
-        """Return the size and the writer's tag of an object, by a GET of one byte (two GETs if it is empty).
+        """Return an object's size and its writer's random tag, by a GET of one byte (two GETs if it is empty).
 
         The answer to a HEAD request would not show whether the bucket, the key or the permission is missing.
         """
@@ -114,7 +114,7 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of a listing (see `answers.pages`); begin again if the listing does not advance."""
+        """Return all entries of an S3 listing (see `answers.pages`); begin again if it does not advance."""
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             return self.call("", operation, arguments, check=check)
@@ -129,7 +129,7 @@ class S3Requests:
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Convert an exception of boto3 in the `with` block by `classify`; set `_answered` if there is none."""
+        """Convert a boto3 exception of the `with` block by `classify`; if there is none, set `_answered`."""
         try:
             yield
         except FAILURES as error:
@@ -153,7 +153,7 @@ class S3Requests:
         backoff.wait_after_failure(failure.reason, failure.advice)
 
     def _describe(self, key: str) -> str:
-        """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; the store's own for the key ""."""
+        """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; the store's URL for the key ""."""
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 
@@ -173,6 +173,6 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:
-    """Drop what was received of an object that was replaced meanwhile; this counts as a failure."""
+    """Restart the download of an object that was replaced meanwhile, after a wait; this counts as a failed attempt."""
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")

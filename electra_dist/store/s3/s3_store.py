@@ -56,7 +56,7 @@ class S3Store(Store):
         self._deletes_several = True  # False once the service has refused a request that deletes several objects.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
-        """Let another process create this store anew, with counters at 0."""
+        """Pickle URL and limits only: another process opens the store anew, with its counters of retries at 0."""
         return S3Store, (self.url, self._endpoint_url, self._policy)
 
     @property
@@ -152,7 +152,7 @@ class S3Store(Store):
 
     @override
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete up to 1,000 objects by each request DeleteObjects, and by one request each those that it leaves.
+        """Delete up to 1,000 objects by each request DeleteObjects; retry those that it leaves one by one.
 
         If the service refuses DeleteObjects, this call and all later ones delete each key by a separate request.
         """
@@ -165,7 +165,7 @@ class S3Store(Store):
             in_parallel(self.delete, remaining_keys)
 
     def _delete_batch(self, keys: Sequence[str]) -> set[str]:
-        """Return which of up to 1,000 keys one request deleted; none, also later, if the service refuses it."""
+        """Delete up to 1,000 objects by one request, and return the deleted keys; none if the service refuses it."""
         full_keys = {self._requests.name_object(key)["Key"]: key for key in keys}
         arguments = {"Bucket": self._requests.bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}
         try:

@@ -47,7 +47,7 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
 def reported_exit_code() -> int | None:
     """Return the exit code of the first error that a rank has reported; None if none has, or rank 0 has ended.
 
-    If there is one, a collective fails on this rank because that rank has ended, and needs no message of its own.
+    If there is one, a collective that fails on this rank is a consequence of that error, and needs no message.
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()

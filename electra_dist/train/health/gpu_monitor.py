@@ -38,7 +38,7 @@ class GpuSampler:
         self._probe = GpuProbe.open()
 
     def read(self) -> GpuReading | None:
-        """Return the worst of the local GPUs' present readings (`worst`); None without NVML or GPUs."""
+        """Read all GPUs of this node, and return the worst value of each quantity; None without NVML or GPUs."""
         if self._probe is None:
             return None
         return worst(self._probe.sample())
@@ -51,7 +51,7 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Combine the readings of several GPUs; a GPU that does not report a quantity is left out for it."""
+    """Return the worst value (or, as `GpuReading` says, the sum) of each quantity over the GPUs that report it."""
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     powers = [gpu.power_w for gpu in gpus if gpu.power_w is not None]
@@ -70,7 +70,7 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return why the node's GPUs can no longer be trusted since the reading at the start, as one line; "" if they can.
+    """Return one line on why the node's GPUs cannot be trusted any more, `now` compared with `first`; "" if they can.
 
     Only new uncorrected memory errors count, because they damage results. Heat and throttling make a run slow, not
     wrong.

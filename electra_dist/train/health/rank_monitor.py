@@ -67,7 +67,7 @@ class RankMonitor:
         patience: Patience | None = None,
         lease: RunLease | None = None,
     ) -> None:
-        """Write the first heartbeat, and take the first reading of the GPUs; `lease` is None except on rank 0."""
+        """Write the first heartbeat and read the GPUs; `lease`, which locks the run folder, is for rank 0 only."""
         self._run_dir = run_dir
         self._lease = lease
         self._limits = hang_limits(cluster)
@@ -93,7 +93,7 @@ class RankMonitor:
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Write a heartbeat of what this rank is about to do, and adapt the timeout of collectives to it."""
+        """Write a heartbeat with the phase and step that begin now, and adapt the timeout of collectives to them."""
         self._phase = phase
         self._step = step
         self._waits_for_storage = False
@@ -106,7 +106,7 @@ class RankMonitor:
             self._set_collective_timeout(limit_s)
 
     def waits_for_storage(self, reason: str) -> None:
-        """Write a heartbeat of phase "storage", or of the phase before it when the wait is over and `reason` is empty.
+        """Write a heartbeat that says why this rank waits for storage; an empty `reason` says that the wait is over.
 
         Call it about every second while the training thread waits.
         """
@@ -118,11 +118,11 @@ class RankMonitor:
             self._heartbeat.beat(self._phase, self._step, self._patience.reason)
 
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
-        """Report that the training thread waits for the thread of this rank that reads rows or writes checkpoints.
+        """Report in the heartbeat that the training thread waits for the thread that reads rows or writes checkpoints.
 
         If that thread waits for storage, its reason is reported at once. Otherwise it may be blocked in a call to
-        storage that does not respond, so a wait of more than `longest_s` for `subject` is reported as a wait for
-        storage.
+        storage that does not respond, so a wait of more than `longest_s` for `subject`, what the training thread
+        needs, is reported as a wait for storage.
         """
         if self._patience.reason:
             self.waits_for_storage(self._patience.reason)
@@ -141,19 +141,19 @@ class RankMonitor:
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether this process must not write into the run folder any more; always False on ranks other than 0."""
+        """Whether rank 0 must stop writing to the run folder: another start has it, or it is gone. False elsewhere."""
         return self._lease is not None and self._lease.is_lost
 
     def check_folder(self) -> None:
-        """Raise LeaseLost if another start has taken the run folder, or it was deleted or moved. Rank 0 only."""
+        """Raise LeaseLost if another start of the run has taken the run folder, or it is gone. Rank 0 only."""
         if self._lease is not None:
             self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
 
-        If the GPUs have gone bad, the node is recorded as faulty, once, and `sick` becomes True. The slow ranks are
-        equal on all ranks.
+        If the GPUs have gone bad, the node is recorded as faulty, once, and `sick` becomes True. All ranks return the
+        same list of slow ranks.
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
@@ -167,7 +167,7 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Return the durations of all ranks in their order, with a single copy from the device. Collective."""
+        """Return `seconds` of every rank, in rank order, with a single copy from the device. Collective."""
         device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
         own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)
         time_W = own_time.new_empty(dist.get_world_size())

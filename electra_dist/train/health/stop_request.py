@@ -36,10 +36,10 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """The end of the Slurm job, which a jump of the wall clock does not move.
+    """The end of the Slurm job by the monotonic clock, which a change of the wall clock does not move.
 
-    Slurm gives it as a Unix time, which is converted once to the monotonic clock. A supervisor passes it on to each
-    start of its ranks, converted back to Unix time by the wall clock of that moment.
+    Slurm gives it as a Unix time, which is converted once. When a supervisor starts ranks, it passes the end on to
+    them, converted back to Unix time by the wall clock of that moment.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class JobEndTime:
         self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
 
     def environment(self) -> dict[str, str]:
-        """Return the variable for processes that are started now; empty without Slurm."""
+        """Return SLURM_JOB_END_TIME for the environment of a process that is started now; empty without Slurm."""
         if self.monotonic is None:
             return {}
         return {_JOB_END: str(round(self.monotonic - time.monotonic() + time.time()))}
@@ -75,7 +75,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal as a request to stop; end the process at once by a second Ctrl-C."""
+        """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
@@ -121,13 +121,13 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save`, because a save has begun; pass it over if its disk refuses that. Rank 0 only."""
+        """Remove the file `save` when a save has begun; if that fails, ignore it until it is gone. Rank 0 only."""
         try:
             self._save_file.unlink(missing_ok=True)
         except OSError:
             self._was_saved = True  # until somebody has removed the file
 
     def stopped(self) -> None:
-        """Remove the file `stop`, so that the next start does not stop at once; it may stay. Rank 0 only."""
+        """Remove the file `stop`, so that a restart does not stop at once; a failure is ignored. Rank 0 only."""
         with contextlib.suppress(OSError):
             self._stop_file.unlink(missing_ok=True)

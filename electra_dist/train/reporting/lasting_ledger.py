@@ -1,4 +1,4 @@
-"""Write the ledger of a run from two threads, and keep events in memory while its disk is full or away."""
+"""Write the list of a run's events (ledger) from two threads; keep events in memory while its disk is full or away."""
 
 from __future__ import annotations
 

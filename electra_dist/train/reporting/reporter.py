@@ -103,8 +103,8 @@ class Reporter:
         Args:
             attempt: number of this start of the run, from 1.
             set_aside: one line for each damaged checkpoint, which no later start will try to load.
-            setup_s: seconds of each part of the setup, as of `Clock`.
-            changed: settings that may change the last bits, from `bit_settings.changes`.
+            setup_s: seconds of each part of the setup, by the names of `time_accounting.py`.
+            changed: settings that differ from the checkpoint's and may change the last bits (`bit_settings.changes`).
         """
         step = restored.step if restored else 0
         for line in set_aside:
@@ -134,7 +134,7 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Record if the run continues a checkpoint of a version with older numerics (random draws and rounding)."""
+        """Log and record it if the restored checkpoint is of a version that drew or rounded differently."""
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:
@@ -162,7 +162,7 @@ class Reporter:
         """Report a logged step: its line, its record in the metrics, slow ranks, and an overflow of fp16.
 
         `done` steps are done, this one included. `waited_s` is rank 0's total wait for rows since this start.
-        `receipt` covers all rows trained on so far.
+        `receipt` is the number and digest of all rows trained on so far, `look` the health check of this step.
         """
         record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
         if look.slow_ranks:
@@ -189,8 +189,8 @@ class Reporter:
     def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
         """Report an evaluation, some of its rows as text, and warnings about its context AUC.
 
-        It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
-        steps.
+        The rates in the next log line are measured from now on, so that the time of the evaluation does not count as
+        time of steps.
         """
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
@@ -219,7 +219,7 @@ class Reporter:
                 self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
-        """Warn that the discriminator does not use context, if this evaluation, not yet recorded, first shows it."""
+        """Warn, once in a run, if the discriminator does not use context; call it before `record` is written."""
         fields = dataclasses.asdict(record)
         if self._has_warned or not is_stuck(fields, self._config):
             return
@@ -229,7 +229,7 @@ class Reporter:
             self.note(stuck_warning(fields, self._config))
 
     def _note_few_replaced_tokens(self, record: EvalRecord) -> None:
-        """Log once in a start that the held-out corpus is too small for the context AUC's usual precision."""
+        """Log, once in each start of the run, if the held-out corpus is too small for a precise context AUC."""
         has_context_auc = detects_replacements(self._config.objective)
         if self._has_noted_few_tokens or not has_context_auc or record.context_replaced >= NUM_REPLACED:
             return
@@ -241,7 +241,7 @@ class Reporter:
         )
 
     def saving(self) -> None:
-        """Write what TensorBoard has buffered, because a save begins; `before_commit` syncs the metrics."""
+        """Flush TensorBoard's buffer when a save begins; `before_commit` writes metrics and ledger to the disk."""
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
@@ -269,9 +269,10 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record a step whose update was prevented by `fault`; `suspect` is the row that stands out, or "".
+        """Record a step whose update was prevented by `fault`; `suspect` is the row whose loss stands out, or "".
 
-        Call it before the list of skipped steps is written: a start that is killed in between stops the step again.
+        Call it before the list of skipped steps is written: if the run is killed in between, the restarted run stops
+        the step again.
         """
         self._ledger.record_once("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
@@ -282,7 +283,7 @@ class Reporter:
     def rolled_back(self, first: int, stopped: list[int]) -> None:
         """Record in log and ledger that the run goes back and skips the steps from `first` to the last stopped one.
 
-        Call it before the list of skipped steps is written: a start that is killed in between goes back again.
+        Call it before the list of skipped steps is written: if the run is killed in between, it goes back again.
         """
         last = stopped[-1]
         self._ledger.record_once("rollback", last, skip_from=first, skip_to=last)
@@ -302,8 +303,8 @@ class Reporter:
     def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
         """Record how this start of the run has ended after `step` steps, and close all outputs.
 
-        "rollback" is no event here, because `rolled_back` has recorded it, and neither is "replaced", because another
-        start writes the ledger now. Raises StorageLost if the records of a run that ended well could not be written.
+        Two endings are not recorded: "rollback", because `rolled_back` has done so, and "replaced", because another
+        start writes the ledger now. Raises StorageLost if the disk stays away, except after "storage" and "crash".
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":

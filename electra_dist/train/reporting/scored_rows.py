@@ -27,7 +27,7 @@ class ScoredRow:
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
     """Return the first 64 tokens of each of the first `num_rows` rows of a micro-batch, without padding.
 
-    Rows of padding only are left out.
+    Rows that consist of padding are left out.
     """
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
     scored_rows = []
@@ -55,7 +55,7 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the tokens of a run's vocabulary by id; one that continues a word begins with ##, for any tokenizer."""
+    """Return the text of each token id of a run; for any tokenizer, a token that continues a word begins with ##."""
     return read_run_vocabulary(run_dir).shown_tokens
 
 

@@ -42,7 +42,7 @@ class _LogPoint(NamedTuple):
 
 
 class StepRecorder:
-    """Maker of the metrics records of logged steps, for one start of a run, with rates since the last record."""
+    """Makes the metrics record of each logged step in one start of a run, with rates since the last record."""
 
     def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
         self._config = config
@@ -66,7 +66,7 @@ class StepRecorder:
         receipt: Receipt,
         look: RankObservation,
     ) -> StepRecord:
-        """Return the record of a logged step for metrics.jsonl and the console; arguments are as of `Reporter.step`.
+        """Return the record of a logged step for metrics.jsonl and the console, from the arguments of `Reporter.step`.
 
         Times and rates are means since the last log line or evaluation. Losses are means over tokens and accuracies
         fractions, both over the global batch of this one step. A loss that the objective does not have is 0; an
@@ -121,14 +121,14 @@ class StepRecorder:
         )
 
     def _scheduled_values(self, done: int) -> dict[str, float]:
-        """Return the values of the scheduled keys of the objective in the last of `done` steps."""
+        """Return the objective's scheduled settings, key -> value, as they were in the last of `done` steps."""
         last_step = done - 1  # steps are numbered from 0
         progress = last_step / self._config.train.num_steps
         schedules = schedules_of(self._config.objective)
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token in the last of `done` steps; a stage trains one tower only."""
+        """Return the training FLOPs per token in the last of `done` steps; two-stage training changes them once."""
         config = self._config
         last_step = done - 1  # steps are numbered from 0
         return token_flops(config.model, config.data.seq_len, config.objective, last_step).total

@@ -68,7 +68,7 @@ class TrainState:
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the state that a start begins with: a restored checkpoint's or, if there is none, the initial one."""
+        """Return the state to start with: that of the restored checkpoint or, if there is none, the initial one."""
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips, overflowed=[])
         return cls(
@@ -80,7 +80,7 @@ class TrainState:
         )
 
     def state_fields(self) -> dict[str, Any]:
-        """Return the values for a checkpoint's `RunState` that change from step to step, by field name."""
+        """Return the fields of a checkpoint's `RunState` that change from step to step, name -> value."""
         return {
             "step": self.step,
             "rows_seen": self.receipt.rows,
@@ -168,9 +168,9 @@ class Checkpointer:
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        Returns the state of the loaded checkpoint, None if there is none, and a line for each one that was found
-        damaged or discarded and whose manifest was renamed. `pristine` says that the engine still holds the weights
-        with which it was built. Raises UserError if there are checkpoints, and none of them can be used.
+        Returns the state of the loaded checkpoint, None if there is none, and a log line for each checkpoint that is
+        damaged or discarded by a rollback, whose manifest is renamed. `pristine` says that the engine still holds the
+        weights with which it was built. Raises UserError if there are checkpoints, and none of them can be used.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -188,7 +188,7 @@ class Checkpointer:
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Overwrite masters by the initial weights and moments by zeros, as needed after a rollback to step 0."""
+        """Set the master weights to their initial values and the moments to zero, as after a rollback to step 0."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
@@ -222,9 +222,9 @@ class Checkpointer:
             self.writer.wait()
 
     def finish(self, last: RunState) -> None:
-        """Complete the save of the last step, in case the start that made it was killed meanwhile. Rank 0 only.
+        """Complete the save of the last step: copy it to the checkpoint stores that lack it, delete old checkpoints.
 
-        Any other save needs no completion, because the next one replaces it.
+        The process that saved it may have been killed. Earlier saves are replaced by the next one. Rank 0 only.
         """
 
         def complete() -> None:

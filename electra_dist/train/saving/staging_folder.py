@@ -40,7 +40,7 @@ _OWNER = TypeAdapter(ProcessIdentity)
 
 
 def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
-    """Return the folder where checkpoint files are written before their upload to S3, and take it over.
+    """Choose the folder where checkpoint files are written before their upload to S3, and record that it is in use.
 
     Every rank calls it once, at the start of the run. It is in the node's cache folder for a run on several nodes
     whose targets are all on S3, otherwise in the run folder.

@@ -51,7 +51,7 @@ def norm_forward(
 
 
 class BackwardPasses(abc.ABC):
-    """Backward passes of one layer's norms and GELU, which collect the sums over tokens that they give."""
+    """Backward passes of a layer's norms and GELU, which also collect gradients that are sums over all tokens."""
 
     @abc.abstractmethod
     def norm(
@@ -63,16 +63,16 @@ class BackwardPasses(abc.ABC):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of the residual, [T, H], and collect three sums [H].
+        """Return the gradients of x and of the residual, [T, H], and collect three sums over the tokens, [H] each.
 
         The sums are the gradients of the LayerNorm's weight, of its bias, and of a bias added to x. Without dropout,
-        the two gradients are one tensor. `kept` is what `norm_forward` returned and may be overwritten; `grad_TH` is
-        contiguous.
+        the two gradients are the same tensor. `kept` is what `norm_forward` returned and may be overwritten; `grad_TH`
+        is contiguous.
         """
 
     @abc.abstractmethod
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of GELU's input, [T, I], and collect one sum [I]; `grad_TI` may be overwritten."""
+        """Return the gradient of GELU's input, [T, I], and collect its sum, [I]; `grad_TI` may be overwritten."""
 
     @abc.abstractmethod
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -117,7 +117,7 @@ class TritonPasses(BackwardPasses):
     """Backward passes in Triton, whose kernels write their partial sums into one buffer."""
 
     def __init__(self, grad_TH: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the partial sums: `widths` are those of the sums in the order in which the passes collect them."""
+        """Allocate the buffer of partial sums; `widths` are the sums' lengths, in the order of their collection."""
         from electra_kernels.triton.dropout_add_norm import num_strips
 
         self._widths = list(widths)
@@ -133,7 +133,7 @@ class TritonPasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients by one launch; with dropout, that of x is written over x."""
+        """Run one kernel, which with dropout writes the gradient of x over x; return both gradients."""
         from electra_kernels.triton.dropout_add_norm import backward_strips
 
         x_TH, residual_TH, statistics_2T = kept
@@ -153,13 +153,13 @@ class TritonPasses(BackwardPasses):
         )
 
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Overwrite the gradient by that of GELU's input, by one launch, and return it."""
+        """Overwrite `grad_TI` by the gradient of GELU's input in one kernel launch, and return it."""
         from electra_kernels.triton.gelu_gradient import gradient_strips
 
         return gradient_strips(grad_TI, x_TI, self._partials_PC, self._take_columns(grad_TI.shape[1]))
 
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return all collected sums as parts of one vector, by two launches."""
+        """Return all collected sums in `dtype`, as parts of one vector that two kernel launches compute."""
         assert self._next_column == sum(self._widths), (
             f"{self._next_column} of {sum(self._widths)} columns are written"
         )

@@ -46,8 +46,8 @@ _Item = TypeVar("_Item")
 def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
-    Threads run in parallel only while `work` releases the interpreter lock. If calls raise exceptions, that of the
-    first such item in the order of `items` is raised. With one item or one thread, the calling thread makes the calls.
+    Threads run in parallel only while `work` releases the interpreter lock. If calls fail, the exception of
+    the first failed item, in the order of `items`, is raised. With one item or one thread, the calling thread does it.
     """
     num_threads = min(torch.get_num_threads(), len(items))
     if num_threads <= 1:
@@ -61,12 +61,12 @@ def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
 
 @functools.cache
 def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
-    """Return the pool of a process; a fork inherits cached pools without their threads and gets a new one."""
+    """Return this process's thread pool; a forked process gets a new one, because a fork copies no threads."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="electra-cpu-library")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Return the library in the folder of this file; None without one of this machine and of `_VERSION`."""
+    """Load the C library beside this file; return None if none there fits this machine and `_VERSION`."""
     # A library of another version has functions that take other arguments (`electra_cpu_library_version` in
     # cpu_library.c).
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
@@ -82,7 +82,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _declare_arguments(library: ctypes.CDLL) -> None:
-    """Declare the types, in the order of C; without them ctypes would pass 64-bit numbers as 32-bit ints."""
+    """Declare the argument types of the C functions; without them ctypes would pass 64-bit numbers as 32-bit."""
     key: list[Any] = [_WORD, _WORD32, _WORD32]  # seed, purpose, step
     grid: list[Any] = [*key, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]  # rows, num_rows, first_block, num_blocks, stride
     library.electra_bits.argtypes = [*grid, _POINTER]
@@ -153,9 +153,9 @@ def _grid_arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return, uint64, where permutation (seed, purpose, epoch[i], block[i]) of length size[i] moves index[i].
+    """Return the place, uint64, to which a keyed random permutation of [0, size[i]) moves each index[i].
 
-    `permute` of `electra_dist/data/row_order.py` is the same function in NumPy.
+    Its key is (seed, purpose, epoch[i], block[i]). `permute` of `electra_dist/data/row_order.py` does it in NumPy.
     """
     assert _library is not None
     # C reads contiguous arrays. The names keep the converted arrays alive during the call.
@@ -202,10 +202,10 @@ def _gather_rows(
 ) -> int | None:
     """Copy row `rows[k]` of shard `which[k]` to `out[k]` for every k, and verify the copies' checksums.
 
-    The result is the first k whose copy has another checksum than its shard's table lists, or None. `tables` holds the
-    `table` of each `electra_dist.data.shard.Shard`: where its rows and their checksums lie in memory. The mappings
-    must stay open during the call. Without `keys`, checksums are not compared. IndexError: a row number is not in its
-    shard; the rows of `out` before it are filled.
+    The result is the first k whose copy lacks the checksum that its shard lists, or None if all match. `tables` holds
+    the `table` of each `electra_dist.data.shard.Shard`: where its rows and their checksums lie in memory. The mapped
+    files must stay open during the call. Without `keys`, checksums are not compared. IndexError: a row number is not
+    in its shard; the rows of `out` before it are filled.
     """
     assert _library is not None
     assert out.flags.c_contiguous

@@ -36,7 +36,7 @@ _BUILD = "python -m electra_kernels.native.discriminator_tail"
 
 
 def library_path() -> Path:
-    """Return the path of the CUDA library for the present source file, whether or not it is built.
+    """Return the path that the CUDA library built from the present source file has, whether or not it exists.
 
     BackendUnavailable: this user has no home folder.
     """
@@ -82,7 +82,7 @@ def build(path: Path) -> str:
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """Load the CUDA library, once per process; without a path, that of the present source file.
+    """Load the CUDA library, once per process; None means the path of the one built from the present source file.
 
     BackendUnavailable: the file does not exist; the text names the command that builds it.
     """

@@ -116,7 +116,7 @@ def precise_inverse_root(x):
 
 @triton.jit
 def precise_sum(x, x_low, bound):
-    """Return the sum of a vector of non-negative numbers x + x_low as a pair; `bound` is at least twice that of x.
+    """Return the sum of a vector x + x_low, of numbers of at least 0, as a pair; `bound` is at least twice sum(x).
 
     To add and then subtract `bound` rounds each x to a multiple of bound's last digit. In decimal arithmetic of four
     digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is exact in

@@ -9,7 +9,7 @@ How: it uses Triton's own compiler, assembler and disassembler, and neither a dr
 
 Cost: 0.6 s for each kernel on one core.
 
-Limits: TRITON_INTERPRET must not be set. Shapes are those of the large model in bf16: vocabulary V = 30592, hidden
+Limits: TRITON_INTERPRET must not be set. Shapes are those of ELECTRA-Large in bf16: vocabulary V = 30592, hidden
 sizes H = 1024 and 256, S = 512 tokens in a row, N = 130 masked positions in a row. `tests/kernels/test_launches.py`
 compares them with the launches of the model.
 """
@@ -98,15 +98,15 @@ _SHARED_TYPES = {
     "logits_ptr": "*fp32",
     "positions_ptr": "*i64",
 }
-# Multiples of 16 in the large model.
+# Arguments that are multiples of 16 in ELECTRA-Large.
 _SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_column", "layer_quads")
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
     """Return the kernels to compile, in the order of the printed table, in bf16 or in all of `DTYPES`.
 
-    In fp32 there are always the two kernels whose code differs there: the training variant of the generator's head and
-    the forward kernel of the discriminator tail.
+    Two kernels whose code differs in fp32 are always compiled in fp32, too: the training variant of the generator's
+    head and the forward kernel of the discriminator tail.
     """
     in_bf16 = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
     in_bf16 += [_gelu_case(), _embedding_case(), _mask_case()]
@@ -116,7 +116,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase]:
-    """Return the row kernel for training and for evaluation (without gradient)."""
+    """Return the row kernel of the generator's head, for training and for evaluation (without gradient)."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -222,7 +222,7 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return both kernels for hidden sizes 256 and 1024; the suffix `_p0` stands for dropout probability 0."""
+    """Return both kernels of `dropout_add_norm` for hidden sizes 256 and 1024; `_p0` means dropout probability 0."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
@@ -335,7 +335,7 @@ def _runtime_arguments(case: KernelCase) -> list[str]:
 
 
 def _kernel_source(case: KernelCase) -> ASTSource:
-    """Build the compiler's input, with types and alignment that a launch would read from the arguments."""
+    """Build the compiler's input, with the types and alignments that a real launch takes from its arguments."""
     names = case.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | {name: case.types[name] for name in _runtime_arguments(case)}
     pointers = [name for name in names if signature[name].startswith("*")]

@@ -112,11 +112,11 @@ def tail_forward_kernel(
     logits_ptr,  # [T] fp32
     num_tokens,
     hidden,
-    PAIR: tl.constexpr,  # dense + bias is kept as a sum of two
+    PAIR: tl.constexpr,  # whether dense + bias is kept with its rounding error
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the masked loss and the logit of every token of a strip, the tiles of BLOCK_T tokens of one program.
+    """Write the masked loss and the logit of the tokens of one program: every P-th tile of BLOCK_T tokens.
 
     With PAIR, the rounding errors of dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and
     at least H.
@@ -211,7 +211,7 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `rtd_losses_reference` does, masked loss and logit of every token, by one launch."""
+    """Return masked loss and logit of every token, as `rtd_losses_reference` defines them, in one kernel launch."""
     num_tokens, hidden = dense_TH.shape
     loss_T = torch.empty_like(label_T)
     logits_T = torch.empty_like(label_T)
@@ -243,7 +243,7 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch.
+    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one kernel.
 
     The first is in the dtype of the dense output, the others are fp32.
     """
@@ -277,7 +277,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs and the tile: BLOCK_H covers a whole token, because its columns are summed."""
+    """Return the number of programs and the launch options; BLOCK_H covers all columns of a token, to sum them."""
     block_h = triton.next_power_of_2(hidden)
     block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
     num_tiles = triton.cdiv(num_tokens, block_t)

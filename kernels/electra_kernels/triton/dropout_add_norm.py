@@ -49,7 +49,7 @@ _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 
 @triton.jit
 def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr):
-    """Return `dropout_add_norm.keep_scale` for each column of a token, fp32 [BLOCK_H]: 0 or `scale`.
+    """Return the factors of `dropout_add_norm.keep_scale` for a token's columns, fp32 [BLOCK_H]: 0 or `scale`.
 
     An element is dropped if its 32 random bits, read as an unsigned number, are below `limit`.
 
@@ -222,7 +222,7 @@ def forward_pass(
     eps: float,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return LayerNorm(residual + dropout(x)) for x [B, S, H] or [T, H], and its statistics, by one launch.
+    """Return LayerNorm(residual + dropout(x)) for x [B, S, H] or [T, H], and its statistics, in one kernel launch.
 
     The statistics are fp32 [2, T]: each token's mean, and variance with eps.
     """
@@ -260,9 +260,9 @@ def backward_pass(
     row_B: torch.Tensor,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias, by one launch and two for sums.
+    """Return the gradients of x, the residual, the weight and the bias, by three kernel launches (two for sums).
 
-    Those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.
+    Weight and bias have fp32 gradients. At dropout probability 0, x and the residual have the same tensor as gradient.
     """
     hidden = grad.shape[-1]
     partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
@@ -274,7 +274,7 @@ def backward_pass(
 
 
 def num_strips(grad: torch.Tensor) -> int:
-    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H].
+    """Return the number of programs (thread blocks) P of the backward kernel for a gradient [B, S, H] or [T, H].
 
     A strip has about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
     """
@@ -300,7 +300,7 @@ def backward_strips(
 
     `partials_PC` is fp32. Several kernels may share it, each with columns of its own from `first_column` on, so that
     one sum over P serves all. With `in_layer`, the gradient of x is summed, too, and written over `x`, which a layer
-    does not need any more. At probability 0 both gradients are one tensor.
+    does not need any more. At probability 0 both gradients are the same tensor.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
@@ -349,7 +349,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the arguments of dropout that `keep_scale` explains; sites and layers follow one another."""
+    """Return the dropout arguments that `keep_scale` explains; sites use adjoining ranges of random numbers."""
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {

@@ -63,9 +63,9 @@ def gelu_gradient_kernel(
 def gradient_strips(
     grad_TI: torch.Tensor, x_TI: torch.Tensor, partials_PC: torch.Tensor, first_column: int
 ) -> torch.Tensor:
-    """Overwrite the contiguous gradient by that of GELU's input, and write the partial sums; return the gradient.
+    """Overwrite `grad_TI`, the contiguous gradient of GELU's output, by that of its input `x_TI`, and return it.
 
-    The sums fill I columns of `partials_PC`, fp32, from `first_column` on.
+    Its partial sums over the tokens fill I columns of `partials_PC`, fp32, from `first_column` on.
     """
     num_tokens, width = grad_TI.shape
     num_strips, num_columns = partials_PC.shape

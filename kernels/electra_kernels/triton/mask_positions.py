@@ -8,7 +8,7 @@ no two programs write the same element.
 
 Cost: B * S * S = 17 M comparisons at 64 x 512, and each word is drawn by S / 32 programs.
 
-Shapes: B rows, S tokens, N slots in every row.
+Shapes: B rows, S tokens, N slots (each for one masked position) in every row.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -35,7 +35,7 @@ _KEEP_PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.MASK_KEEP))
 
 @triton.jit
 def is_candidate(ids, pad, cls, sep, mask):
-    """Return which tokens may be masked: all but the four special ones."""
+    """Return which tokens may be masked: all but [PAD], [CLS], [SEP] and [MASK]."""
     return (ids != pad) & (ids != cls) & (ids != sep) & (ids != mask)
 
 
@@ -59,12 +59,12 @@ def mask_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Write the slots and the masked ids of BLOCK_S positions of one row; program (row, block) has its own positions.
+    """Decide for BLOCK_S positions of one row whether they are masked, and write the ids that the generator reads.
 
-    The program writes the slots that its masked positions take, and makes those slots empty whose numbers are among
-    its positions and that no position takes. A used slot shows [MASK] if its 32 random bits are at most `last_shown`,
-    an unsigned number passed as int32; with SHOWS false no slot does. `wanted_ptr` has the number of positions to mask
-    by the row's number of tokens that are not [PAD].
+    Program (row, block) writes each of its masked positions to the slot that the position takes. Of the slots whose
+    numbers equal its positions, it writes the weights, and position 0 to the unused ones. A used slot shows [MASK] if
+    its 32 random bits are at most `last_shown`, an unsigned number passed as int32; with SHOWS false no slot does.
+    Element r of `wanted_ptr` is the number of positions to mask in a row with r tokens that are not [PAD].
     """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_S
@@ -121,7 +121,7 @@ def mask_positions(
     shown: int,
     key_2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `mask_positions.mask_positions_reference` by one launch, with seed and step in device memory (`key_2`)."""
+    """Compute `mask_positions.mask_positions_reference` in one launch; `key_2` is seed and step on the device."""
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
     device = ids_BS.device

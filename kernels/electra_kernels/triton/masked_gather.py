@@ -6,7 +6,7 @@ the result is the same in every run. No atomics and no zero fill beforehand are 
 How: a program compares its position with the row's N slots, then goes through the slots that match. Most positions
 have none or one. Only position 0 of short rows has many, at most N, because the empty slots point there.
 
-Shapes: B rows, S positions, N slots per row, M = B * N, H hidden.
+Shapes: B rows, S positions, N slots (each for one masked position) per row, M = B * N, H hidden.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -55,7 +55,7 @@ def scatter_add_kernel(
 
 
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return `masked_gather.scatter_add_reference` by one launch, with sums in slot order."""
+    """Return the gradient of the hidden states as `masked_gather.scatter_add_reference` does, in one kernel launch."""
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]
     out_BSH = grad_MH.new_empty(num_rows, seq_len, hidden)

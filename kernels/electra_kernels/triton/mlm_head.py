@@ -108,7 +108,7 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias rounded to fp32, and its rounding error; without PAIR, for bf16, the error counts as 0."""
+    """Return logit + bias in fp32, and its rounding error; without PAIR, as for bf16, the error counts as 0."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 
@@ -188,7 +188,7 @@ def row_kernel(
     WIDTH: tl.constexpr,  # logits of a row, padding included
     WITH_GRADIENT: tl.constexpr,
     DISALLOW_CORRECT: tl.constexpr,
-    PAIR: tl.constexpr,  # logit + bias is kept as a sum of two
+    PAIR: tl.constexpr,  # whether logit + bias is kept with its rounding error
     BLOCK: tl.constexpr,
     APPROXIMATE: tl.constexpr,  # the GPU's one-instruction logarithm in the noise; the interpreter has no assembly
 ):
@@ -263,7 +263,7 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run `mlm_head.row_pass_reference` by one launch; the columns of the logits are adjacent."""
+    """Compute `mlm_head.row_pass_reference` in one kernel launch; columns of the logits are adjacent in memory."""
     num_rows, num_columns = logits_MV.shape
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)

@@ -8,7 +8,7 @@ do not depend on N, and neither does the compiled code.
 
 Cost: the comparison is B * S * N = 4 M operations at 64 x 512 x 128, which takes less time than a launch.
 
-Shapes: B rows, S positions, N slots per row.
+Shapes: B rows, S positions, N slots (each for one masked position) per row.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -70,7 +70,7 @@ def replace_kernel(
 def replace_and_label(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `replace_tokens.replace_and_label_reference` by one launch."""
+    """Return corrupted rows and labels as `replace_tokens.replace_and_label_reference` does, in one kernel launch."""
     num_rows, seq_len = ids_BS.shape
     num_slots = positions_BN.shape[1]
     corrupted_BS = torch.empty_like(ids_BS, memory_format=torch.contiguous_format)

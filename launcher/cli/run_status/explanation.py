@@ -12,7 +12,7 @@ from launcher.slurm.job_history import why_not_begun, why_waiting
 
 
 def reason_of_state(snapshot: RunSnapshot) -> str:
-    """Return the reason for the state of the run, such as "stop: SIGTERM, 50s ago"; "" if it is living or finished."""
+    """Return why the run is in its state, such as "stop: SIGTERM, 50s ago"; "" for a living or finished run."""
     state = snapshot.state
     if state in ("stopped", "dead"):
         # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
@@ -57,7 +57,7 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
 
 
 def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
-    """Return the commands that start the run with as many ranks on each host as its last start had."""
+    """Return the commands that start the run again with as many ranks on each host as it had last time."""
     run = shlex.quote(str(snapshot.run))
     program = f"--module launcher.pretrain --config {run}/{CONFIG_FILE}"
     if len(snapshot.ranks_of_hosts) > 1:
@@ -69,7 +69,7 @@ def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
 
 
 def _describe_event(snapshot: RunSnapshot, event: Record) -> str:
-    """Return name, reason and age of an event, for example "stop: SIGTERM, 50s ago"."""
+    """Return the name, reason and age of a ledger event as text, for example "stop: SIGTERM, 50s ago"."""
     age = format_duration(snapshot.age_s(event))
     if event.get("why"):
         return f"{event['event']}: {event['why']}, {age} ago"

@@ -1,4 +1,4 @@
-"""Write the status page of a run, which `electra-dist status` prints, from a snapshot of the run."""
+"""Compose the status page of a run, which `electra-dist status` prints, from a snapshot of the run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _progress(snapshot: RunSnapshot) -> str:
 
 
 def _phase_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return the line that names the present corpus and the next one with its first step; [] without `data.phases`."""
+    """Return the line on the corpus that is read now and on the next one with its first step; [] without phases."""
     data = snapshot.config.data
     if not data.phases:
         return []
@@ -73,7 +73,7 @@ def _phase_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _newest_checkpoint(snapshot: RunSnapshot) -> str:
-    """Return the step and the age of the last checkpoint, for example "step 10, 1m20s old"; "none yet" without one."""
+    """Return step and age of the last checkpoint as text, such as "step 10, 1m20s old"; "none yet" without one."""
     newest = snapshot.newest_checkpoint_event
     if newest is None:
         return "none yet"
@@ -81,7 +81,7 @@ def _newest_checkpoint(snapshot: RunSnapshot) -> str:
 
 
 def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line with the context AUC of the newest evaluation, if any, and a warning if the run is stuck."""
+    """Return a line with the context AUC of the newest evaluation, if any, and a warning line if it stays too low."""
     newest = snapshot.last_eval
     if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
         return []
@@ -95,7 +95,7 @@ def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _owner_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line on the process that holds the lease of the run folder, also if it has ended; none without one."""
+    """Return a line on the process that holds the run folder's lease, even if it has ended; [] if nobody holds it."""
     if snapshot.owner is None:
         return []
     owner, renewed = snapshot.owner
@@ -105,7 +105,7 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each of the newest starts of the ranks by Slurm jobs: what it did, and how it ended."""
+    """Return a line for each of the newest starts of the ranks by Slurm jobs: which job, and how it ended."""
     links = links_of(snapshot.jobs)
     link_lines = []
     num_hidden = len(links) - _LINKS_SHOWN
@@ -117,7 +117,7 @@ def _link_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each node that new jobs do not use: for how long, and the reason of its newest strike."""
+    """Return a line for each node that new jobs avoid: for how long, and why (the node's newest recorded fault)."""
     node_lines = []
     for node in snapshot.excluded_nodes:
         newest = [strike for strike in snapshot.strikes if strike.node == node][-1]

@@ -1,4 +1,4 @@
-"""Find the hung ranks of a run, and those that wait for storage, and describe them for `electra-dist status`."""
+"""Find the ranks of a run that hang or wait for storage, and describe them for `electra-dist status`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> lis
 
 
 def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:
-    """Return a line of the status page for each of the first `_RANKS_SHOWN` hung ranks."""
+    """Return a line of the status page for each hung rank, but only for the first four."""
     return [
         f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
         for rank in ranks[:_RANKS_SHOWN]
@@ -34,11 +34,11 @@ def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:
 
 
 def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:
-    """Return what waits for storage in a living run, as JSON objects; usually an empty list.
+    """Return a JSON object for each rank of a living run that waits for storage; usually an empty list.
 
-    Each has the keys "rank", "host", "reason", "is_training" (False if the training thread itself waits) and "for_s"
-    (the seconds for which it has waited; None if it does not). A run folder whose disk takes no bytes, and therefore
-    no heartbeats, has an object of its own, with rank None.
+    Each object has the keys "rank", "host", "reason", "is_training" (False if the training itself waits, not only
+    a write in the background) and "for_s" (seconds for which the training has waited; None if it does not wait). If
+    the run folder cannot be written, so that no rank can report a wait, an object with rank None says so.
     """
     waits: list[dict[str, Any]] = []
     if disk_problem:
@@ -62,7 +62,7 @@ def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: 
 
 
 def storage_lines(waits: Sequence[dict[str, Any]], patience_s: float) -> list[str]:
-    """Return a line for each of the first `_RANKS_SHOWN` waits, which end the run after `patience_s` seconds."""
+    """Return a line of the status page for each of the first four waits; after `patience_s` s a wait ends the run."""
     page_lines = []
     for wait in waits[:_RANKS_SHOWN]:
         who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"

@@ -68,8 +68,8 @@ class RunSnapshot:
     def remaining_s(self) -> float | None:
         """Return an estimate of the seconds until the last step is done; None before the first step.
 
-        Every further step is assumed to take the largest of the ranks' median step times, which their heartbeats hold.
-        Without them the newest step counts, which may be much longer than usual if it waited for storage.
+        Each further step is assumed to take as long as the median step of the slowest rank (from the heartbeats) or,
+        without heartbeats, as long as the newest step, which may be unusually long if it waited for storage.
         """
         if self.last is None:
             return None
@@ -80,7 +80,7 @@ class RunSnapshot:
 
     @property
     def newest_checkpoint_event(self) -> Record | None:
-        """Return the last event "checkpoint" of the ledger, also if an earlier one has a higher step, or None."""
+        """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None without."""
         checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
@@ -91,7 +91,7 @@ class RunSnapshot:
 
     @property
     def queue_is_unknown(self) -> bool:
-        """Return whether the run was submitted to Slurm, and squeue gave no answer."""
+        """Return whether the run was submitted to Slurm but squeue gave no answer."""
         return bool(self.submitted_by) and self.queue is None
 
     @property
@@ -106,7 +106,7 @@ class RunSnapshot:
 
     @property
     def nodes_out(self) -> list[NodeOut]:
-        """Return the nodes of the run's last started job that Slurm does not use now: drained nodes and those down."""
+        """Return those nodes of the run's last started job that Slurm does not use now (drained, down or failed)."""
         if self.queue is None:
             return []
         begin_records = [record for record in self.jobs if record["event"] == "begin"]
@@ -127,12 +127,12 @@ class RunSnapshot:
 
     @property
     def hung_ranks(self) -> list[Hung]:
-        """Return the ranks of a living run that make no progress, the probable cause first; none for other runs."""
+        """Return the ranks of a living run that make no progress, the likely culprit first; [] for other runs."""
         return hung_ranks(self.beats, self.now, self.config.cluster) if self.state == "living" else []
 
     @property
     def waits_for_storage(self) -> list[dict[str, Any]]:
-        """Return what waits for storage in a living run, as `ranks.waits_for_storage` does; none for other runs."""
+        """Return the waits for storage in a living run, as JSON objects (`ranks.waits_for_storage`); [] for others."""
         if self.state != "living":
             return []
         return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)
@@ -142,7 +142,7 @@ class RunSnapshot:
         return max(0.0, self.now - _unix_time(event["time"]))
 
     def _evidence(self) -> RunEvidence:
-        """Return what shows the state of the run besides its ledger: signs of life, and its jobs in the queue."""
+        """Return what, besides the ledger, tells the state of the run: signs of life, and its jobs in the queue."""
         jobs = self.queued_jobs
         return RunEvidence(
             now=self.now,
@@ -163,7 +163,7 @@ class RunSnapshot:
         return max(times, default=None)
 
     def _longest_silence_s(self) -> float:
-        """Return for how many seconds a living run may write nothing: no heartbeat, no metrics record, no event."""
+        """Return for how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
         cluster = self.config.cluster
         if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
             return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)

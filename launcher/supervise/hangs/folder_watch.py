@@ -27,10 +27,10 @@ _PAUSE_S = 5.0  # A longer time between two rounds means that the supervisor its
 
 
 class FolderWatch:
-    """Watcher of the run folder that decides whether the folder explains that ranks send no heartbeats.
+    """Watcher of the run folder that decides whether ranks send no heartbeats only because of the folder.
 
     Make one for each start of the ranks, and call `round_begins` in each round of the supervisor's loop. Call
-    `explains_silence` when a rank is silent for too long, and again in each round while `is_away` is True.
+    `explains_silence` when a rank has sent no heartbeat for too long, and in each round while `is_away` is True.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FolderWatch:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `probe` in a thread, where it may block; it returns why the folder cannot be written, or ""."""
+        """Take `probe`, which returns why the folder cannot be written, or ""; a thread calls it, so it may block."""
         self._probe = probe
         self._patience_s = patience_s
         self._log = log
@@ -54,11 +54,11 @@ class FolderWatch:
 
     @property
     def is_away(self) -> bool:
-        """Return whether the folder could not be written, or did not answer, when it was probed last."""
+        """Return whether the folder could not be written or did not answer at the last call of `explains_silence`."""
         return self._away_since is not None
 
     def round_begins(self) -> None:
-        """Record that the supervisor's loop executes; after a pause of over 5 s set `back_since` to now."""
+        """Record that the supervisor's loop runs; if it had stood still for over 5 s, set `back_since` to now."""
         now = self._clock()
         pause_s = now - self._last_round
         self._last_round = now
@@ -70,10 +70,10 @@ class FolderWatch:
             self.back_since = now
 
     def explains_silence(self) -> bool:
-        """Probe the folder for up to a second, and return whether it explains that ranks are silent.
+        """Probe the folder for up to a second; return whether ranks may be silent only because of the folder.
 
-        It does for `patience_s` after the first failed probe, and once more when it is back (`back_since` is then
-        now): the ranks had no time to send heartbeats yet.
+        The result is True while probes fail, for at most `patience_s` seconds after the first failure. It is True once
+        more when the folder is back, because the ranks had no time to send heartbeats yet; `back_since` is then now.
         """
         problem = self._probe_for_one_second()
         now = self._clock()
@@ -91,7 +91,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _probe_for_one_second(self) -> str:
-        """Return the result of a probe; "no answer" if this probe or one of an earlier call takes over a second."""
+        """Return the result of `probe`; "no answer" if it or an earlier call of it does not return within a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
@@ -109,8 +109,8 @@ class FolderWatch:
 def probe_folder(run_dir: Path, file: Path) -> str:
     """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written.
 
-    It sets the modification time of `file`, and blocks for as long as the file system does not answer. An error that
-    no wait helps against, such as a missing file, counts as no reason.
+    Tries it by setting the modification time of `file`, and blocks for as long as the file system does not answer. An
+    error that would not go away with time, such as a missing file, also gives "".
     """
     problem = disk_problem(run_dir)
     if problem:

@@ -33,10 +33,10 @@ _POLL_S = 0.2  # between two looks for the files of the other nodes
 
 
 class HangReport:
-    """Report of a hang, to which the supervisor of each node adds one file; make a new one for each start.
+    """Report of a hang, to which the supervisor of each node adds one file; make a new one per start of the ranks.
 
-    The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The others poll `was_begun`,
-    and then call `write`.
+    The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The supervisors of the other
+    nodes poll `was_begun`; when it is True, they call `write`.
     """
 
     def __init__(self, folder: Path, node: int, num_nodes: int, log: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class HangReport:
 
     @property
     def was_begun(self) -> bool:
-        """Return whether any node has found a hung rank since the ranks were started: the report's folder exists."""
+        """Return whether any node has found a hung rank since the ranks were started (the report's folder exists)."""
         return self._folder.exists()
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class HangReport:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, why: str, stacks: Sequence[str], state: Path) -> None:
-        """Write this node's file, and copy what torch has written to `state` (see `nccl_environment`) by now."""
+        """Write this node's file of the report, and copy the NCCL records that torch has written to `state` by now."""
         with self._logging_failures():
             for trace in sorted(state.glob(f"{_NCCL_TRACE}*")):
                 shutil.copyfile(trace, self._folder / f"nccl-{trace.name.removeprefix(_NCCL_TRACE)}")
@@ -65,7 +65,7 @@ class HangReport:
             unfinished.rename(self._folder / f"node-{self._node}.txt")
 
     def await_other_nodes(self) -> None:
-        """Wait until all nodes have written their files, this node included; return after 10 s in any case."""
+        """Wait until all nodes, this one included, have written their files of the report, but at most 10 s."""
         deadline = time.monotonic() + _OTHER_NODES_S
         while time.monotonic() < deadline:
             num_written = len(list(self._folder.glob("node-*.txt")))
@@ -83,10 +83,10 @@ class HangReport:
 
 
 def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables of torch 2.13 that make it record a rank's NCCL collectives in a file below `state`.
+    """Return environment variables with which torch 2.13 records a rank's NCCL collectives in a file below `state`.
 
-    torch writes the record when a collective times out, and on `request_nccl_traces`. It ends a process whose
-    collective has failed or timed out. Variables in `inherited` are left out, so that the user's values apply.
+    torch writes the record when a collective times out, and when `request_nccl_traces` is called. It ends a process
+    whose collective has failed or timed out. Variables in `inherited` are left out: the user's values apply.
     """
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without NCCL's clean-up, which may hang, too.
@@ -100,7 +100,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Ask torch for the records of the NCCL collectives of this node's ranks, which it takes seconds to write."""
+    """Ask torch to write NCCL's records of this node's ranks, which takes it seconds; do not wait for them."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
         with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

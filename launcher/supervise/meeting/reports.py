@@ -1,10 +1,10 @@
 """Read, and delete when they are old, the files in RUN/meeting/SESSION/ by which supervisors agree on starts.
 
-The starts of the ranks during a job are numbered, and the files of a start have its number in their names
+The starts of the ranks during a job are numbered, and the files about a start have its number in their names
 (rendezvous.py lists the files).
 
-How: each call lists the folder once. A report is opened only if it is about a start that the caller needs, and opened
-again only if the file has changed since.
+How: each call lists the folder once. A report is opened only if the caller needs the start that it is about, and
+opened again only if the file has changed since.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Report of one node that its ranks have ended: the content of one file end-START-node-NODE.json."""
+    """Report of one node that its ranks have ended: name and content of one file end-START-node-NODE.json."""
 
-    number: int  # of the start in which the ranks ended; in the file's name
-    node: int  # number of the node, from 0; in the file's name
+    number: int  # number of the start of the ranks that has ended; START in the file's name
+    node: int  # number of the node, from 0; NODE in the file's name
     code: int  # exit code for the node as a whole, from electra_dist/errors.py
     final: bool  # whether the node's supervisor ended, too, and joins no further start
 
@@ -40,7 +40,7 @@ _END = TypeAdapter(End)
 
 
 class _FileVersion(NamedTuple):
-    """Identification of a file's content: at least one of the fields changes when the file is replaced."""
+    """Values by which a changed file is noticed: at least one of them changes when the file is replaced."""
 
     inode: int
     changed_ns: int  # modification time
@@ -65,10 +65,10 @@ class MeetingFolder:
         return newest
 
     def ends(self, since: int) -> list[End]:
-        """Return the reports of all nodes, this one included, on starts from number `since` on; in any order.
+        """Return the reports of all nodes, this one included, on starts from number `since` on, in any order.
 
-        A report that is damaged or cannot be read now is left out. Ranks of other nodes that wait in a collective for
-        the ranks of that node are then ended later, when they are found hung.
+        A report that is damaged or cannot be read now is left out. Other nodes then do not learn that the ranks of
+        that node have ended, and end their own ranks only later, when they find them hung.
         """
         reports: dict[str, tuple[_FileVersion, End | None]] = {}
         for entry in self._list():
@@ -94,7 +94,7 @@ class MeetingFolder:
         return []
 
     def _report(self, entry: os.DirEntry[str], number: int, node: int) -> tuple[_FileVersion, End | None]:
-        """Return version and content (None: damaged) of a report, which is read only if its version has changed."""
+        """Return a report's file version and content (None: damaged), read again only if the version has changed."""
         status = entry.stat()
         version = _FileVersion(status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._reports.get(entry.name)

@@ -1,10 +1,10 @@
-"""Summarize the files of a session in one, RUN/meeting/SESSION/summary.json: node 0 writes it, other nodes read it.
+"""Summarize all files of RUN/meeting/SESSION/ in one, summary.json: node 0 writes it, the other nodes read it.
 
 The supervisors of a job agree by files on each start of the ranks (rendezvous.py). The summary holds the number of the
 newest start, its port, and the reports of all nodes on the end of their ranks in that start and the one before.
 
-Guarantee: node 0 writes the summary when its content changes, and sets its modification time about once per second
-otherwise. A node that has seen no new modification time for `STALE_S` seconds does not use the summary, and reads the
+Guarantee: node 0 writes the summary when its content changes, and otherwise updates its modification time about once
+per second. A node that has seen no new modification time for `STALE_S` seconds does not use the summary, and reads the
 files of the other nodes itself. Node 0 writes in a thread, so a folder that does not answer delays its supervisor by a
 second at most.
 
@@ -41,7 +41,7 @@ _ANSWER_S = 1.0  # how long node 0 waits until the summary is written
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Content of summary.json: number and port of the newest start, and a report of each node whose ranks ended."""
+    """Content of summary.json: number and port of the newest start of the ranks, and the nodes' reports on its end."""
 
     start: Annotated[int, Field(ge=0)]  # number of the newest start; 0: none yet
     port: Annotated[int, Field(ge=0, lt=1 << 16)]  # where the ranks meet; 0: unknown, read it from the announcement
@@ -60,7 +60,7 @@ class SummaryWriter:
         self._thread: threading.Thread | None = None  # of the newest write
 
     def write(self, summary: Summary) -> None:
-        """Write a changed summary, or touch the file of an unchanged one; a write that fails or hangs is no error."""
+        """Write the summary if it has changed, otherwise touch its file; a write that fails or hangs is no error."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(target=self._write_out, args=(summary,), name="summary", daemon=True)
@@ -86,7 +86,7 @@ class SummaryReader:
         self._seen = 0.0  # when this reader first saw that modification time, by `time.monotonic` in seconds
 
     def read(self) -> Summary | None:
-        """Return the newest summary; None if it is missing, damaged or out of date: then read the reports."""
+        """Return the newest summary; None if it is missing, damaged or out of date: then read all reports instead."""
         try:
             changed_ns = self._file.stat().st_mtime_ns
             summary = validate_json(_SUMMARY, parse_json_object(read_regular(self._file)))

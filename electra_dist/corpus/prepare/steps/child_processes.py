@@ -19,7 +19,7 @@ def die_with_parent() -> None:
 
 
 def begin_worker() -> None:
-    """Prepare a worker process: it ends with the command, and the processes that it starts are forks of it.
+    """Let a worker process end when the main command ends, and let the processes that it starts be forks of it.
 
     If a worker went on after a `kill -9` of the command, it could write a file while a restarted command reads it.
     `die_with_parent` does not help here: the worker's parent is the fork server, which lives as long as its workers. A

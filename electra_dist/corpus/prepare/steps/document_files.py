@@ -31,17 +31,17 @@ _OUTPUT_COMPRESSION = 6
 
 
 def file_of_task(rank: int) -> str:
-    """Return the name of the file with the documents of task `rank`."""
+    """Return the name of the file with the documents that task `rank` of a stage writes."""
     return f"{rank:05d}.jsonl.gz"
 
 
 def record_of_task(rank: int) -> str:
-    """Return the name of the file with the counts of task `rank`."""
+    """Return the name of the file with the counts of documents of task `rank` of a stage."""
     return f"{rank:05d}.json"
 
 
 class ReadDocuments(PipelineStep):
-    """Reader of the file that the same task of an earlier stage wrote."""
+    """Reader of the file of documents that the task of the same number wrote in an earlier stage."""
 
     name = "documents"
     type = "READER"
@@ -63,7 +63,7 @@ class ReadDocuments(PipelineStep):
 
 
 class WriteDocuments(PipelineStep):
-    """Last step of a stage: writes the documents of the task and the record of the stage's counts."""
+    """Last step of a stage: writes the documents of a task to its file, then a file with their counts."""
 
     name = "documents"
     type = "WRITER"
@@ -71,7 +71,7 @@ class WriteDocuments(PipelineStep):
     def __init__(
         self, stage_folder: Path, recorder: DropRecorder, output: str | None = None, endpoint_url: str | None = None
     ) -> None:
-        """Write to `output` in the last stage (None: `stage_folder`); the record always goes to `stage_folder`."""
+        """Write documents to `output`, or to `stage_folder` if it is None; the counts always go to `stage_folder`."""
         super().__init__()
         self._folder = stage_folder
         self._recorder = recorder
@@ -79,7 +79,7 @@ class WriteDocuments(PipelineStep):
         self._endpoint_url = endpoint_url
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write all documents of `data`; yield nothing."""
+        """Write all documents of `data`, then their counts; yield nothing."""
         name = file_of_task(rank)
         unfinished = self._folder / _UNFINISHED_DIR / name
         make_folder(unfinished.parent)

@@ -19,7 +19,7 @@ _SAMPLE_CHARS = 2000  # of the text of a dropped document
 
 
 class DropRecorder:
-    """Counts of one task in one stage; all steps of a stage share one recorder."""
+    """Counts of the documents that one task of a stage reads, drops and writes; all steps of the stage share it."""
 
     def __init__(self, samples_per_filter: int) -> None:
         self._samples_per_filter = samples_per_filter
@@ -36,7 +36,7 @@ class DropRecorder:
         self._current: Any = None
 
     def add_read(self, document: Any) -> None:
-        """Count a document that the reader yields next."""
+        """Count a document that was read, and remember it for `is_current`."""
         self.documents_in[document.metadata["source"]] += 1
         self.characters_in[document.metadata["source"]] += len(document.text)
         self._current = document
@@ -62,11 +62,11 @@ class DropRecorder:
         del samples[self._samples_per_filter :]
 
     def writer(self, step: str, reason: str = "duplicate") -> ExclusionWriter:
-        """Return the exclusion writer of a step; `reason` is for documents that the step drops without one."""
+        """Return the counter of what a step drops; `reason` is for documents that the step drops without one."""
         return ExclusionWriter(self, step, reason)
 
     def is_current(self, document: Any) -> bool:
-        """Return whether a document is the one that was read last, not a copy of it."""
+        """Return whether `document` is the very object that was read last, not a copy of it."""
         return document is self._current
 
     def as_json(self) -> dict[str, Any]:
@@ -87,9 +87,9 @@ class DropRecorder:
 
 
 class ExclusionWriter:
-    """Counts the documents that a step of datatrove excludes; the step gets it as its exclusion writer.
+    """Counter of the documents that a step of datatrove drops; the step gets it as its `exclusion_writer`.
 
-    Copies of changed documents, which the deduplication of sentences hands over, too, are not counted.
+    The deduplication of sentences also writes copies of documents that it only shortens; these are not counted.
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:

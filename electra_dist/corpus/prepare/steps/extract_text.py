@@ -26,7 +26,7 @@ _STEP = "extraction"
 
 
 class ExtractText(PipelineStep):
-    """Extractor of the main text of pages; documents that are text already pass unchanged."""
+    """Extractor of the main text of HTML pages; documents that are text already pass unchanged."""
 
     name = "trafilatura"
     type = "EXTRACTOR"
@@ -38,7 +38,7 @@ class ExtractText(PipelineStep):
         self._recorder = recorder
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of `data` with the text of their pages."""
+        """Yield the documents of `data`, HTML replaced by its text; count and drop pages of which no text is got."""
         with ExtractorSandbox(self._settings.timeout_s) as sandbox:
             for document in data:
                 if not document.metadata.pop(IS_HTML, False):
@@ -52,7 +52,7 @@ class ExtractText(PipelineStep):
                 yield document
 
     def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
-        """Return (text, None) of a page, or ("", reason)."""
+        """Return (text, None) for a page, or ("", reason) if it is dropped."""
         try:
             text = sandbox.process_document(html, self.extract)
         except TimeoutError:
@@ -64,9 +64,9 @@ class ExtractText(PipelineStep):
         return (text, None) if text.strip() else ("", "no_text")
 
     def extract(self, html: str) -> str | None:
-        """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in the sandbox.
+        """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in a child process.
 
-        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to end
+        When the child process begins, datatrove calls this with an empty page; the process then asks the kernel to end
         it together with its parent.
         """
         if not html:

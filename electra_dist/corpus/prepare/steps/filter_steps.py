@@ -26,14 +26,14 @@ from electra_dist.corpus.prepare.steps.words import PlainWords
 
 
 class FilterSteps(NamedTuple):
-    """Filters that see the pages as HTML, and those that see the text."""
+    """Filters that run before the text of HTML pages is extracted, and those that run after it."""
 
     before_extraction: list[Any]
     after_extraction: list[Any]
 
 
 def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
-    """Return the filters that are switched on; `recorder` receives what each drops, under its key in the config."""
+    """Return the filters that are switched on; `recorder` counts what each drops under its config key."""
     before: list[Any] = []
     after: list[Any] = []
     if filters.url is not None:
@@ -76,7 +76,7 @@ def _repetition_filter(
 
 
 def formatting_steps(settings: FormattingSection) -> list[Any]:
-    """Return the formatters that are switched on."""
+    """Return the steps that change texts (mojibake, lines of symbols, e-mail and IP addresses), if switched on."""
     steps: list[Any] = []
     if settings.fix_encoding:
         steps.append(FTFYFormatter())

@@ -27,7 +27,7 @@ from electra_dist.store.regular_files import check_regular, read_regular
 
 
 def read_list(path: Path | None) -> list[str]:
-    """Return the lines of a list without empty ones and comments (`#`); [] if there is no list."""
+    """Return the lines of a file without empty ones and comments (`#`); [] if `path` is None."""
     if path is None:
         return []
     try:
@@ -49,7 +49,7 @@ def load_model(path: Path) -> Any:
 
 
 class OfflineUrlFilter(URLFilter):
-    """Block lists of addresses; documents without an address pass."""
+    """Filter that drops pages whose address is on a block list; documents without an address pass."""
 
     def __init__(self, settings: UrlFilterSection, exclusion_writer: Any) -> None:
         super().__init__(
@@ -62,12 +62,12 @@ class OfflineUrlFilter(URLFilter):
         self.tldextractor = TLDExtract(suffix_list_urls=(), cache_dir=None)  # the list in the package, no download
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Return True, or (False, name of the list) for a page on a list."""
+        """Return True to keep a page, or (False, name of the list) if its address is on a block list."""
         return super().filter(document) if document.metadata.get("url") else True
 
 
 class _LocalLanguageModel(FT176LID):
-    """Language model of fastText in a local file, which the first document loads."""
+    """Language model of fastText in a local file, which is loaded for the first document."""
 
     def __init__(self, path: Path, languages: list[str]) -> None:
         super().__init__(languages)
@@ -83,7 +83,7 @@ class _LocalLanguageModel(FT176LID):
 
 
 class OfflineLanguageFilter(LanguageFilter):
-    """Language filter whose reasons are the languages of the dropped documents."""
+    """Filter that keeps documents in given languages; the reason for dropping a document is its language."""
 
     def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
         languages = list(settings.languages)
@@ -91,7 +91,7 @@ class OfflineLanguageFilter(LanguageFilter):
         self.model = _LocalLanguageModel(settings.model, languages)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True, or (False, most probable language); "unknown" if the model finds none."""
+        """Return True to keep a document, or (False, its most probable language); "unknown" if none is found."""
         labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
         if not labels:
             return False, "unknown"  # nothing in the text is in the vocabulary of the model
@@ -99,7 +99,7 @@ class OfflineLanguageFilter(LanguageFilter):
 
 
 class OfflineBadWordsFilter(C4BadWordsFilter):
-    """Filter of C4 with one list of words for all documents, in any language."""
+    """C4's filter, which drops documents with a word of a list; the same list serves documents in any language."""
 
     def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
         super().__init__(exclusion_writer=exclusion_writer)
@@ -110,12 +110,12 @@ class OfflineBadWordsFilter(C4BadWordsFilter):
         self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
 
     def _get_badwords(self, lang: str) -> re.Pattern[str]:
-        """Return the pattern of the words, which stand between characters that are not letters."""
+        """Return the pattern that finds a word of the list between characters that are not letters, digits or `_`."""
         return self._words
 
 
 class OfflineClassifierFilter(FastTextClassifierFilter):
-    """Filter by the labels of a fastText classifier in a local file, which the first document loads."""
+    """Filter by the labels of a fastText classifier in a local file, which is loaded for the first document."""
 
     def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
         super().__init__(
@@ -130,7 +130,7 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 
     @property
     def model(self) -> Any:
-        """Return the model; at the first use, raise UserError if it lacks a label that is to be kept."""
+        """Return the model; at the first use, raise UserError if it lacks a label of `filters.classifier.keep`."""
         if self._model is None:
             self._model = load_model(self._path)
             known = {label.removeprefix("__label__") for label in self._model.labels}

@@ -33,7 +33,7 @@ _MAX_DEPTH = 100  # of a value in metadata; what is deeper is left out
 
 
 class ReadSources(PipelineStep):
-    """Reader of the files that plan.json gives to a task."""
+    """First step of a preparation: reads the documents of the files that plan.json gives to a task."""
 
     name = "sources"
     type = "READER"
@@ -49,7 +49,7 @@ class ReadSources(PipelineStep):
         self._reserved = _RESERVED | (_RESERVED_BY_LANGUAGE_FILTER if config.filters.language else set())
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of task `rank`."""
+        """Yield the documents of task `rank`, and count those that have no usable text."""
         self._recorder.begin()
         for file in read_plan(self._work).files_of_task(rank):
             source = self._source_of_name[file.source]
@@ -84,7 +84,7 @@ class ReadSources(PipelineStep):
 
 
 class _Read(NamedTuple):
-    """What was read of one document; `dropped` is the reason if it cannot be used."""
+    """Text and fields of one document; `dropped` is the reason if the document cannot be used, otherwise None."""
 
     text: str
     dropped: str | None = None
@@ -95,7 +95,7 @@ class _Read(NamedTuple):
 
 
 def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> _Read:
-    """Return what a JSON record or a row of a table says about a document, whose text has been decoded."""
+    """Return a decoded document with the address, the id and the other fields in its JSON record or table row."""
     fields: dict[str, Any] = {}
     if raw.is_json:
         assert raw.data is not None
@@ -113,9 +113,9 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
     """Return the metadata of a document: what the preparation says about it, and the other fields of its record.
 
-    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field whose name is
-    reserved, or that both have, is kept at its place of the record under `record`. `reserved` are the names that the
-    preparation sets for some document, and `set_here` has the values for this one.
+    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field is kept under
+    the key `record` instead if its name is in `reserved`, or if it is in `metadata` and the record has one of this
+    name, too. `reserved` are the names that the preparation sets for some document; `set_here` has this one's values.
     """
     added = {key: value for key, value in fields.items() if key not in set_here or value != set_here[key]}
     values = {key: _json_value(value) for key, value in added.items()}
@@ -129,7 +129,7 @@ def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], r
 
 
 def _json_value(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON has it: None for a number that is not finite and for bytes, else text for other types."""
+    """Convert a value to what JSON can hold: numbers that are not finite and bytes to None, other types to text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

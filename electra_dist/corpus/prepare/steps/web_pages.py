@@ -29,7 +29,7 @@ _HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
 class Page(NamedTuple):
-    """One page: HTML, or the text that the crawl made of it; `dropped` is the reason if it cannot be used."""
+    """One page: HTML, or the text that the crawl made of it; `dropped` is the reason if it is unusable, else None."""
 
     text: str
     is_html: bool
@@ -90,7 +90,7 @@ def _page_of_record(record: Any) -> Page | None:
 
 
 def _whole_body(record: Any) -> bytes:
-    """Return the body of a WARC record without transfer and content encoding."""
+    """Return the body of a WARC record without transfer and content encoding; raise EOFError if it is cut off."""
     body = read_whole(record.content_stream())
     if record.raw_stream.limit > 0:  # bytes of the record that the file does not have
         raise EOFError(f"the last WARC record is cut off: {record.raw_stream.limit} bytes are missing")
@@ -98,7 +98,7 @@ def _whole_body(record: Any) -> bytes:
 
 
 def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
-    """Decode a page; its reason is `undecodable` or `empty` if there is no text."""
+    """Decode a page; if that gives no text, its `dropped` is "undecodable" or "empty"."""
     if not data.strip():
         return Page("", is_html, url, "empty")
     try:
@@ -111,7 +111,7 @@ def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
 
 
 class _CheckedStream(io.RawIOBase):
-    """Stream for warcio, which asks for a file with `read` and `tell` only, over a decompressed file."""
+    """Decompressed file as a stream for warcio, which needs only the methods `read` and `tell`."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
         self._stream = stream

@@ -24,7 +24,7 @@ _SENTENCE = re.compile(r"[^\n]*?[.!?\u2026][\"'\u201d\u2019)\]]*(?=\s|$)|[^\n]+"
 class PlainWords(WordTokenizer):
     """Tokenizer of datatrove that finds words and sentences by regular expressions.
 
-    All instances are equal, because datatrove keeps one tokenizer for each that differs.
+    All instances compare equal, so that datatrove, which caches its tokenizers, keeps only one.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class PlainWords(WordTokenizer):
         return [text[start:end] for start, end in self.span_tokenize(text)]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return (first character, character after the last one) of each sentence."""
+        """Return the positions (start, end) of each sentence in the text; the end is exclusive."""
         spans = []
         for match in _SENTENCE.finditer(text):
             sentence = match.group()
@@ -56,5 +56,5 @@ class PlainWords(WordTokenizer):
 
 
 def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return what datatrove's steps take as their language: a tokenizer, or the language of its spaCy tokenizer."""
+    """Return the argument `language` of datatrove's steps: a `PlainWords`, or the language of a spaCy tokenizer."""
     return config.spacy_language if config.words == "spacy" else PlainWords()
