@@ -28,6 +28,7 @@ from electra_dist.config import canonical_json
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
+from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.seed_results import Result, best_layer
 from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_metrics import linear_outputs
@@ -67,9 +68,12 @@ def finetune_task(
         model = task.model(encoder, settings, seed).to(device)
 
     train_loss: float | None = None
+    of_test_sets: tuple[TextFile, ...] = ()
     try:
         train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
+        if folder is not None:
+            of_test_sets = task.predict_test_sets(model, encoder, settings, progress)
     except Diverged as error:
         # A diverged model has no metrics: its result has a reason instead.
         train_loss = None
@@ -89,7 +93,7 @@ def finetune_task(
         seconds=time.monotonic() - start,
     )
     if folder is not None and outcome.metrics:
-        predictions = outcome.predictions + task.predict_test_sets(model, encoder, settings, progress)
+        predictions = outcome.predictions + of_test_sets
         write_seed_folder(folder, encoder, model, task.hf_head(model, settings), settings, result, predictions)
     return result
 

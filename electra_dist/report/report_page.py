@@ -16,6 +16,7 @@ import html
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -246,9 +247,8 @@ def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
     if not devices:
         return []
     rows = []
-    models = {(device["name"], device["memory_gb"]) for device in devices}
-    for name, memory_gb in sorted(models, key=str):
-        count = sum(device["name"] == name for device in devices)
+    num_of_model = Counter((device["name"], device["memory_gb"]) for device in devices)
+    for (name, memory_gb), count in sorted(num_of_model.items(), key=str):
         memory = f", {memory_gb} GB" if memory_gb else ""
         rows.append(("GPUs of a node", f"{count} x {name}{memory}"))
     rows.append(("driver", str(gpus["driver"])))

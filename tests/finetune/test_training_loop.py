@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,23 +67,32 @@ def test_scores_of_a_diverged_model_are_refused(encoder: Pretrained) -> None:
             score()
 
 
+@pytest.mark.parametrize("diverges_on_test_sets", [False, True])
 def test_a_model_that_diverges_after_its_last_checked_loss_has_no_metrics(
-    encoder: Pretrained, monkeypatch: pytest.MonkeyPatch
+    encoder: Pretrained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, diverges_on_test_sets: bool
 ) -> None:
+    def use_not_a_number(*_: Any) -> Any:
+        list(predict(lambda ids_BS: ids_BS * math.nan, [[2, 7, 3]], 0, 1, torch.device("cpu")))
+        raise AssertionError("the predictions were used")
+
     class Task:
         name = "made"
         metric = "accuracy"
         examples = staticmethod(lambda *_: type("Examples", (), {"ids": [[2, 7, 3]]}))
         model = staticmethod(lambda encoder, *_: encoder.backbone())
 
+        predict_test_sets = staticmethod(use_not_a_number)
+
         @staticmethod
-        def evaluate(model: Any, encoder: Pretrained, *_: Any) -> TaskOutcome:
-            list(predict(lambda ids_BS: ids_BS * math.nan, [[2, 7, 3]], 0, 1, torch.device("cpu")))
-            raise AssertionError("the predictions were used")
+        def evaluate(*_: Any) -> TaskOutcome:
+            return TaskOutcome(metrics={"accuracy": 1.0}, failure="") if diverges_on_test_sets else use_not_a_number()
 
     monkeypatch.setattr(finetune_and_probe, "fit", lambda *_: 0.1)
     monkeypatch.setattr(finetune_and_probe, "identity", lambda *_: "")
     task: Any = Task()
-    result = finetune_and_probe.finetune_task(encoder, task, FinetuneConfig(), 0, torch.device("cpu"))
+    result = finetune_and_probe.finetune_task(
+        encoder, task, FinetuneConfig(), 0, torch.device("cpu"), folder=tmp_path / "m"
+    )
+    assert not (tmp_path / "m").exists()
     assert (result.score, result.train_loss, result.metrics) == (None, None, {})
     assert result.failure.startswith("diverged: outputs of the model are not finite")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -187,6 +188,19 @@ def test_the_report_can_be_passed_on(run_dir: Path):
 
     assert "my-secret-host" in environment and "my-secret-program" in environment
     assert "my-secret" not in page
+
+
+def test_gpus_of_one_model_with_two_sizes_of_memory_are_counted_apart(run_dir: Path, tmp_path: Path):
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    environment = json.loads((run / "environment.json").read_text())
+    sizes = {80: 3, 40: 1}
+    devices = [{"name": "A100", "memory_gb": size} for size, number in sizes.items() for _ in range(number)]
+    environment["gpus"] = {"driver": "570", "devices": devices}
+    (run / "environment.json").write_text(json.dumps(environment))
+
+    page = write_report(run).read_text()
+
+    assert "3 x A100, 80 GB" in page and "1 x A100, 40 GB" in page
 
 
 def test_the_report_shows_the_commit_of_the_code(run_dir: Path):
