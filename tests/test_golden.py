@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden import training
+from golden import comparison, training
 from golden.comparison import differences, machine, read_record, write_record
 from golden.kinds import KINDS
 from support.import_graph import ROOT
@@ -95,6 +95,18 @@ def test_one_changed_value_of_a_record_is_found_in_one_line(kind: str, tmp_path:
     write_record(KINDS[kind], changed, tmp_path)
     lines = list(differences(read_record(KINDS[kind], tmp_path)[1], expected))
     assert len(lines) == 1 and lines[0].startswith(entry)
+
+
+def test_each_kind_of_machine_has_a_record_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kind = KINDS["training"]
+    write_record(kind, {"run": "here"}, tmp_path)
+    here = machine()
+    monkeypatch.setattr(comparison, "machine", lambda: "another")
+    assert read_record(kind, tmp_path) == (here, {"run": "here"})
+    write_record(kind, {"run": "there"}, tmp_path)
+    assert read_record(kind, tmp_path) == ("another", {"run": "there"})
+    monkeypatch.setattr(comparison, "machine", lambda: here)
+    assert read_record(kind, tmp_path) == (here, {"run": "here"})
 
 
 def test_a_missing_and_a_new_entry_are_found():

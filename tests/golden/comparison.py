@@ -1,11 +1,12 @@
 """The records of the golden set: how they are written, read and compared.
 
-A record is the JSON file of one kind. It maps the name of each entry to what a run, a command or a file gave, and says
-on which CPU and with which torch it was made if the bits depend on these.
+A record is a JSON file that maps the name of each entry of a kind to what a run, a command or a file gave. Where the
+bits depend on the kind of CPU and on torch, each kind of machine has a record of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,8 +46,13 @@ def machine() -> str:
 
 
 def read_record(kind: Kind, folder: Path = RECORDS) -> tuple[str, Entries]:
-    """Return the machine that made the record of a kind ("" if the entries hold on every one), and its entries."""
-    tree = json.loads((folder / f"{kind.name}.json").read_text(encoding="utf-8"))
+    """Return the machine that made the record of a kind ("" if the entries hold on every one), and its entries.
+
+    Of several records, that of this kind of machine is returned if there is one.
+    """
+    own = _record_file(kind, folder)
+    file = own if own.exists() else min(folder.glob(f"{kind.name}*.json"), default=own)
+    tree = json.loads(file.read_text(encoding="utf-8"))
     return tree["machine"], tree["entries"]
 
 
@@ -55,7 +61,13 @@ def write_record(kind: Kind, entries: Entries, folder: Path = RECORDS) -> None:
     tree = {"about": kind.about, "machine": machine() if kind.is_of_a_cpu else "", "entries": entries}
     text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=True)
     folder.mkdir(exist_ok=True)
-    (folder / f"{kind.name}.json").write_text(text + "\n", encoding="utf-8")
+    _record_file(kind, folder).write_text(text + "\n", encoding="utf-8")
+
+
+def _record_file(kind: Kind, folder: Path) -> Path:
+    """Return the file of the record of a kind, whose name has a digest of this machine if the bits depend on it."""
+    suffix = f"-{hashlib.sha256(machine().encode()).hexdigest()[:8]}" if kind.is_of_a_cpu else ""
+    return folder / f"{kind.name}{suffix}.json"
 
 
 def differences(expected: Any, found: Any, place: str = "") -> Iterator[str]:

@@ -117,8 +117,9 @@ def exact_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def events(run_dir: Path) -> list[str]:
-    """Return the events of the ledger with their steps."""
-    return [f"{event['event']} {event.get('step')}" for event in read_lines(run_dir / "ledger.jsonl")]
+    """Return the events of the ledger with their steps; those of checkpoints, written by a thread, come last."""
+    texts = [f"{event['event']} {event.get('step')}" for event in read_lines(run_dir / "ledger.jsonl")]
+    return sorted(texts, key=lambda text: text.startswith("checkpoint "))
 
 
 def newest_tensors(run_dir: Path) -> dict[str, str]:

@@ -5,8 +5,8 @@
     python tests/support/golden.py --write --kind scripts  # make the record of a kind again
 
 An entry changes on purpose only, and the commit and the changelog name it. Entries that hold on one kind of CPU only
-are compared there; elsewhere a line says that they were not compared. Naming entries of which none is compared is an
-error (exit code 2).
+have a record for each kind; where there is none, a line says that they were not compared. Naming entries of which none
+is compared is an error (exit code 2).
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def main() -> int:
         name, begin = kind.name, time.monotonic()
         if options.write:
             entries = made(kind, chosen(kind.names(), options.entry))
-            if options.entry:
-                entries = {**read_record(kind)[1], **entries}
+            if options.entry and read_names(kind):
+                made_on, recorded = read_record(kind)
+                if made_on in ("", machine()):
+                    entries = {**recorded, **entries}
             write_record(kind, entries)
             print(f"{name}: {len(entries)} entries written, {time.monotonic() - begin:.0f} s", flush=True)
             continue
