@@ -78,8 +78,15 @@ class Store(ABC):
         """Create or replace an object atomically with the content of a local file of any size."""
 
     @abstractmethod
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Return key -> bytes of the objects whose keys begin with `prefix`, a folder or any other text, in key order.
+
+        Unfinished writes are left out. A local store asks for the size of each file; S3 lists them with the keys.
+        """
+
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys that begin with `prefix`, a folder or any other text; omit unfinished writes."""
+        return [*self.sizes(prefix)]
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from electra_dist.errors import StoreError
+from electra_dist.errors import StoreError, StoreMissing
 from electra_dist.store.atomic_files import (
     TEMPORARY_SUFFIX,
     is_temporary,
@@ -108,6 +108,14 @@ class LocalStore(Store):
     def upload(self, path: Path, key: str) -> None:
         with path.open("rb") as stream, replacing(self.local_path(key)) as out:
             shutil.copyfileobj(stream, out, _COPY_BYTES)
+
+    @override
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found = {}
+        for key in self.list(prefix):
+            with contextlib.suppress(StoreMissing):  # deleted since it was listed
+                found[key] = self.size(key)
+        return found
 
     @override
     def list(self, prefix: str = "") -> list[str]:

@@ -132,11 +132,11 @@ class CountingStore(Store):
         """Create or replace an object with the content of a file, and count one PUT, whatever the size."""
         self.write(key, path.read_bytes())
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that start with `prefix`, and count a LIST for each page of 1,000 keys."""
-        keys = sorted(key for key in list(self._service.objects) if key.startswith(prefix))
-        self._count("LIST", num_requests=max(1, _divide_up(len(keys), PAGE)))
-        return keys
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Return key -> bytes of the keys that start with `prefix`, and count a LIST for each page of 1,000 keys."""
+        objects = sorted((key, len(data)) for key, data in [*self._service.objects.items()] if key.startswith(prefix))
+        self._count("LIST", num_requests=max(1, _divide_up(len(objects), PAGE)))
+        return dict(objects)
 
     def delete(self, key: str) -> None:
         """Delete an object if there is one, and count a DELETE."""

@@ -6,11 +6,12 @@ a folder or file that may not be read is an error.
 
 How: `folder_files.py` searches local folders; S3 prefixes are listed by their store.
 
-Limits: objects on S3 are listed once; their sizes cost one request each.
+Limits: objects on S3 are listed once, a thousand by a request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -151,18 +152,15 @@ class _Search:
         (Spark makes folders of such names). If it ends with a slash, the folder is looked for first.
         """
         may_be_object = self._kind_of(url) is not None
-        keys = [] if may_be_object and not url.endswith("/") else self._open(url).list()
-        if may_be_object and not keys:
-            parent, _, name = url.rstrip("/").rpartition("/")
-            try:
-                self._add_object(self._open(parent), name, source, is_given=True)
+        if may_be_object and not url.endswith("/"):
+            with contextlib.suppress(StoreMissing):
+                self._add_named_object(url, source)
                 return
-            except StoreMissing:
-                keys = self._open(url).list()
-                if not keys:
-                    raise
         store = self._open(url)
-        for key in keys:
+        sizes = store.sizes()
+        if may_be_object and not sizes:
+            self._add_named_object(url, source)
+        for key, size in sizes.items():
             if _is_hidden(key):
                 self.skipped.add("hidden", key)
             elif self._kind_of(key) is None:
@@ -170,17 +168,22 @@ class _Search:
             elif is_no_data(key):
                 self.skipped.add("no_data", key)
             else:
-                self._add_object(store, key, _source_of(source, key), is_given=False)
+                self._add_object(store, key, size, _source_of(source, key), is_given=False)
 
-    def _add_object(self, store: Store, key: str, source: str, *, is_given: bool) -> None:
-        """Add an object of known kind, unless it was added before; its size costs one request."""
+    def _add_named_object(self, url: str, source: str) -> None:
+        """Add the object that a URL names; raise StoreMissing if there is none."""
+        parent, _, name = url.rstrip("/").rpartition("/")
+        store = self._open(parent)
+        self._add_object(store, name, store.size(name), source, is_given=True)
+
+    def _add_object(self, store: Store, key: str, size: int, source: str, *, is_given: bool) -> None:
+        """Add an object of known kind, unless it was added before through another path."""
         kind = self._kind_of(key)
         assert kind is not None
         identity = f"{store.url}/{key}"
         if identity in self.file_of_identity:
             self.skipped.add("read_before", key)
             return
-        size = store.size(key)
         self.file_of_identity[identity] = InputFile(key, Path(key), kind.format, size, source, is_given, store)
 
     def _kind_of(self, name: str) -> FileKind | None:

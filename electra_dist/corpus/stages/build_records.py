@@ -26,6 +26,7 @@ import hashlib
 import io
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -281,8 +282,9 @@ class BuildRecords:
         A bucket is left out if a shard or side file is missing or has another size than recorded: it must be written
         again.
         """
-        buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
-        return {bucket.number: bucket for bucket in buckets if self._has_files(bucket)}
+        buckets = [self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS)]
+        sizes = self._store.sizes() if buckets else {}
+        return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
         """Return the held-out rows of a finished bucket that has some, [rows, seq_len] uint16 or uint32."""
@@ -348,14 +350,6 @@ class BuildRecords:
                 "in this folder and start the build again"
             ) from None
 
-    def _has_files(self, bucket: FinishedBucket) -> bool:
-        has_shards = all(self._has_file(entry) for entry in bucket.entries)
-        return has_shards and all(self._has_file(file) for file in bucket.origins)
-
-    def _has_file(self, entry: ShardEntry | OriginFile) -> bool:
-        """Return whether a shard or side file has the recorded size; its digest is not checked."""
-        return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
-
     def _refuse_foreign_shards(self) -> None:
         """Raise UserError if another program wrote shards here, which a build would overwrite."""
         if any(key.endswith(".tar") for key in self._store.list("shard-")):
@@ -392,6 +386,14 @@ def read_output_vocabulary(store: Store) -> Vocabulary:
             next_step="restore the file or give it with --vocab, because the finished shards need it",
         )
     return read_named_vocabulary(store, VOCAB_FILE, expected)
+
+
+def _has_files(bucket: FinishedBucket, sizes: Mapping[str, int]) -> bool:
+    """Return whether all shards and side files of a bucket have the recorded sizes; digests are not checked.
+
+    `sizes` maps the keys of the store to the bytes of their objects.
+    """
+    return all(sizes.get(file.name) == file.bytes for file in [*bucket.entries, *bucket.origins])
 
 
 def _with_digest(line: str) -> bytes:

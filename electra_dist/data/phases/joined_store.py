@@ -83,9 +83,11 @@ class JoinedStore(Store):
         store.fetch(own_key, destination, must_exist=must_exist)
 
     @override
-    def list(self, prefix: str = "") -> list[str]:
-        keys = [phase_key(phase, key) for phase, store in enumerate(self._stores) for key in store.list()]
-        return sorted(key for key in keys if key.startswith(prefix))
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found = {}
+        for phase, store in enumerate(self._stores):
+            found.update({phase_key(phase, key): size for key, size in store.sizes().items()})
+        return {key: found[key] for key in sorted(found) if key.startswith(prefix)}
 
     @override
     def write(self, key: str, data: bytes) -> None:

@@ -134,7 +134,7 @@ class S3Store(Store):
             multipart_upload.upload_in_parts(self._requests, path, key)
 
     @override
-    def list(self, prefix: str = "") -> list[str]:
+    def sizes(self, prefix: str = "") -> dict[str, int]:
         entries = self._requests.list_all(
             "list_objects_v2",
             prefix,
@@ -142,9 +142,9 @@ class S3Store(Store):
             next_fields={"ContinuationToken": "NextContinuationToken"},
             name_of=lambda entry: (entry["Key"],),
         )
-        keys = [entry["Key"].removeprefix(self._requests.prefix) for entry in entries]
+        found = {entry["Key"].removeprefix(self._requests.prefix): entry["Size"] for entry in entries}
         # Web consoles create an empty object for a folder, whose key ends with a slash.
-        return sorted(key for key in keys if not key.endswith("/"))
+        return {key: found[key] for key in sorted(found) if not key.endswith("/")}
 
     @override
     def delete(self, key: str) -> None:

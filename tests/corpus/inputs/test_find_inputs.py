@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from support.counting_store import CountingStore, Service
 from support.s3_server import S3Server
 
+from electra_dist.corpus.inputs import find_inputs as module
 from electra_dist.corpus.inputs.file_kinds import ending_of, kind_of
 from electra_dist.corpus.inputs.find_inputs import find_inputs, search_inputs
 from electra_dist.errors import StoreMissing, UserError
@@ -234,3 +236,17 @@ def test_an_object_with_a_known_ending_is_no_folder_and_a_missing_one_is_an_erro
     assert names("b.jsonl/") == ["part-0.jsonl"]
     with pytest.raises(StoreMissing, match=r"c\.jsonl"):
         names("c.jsonl")
+
+
+def test_inputs_on_s3_are_found_by_one_request_for_each_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    service.objects = {f"wiki/{number:05d}.jsonl": bytes(number % 7) for number in range(2500)}
+    store = CountingStore(service)
+    monkeypatch.setattr(module, "open_store", lambda url, endpoint_url: store)
+
+    found = find_inputs(["s3://bucket/texts"])
+
+    assert [(file.name, file.size) for file in found] == [
+        (f"wiki/{number:05d}.jsonl", number % 7) for number in range(2500)
+    ]
+    assert store.requests == {"LIST": 3}
