@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, such as `load`, when it is first used, and make a function check its arguments."""
+    """Import a public name, such as `load`, at its first use. A function is wrapped to check its arguments."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

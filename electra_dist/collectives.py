@@ -45,7 +45,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only and return its value on every rank. Collective.
+    """Call `function` on rank 0 only and return its value on every rank. All ranks must call this (a collective).
     A UserError or StorageLost is raised on every rank. Any other exception is raised on rank 0 alone, and the other
     ranks then wait until the process group fails.
     """
@@ -70,7 +70,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Wait until all ranks have called this, and return their values, ordered by rank, on every rank. Collective."""
+    """Collect one value from every rank and return all of them, ordered by rank, on every rank. Collective."""
     own = _encode(value)
     num_ranks = dist.get_world_size()
     length = torch.tensor([len(own)], device=own.device)
@@ -85,7 +85,7 @@ def gather(value: T) -> list[T]:
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:
-    """Send rank 0's message, uint8 [bytes], to all ranks and return it; the others' is ignored. Collective."""
+    """Send rank 0's `message`, uint8 [bytes], to all ranks and return it. Other ranks' arguments are ignored."""
     length = torch.tensor([len(message)], device=message.device)
     dist.broadcast(length, 0)
     size = _checked_size(int(length), 0, _MOST_BYTES)
@@ -96,7 +96,7 @@ def _broadcast(message: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(value: Json) -> torch.Tensor:
-    """Encode a value as JSON text, uint8 [bytes], on the device on which the process group exchanges tensors."""
+    """Encode a value as JSON text in a tensor, uint8 [bytes], on the device that the process group uses."""
     text = json.dumps(value).encode("ascii")
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)

@@ -83,7 +83,7 @@ REFERENCE_MASKING_NUMERICS = 3
 
 
 class Config(Section):
-    """The whole configuration of a run, one field for each section; `config_file.load_config` reads it from YAML."""
+    """Whole configuration of a run, with one field for each section. `config_file.load_config` reads it from YAML."""
 
     run_dir: LocalFolder = Field(
         description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "
@@ -182,7 +182,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Refuse a frozen generator without `train.init_generator_from`, and others with it but no `init_from`."""
+        """Require `train.init_generator_from` for a frozen generator; for any other, it also needs `init_from`."""
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
             raise ValueError(
@@ -198,16 +198,15 @@ class Config(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train`; for a frozen generator without `init_generator_from`, which is not trained."""
+        """Return section `train`, which names the initial weights. A frozen generator's weights are left out."""
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})
 
     @property
     def cache_folder(self) -> Path:
-        """Return the folder in which commands, and runs on one node, keep shards fetched from S3 and compiled code.
-        Runs on several nodes, which share the run folder, call `choose_cache_folder`
-        (data/shard_cache/cache_folder.py).
+        """Return the folder for shards fetched from S3 and for compiled code, used by commands and runs on one node.
+        Runs on several nodes call `choose_cache_folder` (data/shard_cache/cache_folder.py) instead.
         """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
@@ -218,15 +217,15 @@ class Config(Section):
 
     @property
     def numerics(self) -> int:
-        """Return the version number of the random draws and the rounding in this program's runs; see `NUMERICS`."""
+        """Return the version of random draws and rounding that this program uses for this config; see `NUMERICS`."""
         if self.objective.masking == "reference":
             return REFERENCE_MASKING_NUMERICS
         return NUMERICS
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
-        """Return, as a JSON tree, the values that determine a run's results; a run resumes only if none has changed.
-        All others (number of ranks, micro-batch, ZeRO stage, logging) may change at a restart. `numerics` (default:
-        `self.numerics`) is a version of random draws and rounding; a lower one gives what an older program recorded.
+        """Return the values that determine a run's results, as a JSON tree; a run resumes only if none has changed.
+        Other values, such as micro-batch, ZeRO stage and logging, may change at a restart. `numerics` is the version
+        of random draws and rounding (None: `self.numerics`); a lower one gives what an older program recorded.
         """
         if numerics is None:
             numerics = self.numerics
@@ -263,16 +262,16 @@ class Config(Section):
         return section
 
     def identity_sha256(self, numerics: int | None = None) -> str:
-        """Return the SHA-256 of `identity(numerics)` in hexadecimal, which identifies the checkpoints of a run."""
+        """Return the hexadecimal SHA-256 of `identity(numerics)`, by which a run recognises its own checkpoints."""
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
-        """Return what older programs recorded as `identity_sha256` of this config: their `NUMERICS` -> digest."""
+        """Return the `identity_sha256` that older programs would record for this config: `NUMERICS` -> digest."""
         return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise ValueError for LAMB or Muon above ZeRO stage 0, which splits parameters, or if its code does not exist."""
+    """Raise ValueError for an implementation that the optimizer lacks, and for LAMB or Muon above ZeRO stage 0."""
     if config.name in ("lamb", "muon") and zero_stage > 0:
         raise ValueError(
             f"optimizer.name {config.name} needs whole parameters, but engine.zero_stage is {zero_stage}; "
@@ -300,19 +299,19 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keys that only `architecture: modern` reads if it is `bert`, as older runs lack these keys."""
+    """Leave out the keys for architecture `modern` if it is `bert`, so that older runs' digests stay the same."""
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys with their value of `_NEW_DEFAULTS`, so that runs older than these keys keep their identity."""
+    """Leave out newer keys that have their default (`_NEW_DEFAULTS`), so that older runs' digests stay the same."""
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 
 def canonical_json(tree: Any) -> str:
-    """Return a JSON text that is equal for equal values: sorted keys, no spaces, ASCII only. Digests are made from it.
+    """Return a value as JSON with sorted keys, without spaces, in ASCII, so that equal values have equal digests.
     Raises ValueError if the tree holds NaN or an infinity, which JSON does not have.
     """
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

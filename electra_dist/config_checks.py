@@ -71,9 +71,9 @@ def check_new_run(config: Config) -> None:
 
 
 def check_targets_are_separate(config: Config) -> None:
-    """Raise UserError if checkpoint targets are the same place, lie in one another, or hold other files of the run.
+    """Raise UserError if two checkpoint targets overlap, or if a target holds other files of the run.
     Links are followed. Each start of the run reserves its number in every target; in a place that is named twice, the
-    second reservation would always fail. This is checked at every start, because targets may change at a restart.
+    second reservation would always fail. Call it at every start, because targets may change at a restart.
     """
     targets = [(url, _place(url, config.checkpoint.endpoint_url)) for url in config.checkpoint_urls]
     for (url, place), (other_url, other_place) in itertools.combinations(targets, 2):
@@ -98,7 +98,7 @@ def check_targets_are_separate(config: Config) -> None:
 
 
 def _used_places(config: Config) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield what else the run uses: (name, parts of its path, whether everything inside it is in use as well)."""
+    """Yield the other places that the run uses: (name, parts of the path, whether everything inside is used, too)."""
     yield "run_dir", _place(config.run_dir), False
     for name in RUN_FOLDERS:
         yield f"the folder {name}/ of the run", _place(str(Path(config.run_dir) / name)), True
@@ -111,7 +111,7 @@ def _used_places(config: Config) -> Iterator[tuple[str, tuple[str, ...], bool]]:
 
 
 def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
-    """Split a path or s3:// URL into parts, which are equal for all spellings of one place; links are followed."""
+    """Split a path or s3:// URL into parts. All spellings of one place give equal parts; links are followed."""
     if url.startswith("s3://"):
         parts = [part for part in url.removeprefix("s3://").split("/") if part]
         return ("s3", (endpoint_url or "").rstrip("/"), *parts)
@@ -123,7 +123,7 @@ def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys that differ from their defaults but do nothing in this run: dotted key -> why, as a phrase.
+    """Return the keys that differ from their defaults but do nothing in this run, as dotted key -> reason.
     Examples are keys that only another objective, generator or architecture reads, and keys for evaluations in a
     run without `data.heldout`.
     """

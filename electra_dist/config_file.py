@@ -35,7 +35,7 @@ _RAISED_BY_CHECK = "value_error"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate the config file `path`, with overrides key.path=value from the command line (value: YAML).
+    """Read and validate the config file `path`. An override is a text such as "train.micro_batch=32", its value YAML.
     A path configs/NAME that does not exist is taken from the files that come with the package. A later override
     replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.
     """
@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_section(path: Path, kind: type[S]) -> S:
-    """Read and validate a YAML file with the keys of one section (no `extends`), as `electra-dist compare` reads."""
+    """Read a section of class `kind` from a YAML file that has only the keys of this section, without `extends`."""
     path = find_config_file(path)
     tree = read_yaml(path)
     try:
@@ -74,7 +74,7 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 
 def key_description(key: str) -> str:
-    """Return the description of a key of a run's config, such as `train.micro_batch`; "" if there is no such key.
+    """Return the description of a config key such as `train.micro_batch`; "" if there is no such key.
     A key within a schedule, such as `objective.temperature.tau`, has the same description in all schedules.
     """
     return _description(Config, key.split("."))
@@ -86,7 +86,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def _leaves(tree: Tree, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values of a tree that are not mappings themselves."""
+    """Return the dotted key, such as "train.micro_batch", of every value in a tree that is not itself a mapping."""
     keys: list[str] = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -97,7 +97,7 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first mistake that the validation found, with the number of the others at its end."""
+    """Return one line about the first mistake that validation found, and the number of other mistakes."""
     faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
     unknown = [fault for fault in faults if fault["type"] == _UNKNOWN_KEY]
@@ -135,7 +135,7 @@ def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[ErrorDetails]) -> str:
-    """Return the message for a key or section with an invalid value; `faults` has one for each type it may have."""
+    """Return the message about an invalid value of a key or section. `faults` has an entry for each allowed type."""
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
     reason = " or ".join(_reason(fault) for fault in faults)
@@ -153,14 +153,14 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the key at fault, without the type names that pydantic appends to it for a union."""
+    """Return the path of the invalid key, without the type names that pydantic adds to the path for a union type."""
     parts = [str(part) for part in fault["loc"]]
     types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
     return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the last layer (file or `--set`) that sets a key, or of the last layer if none sets it."""
+    """Return the name of the last layer (file or `--set`) that sets a key; if none does, the last layer's name."""
     for name, tree in reversed(layers):
         if _contains(tree, location):
             return name
@@ -178,7 +178,7 @@ def _contains(tree: Tree, location: Sequence[str]) -> bool:
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the section at a path of keys, or None; list indices and keys of mappings are skipped."""
+    """Return the class of the section at a path of keys (list indices are skipped); None if it has none."""
     section = root
     part_selects_element = False
     for part in location:
@@ -197,7 +197,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 
 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the class of the section, list element or schedule in a field's type; None if its values are plain."""
+    """Return the pydantic class in a field's type, such as SECTION in `tuple[SECTION, ...]`; None for a plain type."""
     for part in (annotation, *get_args(annotation)):
         kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -213,7 +213,7 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return a key's description as the end of an error message, such as ". micro_batch: Rows ..."; or ""."""
+    """Return a key's description to end an error message with, such as ". micro_batch: Rows ..."; "" if none."""
     description = _description(root, location)
     return f". {location[-1]}: {description}" if description else ""
 

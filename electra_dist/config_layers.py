@@ -61,8 +61,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config_file(path: Path) -> Path:
-    """Return the config file at `path` or, for configs/NAME, among this package's files; `path` if neither exists.
-    Files of the package are found from every working directory, so that `--config configs/small.yaml` needs no
+    """Return `path`, or the packaged config file if `path` is configs/NAME and does not exist.
+    Packaged files are found from every working directory, so that `--config configs/small.yaml` needs no
     checkout.
     """
     if path.exists():
@@ -72,7 +72,7 @@ def find_config_file(path: Path) -> Path:
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the config file that comes with this package for a relative path configs/NAME, or None."""
+    """Return the packaged config file for a relative path configs/NAME; None for other paths and unknown names."""
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parent
@@ -85,7 +85,7 @@ def _shipped_file(path: Path) -> Path | None:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Read the files and overrides of a config; return (file path or `--set`, tree of keys) of each, base first."""
+    """Return a config's layers, base file first and overrides last, each as (file path or `--set`, tree of keys)."""
     layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
     chain: list[Path] = []
     next_path: Path | None = find_config_file(path)
@@ -99,7 +99,7 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if the next file of a chain of `extends` is already in it, or does not exist."""
+    """Raise UserError if `path`, which the last file of `chain` extends, does not exist or is already in `chain`."""
     names = " -> ".join(str(file) for file in (*chain, path))
     # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
     if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
@@ -109,7 +109,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the file `name` that config file `path` extends, beside it or in this package; None without `name`."""
+    """Return the file that config file `path` extends: `name`, beside `path` or packaged. None if `name` is None."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -144,7 +144,7 @@ def read_yaml(path: Path) -> Tree:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raise YAMLError for every fault, also for one that is too deep or too large."""
+    """Return the value of a YAML text; raise YAMLError if it is not valid YAML, nested too deeply or too large."""
     try:
         tree = _load_yaml(text)
     except RecursionError:
@@ -168,9 +168,9 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used.
-    Nodes count again for each alias (`*name`) or merge key (`<<`) that names them: a short text whose aliases or
-    merges expand to a huge value is refused before they do.
+    """Raise YAMLError for too many levels, too many values, or a value that cannot be used.
+    A node counts again for each alias (`*name`) or merge key (`<<`) that names it. A short text that would expand to
+    a huge value is thus refused before it is expanded.
     """
     level = [root]
     num_values = 0
@@ -193,7 +193,7 @@ def _check_nodes(root: yaml.Node) -> None:
 
 
 def _check_scalar(node: yaml.Node) -> None:
-    """Raise YAMLError for a character that cannot be written, or for a number of very many digits."""
+    """Raise YAMLError for NUL or half a surrogate pair in a text, and for a number of very many digits."""
     if _NO_CHARACTER.search(node.value):
         raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MOST_DIGITS:
@@ -229,8 +229,8 @@ def parse_override(text: str) -> Tree:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Return a new tree in which sections are merged key by key, and values of `above` replace those of `below`.
-    A complete schedule in `above` replaces the value below as a whole, because its keys depend on its shape.
+    """Merge two trees into a new one, section by section; a value in `above` replaces the value in `below`.
+    A complete schedule replaces the value in `below` as a whole, because a schedule's keys depend on its shape.
     """
     merged = dict(below)
     for key, value in above.items():

@@ -15,7 +15,7 @@ from electra_dist.escapes import printable
 
 
 class Console(rich.console.Console):
-    """Console of rich without markup, highlighting and emoji; colours are given as styles (`styled`)."""
+    """Console of rich that shows markup and emoji codes as plain text; colours come from `styled` only."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -26,6 +26,6 @@ class Console(rich.console.Console):
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
-    """Join parts to one text for a `Console`; a part is a text, or a text with its style, such as ("bad", "red")."""
+    """Join `parts` into one text for a `Console`. A part is a text, or a pair (text, style) such as ("bad", "red")."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((printable(text), style) for text, style in pairs))

@@ -36,13 +36,13 @@ class UserError(Exception):
 
 
 class NodeError(UserError):
-    """Error of one node that only the user can correct, such as a torch that does not fit its driver.
+    """Error of one node that only the user can correct, such as a PyTorch build that does not fit the driver.
     The first rank of each affected node prints it, because rank 0 may run on another node.
     """
 
 
 class ManifestMismatch(UserError):
-    """Error for a corpus, or one of its files, that differs from what the run or the manifest (corpus.json) names."""
+    """Error for a corpus, or a file of a corpus, that differs from what the run or corpus.json has recorded."""
 
 
 class OtherNumerics(UserError):
@@ -61,7 +61,7 @@ class StoreError(UserError):
 
 
 class StoreMissing(StoreError):
-    """Error for an object that does not exist in a store; a caller may expect it, as for an optional file."""
+    """Error for an object that does not exist in a store; callers catch it where the object is optional."""
 
 
 class StoreAway(StoreError):
@@ -73,9 +73,8 @@ class StoreExhausted(StoreAway):
 
 
 class StorageLost(Exception):
-    """Error for storage that stayed away for longer than `cluster.storage_patience_s`; the run ends with code 75.
-    It is not the user's error: the run is started again later. The message names the first failure, because later ones
-    are often its consequences.
+    """Error for storage that was unusable for longer than `cluster.storage_patience_s`; the run ends with code 75.
+    It is no UserError, because the run is started again later. The message names the first failure.
     """
 
 

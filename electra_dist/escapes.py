@@ -23,8 +23,8 @@ _LIST_NUMBER = re.compile(r"^\d+(?=[.)]( |$))")
 def printable(text: str) -> str:
     """Return a text as one line in which every character can be seen.
 
-    Control characters, line breaks, marks of direction, spaces other than U+0020, characters of no width and bytes of
-    a file name that are not UTF-8 appear as escapes.
+    Control characters, line breaks, text-direction marks, spaces other than U+0020, characters without width, and
+    bytes of a file name that are not UTF-8, appear as escapes.
     """
     if text.isprintable() and not _INVISIBLE.search(text):
         return text
@@ -40,7 +40,7 @@ def markdown_text(text: str) -> str:
 def markdown_code(text: str) -> str:
     """Return a text as a code span of a Markdown page, so that none of it is markup.
 
-    The span is made for table cells: elsewhere, `|` is shown with a backslash before it.
+    Use it in table cells, where `|` must be escaped; elsewhere, readers would see a backslash before each `|`.
     """
     shown = printable(text).replace("|", "\\|")  # A table is divided into cells before its code spans are read.
     longest_run = max((len(run) for run in re.findall("`+", shown)), default=0)
@@ -50,7 +50,7 @@ def markdown_code(text: str) -> str:
 
 
 def html_text(text: str) -> str:
-    """Escape a text for an element or a quoted attribute of an HTML page, so that none of it is markup."""
+    """Escape a text so that none of it is markup in the content or a quoted attribute of an HTML element."""
     return html.escape(printable(text))
 
 

@@ -22,9 +22,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...").
-    As in CUDA, the list ends before the first entry that is no GPU, a GPU that is named twice leaves none, and a
-    process sees the first MIG part only. Where the node's GPUs are not known, every entry counts as a GPU.
+    """Return the GPUs that CUDA shows to a process, in CUDA's order, as numbers, UUIDs or one MIG part ("MIG-...").
+    As in CUDA, the list ends before the first invalid entry, it is empty if a GPU is named twice, and it has only the
+    first MIG part. If the node's GPUs are not known, every entry counts as valid.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
@@ -58,7 +58,7 @@ def hides_all_gpus(environment: Mapping[str, str]) -> bool:
 
 
 def _whole_uuid(beginning: str, uuids: list[str]) -> str:
-    """Return the one GPU UUID with this beginning; the beginning if UUIDs are unknown; "" if none or several fit."""
+    """Complete an abbreviated GPU UUID. Return it unchanged if UUIDs are not known, "" if none or several match."""
     if not beginning.startswith("GPU-"):
         return ""
     if "" in uuids or not uuids:
@@ -68,7 +68,7 @@ def _whole_uuid(beginning: str, uuids: list[str]) -> str:
 
 
 def _device_number(entry: str, uuids: list[str]) -> str:
-    """Return the number with which an entry begins, as C's strtoul reads it, or "" if no GPU has it."""
+    """Return the number at the beginning of `entry`, as C's strtoul reads it; "" if no GPU has this number."""
     match = re.match(r"\+?(\d+)", entry)
     if match is None or (uuids and int(match[1]) >= len(uuids)):
         return ""
@@ -76,9 +76,8 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """Bind this process to the cores near its GPU, number `local_rank` of `visible_devices`; return its cores.
-    Call it before the process starts threads: threads that already run keep their cores, and only later ones inherit
-    the new cores.
+    """Bind this process to the CPU cores near its GPU, and return the cores that the process may use afterwards.
+    Its GPU is number `local_rank` of `visible_devices`. Call it before threads are started, as they keep their cores.
     """
     allowed = os.sched_getaffinity(0)
     near = cores_near_gpu(local_rank, environment, root) & allowed

@@ -48,7 +48,7 @@ _RECOVERY_ACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample:
-    """Readings of one GPU at one moment; None (`throttle`: empty) if the GPU is lost or does not report it."""
+    """Readings of one GPU at one moment. A value that the GPU does not report is None; `throttle` is then empty."""
 
     uuid: str  # "" if it cannot be read
     name: str
@@ -64,7 +64,7 @@ class GpuSample:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHealth:
-    """Readings that show whether a GPU can be trusted with a run; None or empty where it does not report them."""
+    """Readings that show whether a GPU can be trusted with a run; values that it does not report are None or empty."""
 
     index: int  # number of the GPU in the driver's order
     lost: str  # the driver's error if the GPU no longer answers, and then every other reading is unknown; otherwise ""
@@ -83,7 +83,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class _Device:
-    """One GPU that the driver lists, with its NVML handle or, where the driver refused a handle, the error."""
+    """GPU that the driver lists, with its NVML handle, or with the error if the driver refused a handle."""
 
     index: int  # number of the GPU in the driver's order
     handle: Any  # NVML's handle; None if the driver refused one
@@ -139,7 +139,7 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES (`names`) lists by number, start of a UUID or MIG part; None: all."""
+    """Return the devices that CUDA_VISIBLE_DEVICES (`names`) lists by number, UUID prefix or MIG part; None: all."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
@@ -160,7 +160,7 @@ def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
 
 
 def _gpu_of_part(name: str) -> str:
-    """Return the UUID of the GPU of a MIG part "MIG-UUID" or, before R470, "MIG-GPU-UUID/1/0"; "" if unknown."""
+    """Return the UUID of the GPU that a MIG part "MIG-UUID" or "MIG-GPU-UUID/1/0" belongs to; "" if not known."""
     if name.startswith("MIG-GPU-"):
         return name.removeprefix("MIG-").partition("/")[0]
     part = _query("nvmlDeviceGetHandleByUUID", name)
@@ -230,12 +230,12 @@ def _lost_error(handle: Any) -> str:
 
 
 def _uncorrected_errors(handle: Any, counter: int) -> int | None:
-    """Return the uncorrected memory errors since the driver was loaded or in the GPU's life, as `counter` says."""
+    """Return the GPU's uncorrected memory errors; `counter` selects all, or those since the driver was loaded."""
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
 def _recovery_action(handle: Any) -> str:
-    """Return how the driver (R570 or later) wants this GPU to be recovered, such as "reboot the system", or ""."""
+    """Return what the driver (R570 or later) asks for to repair this GPU, such as "reset the GPU"; "" if nothing."""
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return ""
@@ -259,8 +259,8 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call an NVML function by name; return None if pynvml lacks it, or the GPU is lost or does not report the value.
-    A lost GPU has the handle None.
+    """Call an NVML function by name; return None if pynvml lacks the function, or the GPU does not report the value.
+    A lost GPU, whose handle is None, reports nothing.
     """
     nvml_function = getattr(pynvml, function, None)
     is_lost = len(args) > 0 and args[0] is None

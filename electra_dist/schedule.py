@@ -38,8 +38,8 @@ SCHEDULE_TAG = "a schedule"
 
 
 class Schedule(BaseModel, Generic[Number]):
-    """Value that changes over a run from one number to another: by an exponential, a line, a half cosine or a step.
-    The type parameter is the type of the key's plain number, with its limits.
+    """Value that changes over a run from one number to another, along an exponential, a line, a half cosine or a step.
+    The type parameter is the type, with limits, of both numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -88,7 +88,7 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 
 
 def _tag(value: Any) -> str:
-    """Return the tag by which pydantic validates a key's value either as a schedule or as a plain number."""
+    """Return a tag that tells pydantic whether to validate a config value as a schedule or as a plain number."""
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 
@@ -123,7 +123,7 @@ FractionOrSchedule = Annotated[
 
 
 def value_at(value: NumberOrSchedule, progress: float) -> float:
-    """Return the value of a config key after a share `progress` = t / num_steps, in [0, 1], of the run."""
+    """Return the plain or scheduled value of a config key at step t, where `progress` = t / num_steps is in [0, 1]."""
     if not isinstance(value, Schedule):
         return value
     start = float(value.start)
@@ -142,8 +142,8 @@ def value_at(value: NumberOrSchedule, progress: float) -> float:
 
 
 def mean_value(value: NumberOrSchedule) -> float:
-    """Return the mean of a config key's value over the whole run: its integral over the share of the run from 0 to 1.
-    The mean over the steps of a run differs from it by at most |from - to| / num_steps.
+    """Return the mean of a plain or scheduled value over a run: its integral over progress = t / num_steps in [0, 1].
+    The mean over the single steps differs from this integral by at most |from - to| / num_steps.
     """
     if not isinstance(value, Schedule):
         return value
@@ -165,7 +165,7 @@ def largest_value(value: NumberOrSchedule) -> float:
 
 
 def schedules_of(section: BaseModel) -> dict[str, Schedule[Any]]:
-    """Return the keys of a config section that have a schedule, with their schedules, in the order of the fields."""
+    """Return a config section's scheduled values, as key -> schedule, in the order of the fields."""
     return {key: value for key, value in section if isinstance(value, Schedule)}
 
 

@@ -45,7 +45,7 @@ class NamedDigest(NamedTuple):
 
 
 def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
-    """Raise ManifestMismatch if the content of file `name` does not have the SHA-256 that another file names."""
+    """Raise ManifestMismatch if `data`, the content of file `name`, does not have the digest `expected`."""
     found = hashlib.sha256(data).hexdigest()
     if found != expected.sha256:
         raise ManifestMismatch(
@@ -55,8 +55,8 @@ def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
 
 class Vocabulary:
     """Vocabulary of a tokenizer: its tokens with their ids, and its five special tokens.
-    In a vocab.txt of WordPiece, the line number, counted from 0, is the token's id. A blank line, or one whose token
-    comes again later, is an id that no text yields. Any other tokenizer has a tokenizer.json of Hugging Face.
+    In a vocab.txt of WordPiece, the line number, counted from 0, is the token's id. The id of a blank line, or of a
+    line whose token comes again later, is never used. Any other tokenizer has a tokenizer.json of Hugging Face.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -80,7 +80,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
-        r"""Read a vocabulary from a UTF-8 file; `\r\n` also ends a line. Raises UserError if it is none."""
+        r"""Read a vocabulary from a UTF-8 file; lines may end with `\r\n`. Raises UserError for any other file."""
         try:
             data = read_regular(path)
         except FileNotFoundError:
@@ -95,10 +95,9 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
-        r"""Parse the bytes (UTF-8) of a vocab.txt or tokenizer.json, after a check of its digest if one is known.
-        The digest may be that of the bytes or that of the text with `\n` line ends, because copying a file may change
-        line ends. Without `expected`, as for a model of another program, only the special tokens are required. Raises
-        ManifestMismatch for another digest, UserError if it is no vocabulary.
+        r"""Parse the UTF-8 bytes of a vocab.txt or tokenizer.json; with `expected`, check their digest first.
+        The bytes, or the text with `\n` line ends, must have this digest, because copying may change line ends. Raises
+        ManifestMismatch for another digest, UserError if the bytes are not a vocabulary with all special tokens.
         """
         try:
             text = data.decode("utf-8")
@@ -128,7 +127,7 @@ class Vocabulary:
 
     @cached_property
     def shown_tokens(self) -> list[str]:
-        """Return a readable form of each token, by id: continuations of a word begin with ##, bytes are decoded."""
+        """Return readable tokens in order of ids: bytes are decoded, and "##" marks a token that continues a word."""
         return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
     @property
@@ -138,7 +137,7 @@ class Vocabulary:
 
     @property
     def special(self) -> dict[str, int]:
-        """Return the ids of the five special tokens by their names in BERT, whatever they are called in the file."""
+        """Return the id of each special token by its name in BERT, such as "[CLS]"; the file may use other names."""
         if self.tokenizer_json is not None:
             return dict(self.tokenizer_json.special)
         return {token: self._ids[token] for token in SPECIAL_TOKENS}
@@ -155,7 +154,7 @@ class Vocabulary:
 
 
 def _lines_sha256(text: str) -> str:
-    """Return the SHA-256 of the lines of a vocabulary with a line feed after each, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of a vocabulary's text, to which a missing line feed at the end is added."""
     return hashlib.sha256((text.removesuffix("\n") + "\n").encode()).hexdigest()
 
 
@@ -165,7 +164,7 @@ def _refuse_one_text(lines: Sequence[str]) -> None:
 
 
 class WordPieceTokenizer:
-    """Encoder of text to WordPiece ids, as BERT encodes it, without special tokens. Not thread-safe (a cache)."""
+    """Encoder of text to BERT's WordPiece ids, without special tokens. It has a cache, so it is not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
         """Build the tokenizer; with `lowercase`, text is lower-cased and stripped of accents, as for BERT uncased."""
@@ -201,8 +200,8 @@ class WordPieceTokenizer:
         return ids_of_lines
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
-        The ids equal `encode([text])[0]`. It is slower than `encode`, because the cache has no offsets.
+        """Return the ids of a text and, for each id, the range [start, end) of characters that it was made from.
+        The ids equal `encode([text])[0]`. This method is slower, because it cannot use the cache.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -241,11 +240,11 @@ class JsonTokenizer:
         return self._tokenizer.encode(lines)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for."""
+        """Return the ids of a text and, for each id, the range [start, end) of characters that it was made from."""
         return self._tokenizer.encode_with_offsets(text)
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each word of one text, encoded together: a token may contain the space before its word.
+        """Encode the words of one text together; return each word's ids. A token may include the space before a word.
         A token with parts of two words, or with only the space between them, belongs to the first word.
         """
         starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
@@ -256,9 +255,9 @@ class JsonTokenizer:
         return ids_of_words
 
     def split_lines(self, text: str) -> list[str]:
-        """Split a text into lines whose ids, one after another, are those of the text with spaces as line ends.
+        """Split a text into lines; their ids, one after another, are those of the text with spaces for line ends.
         If tokens of this tokenizer contain spaces, each line begins with the space that replaces the line end before
-        it. A line of only white space is joined to the line after it; at the end of the text it is left out.
+        it. A line of only white space is joined to the next line, and left out at the end of the text.
         """
         lines = []
         line_and_space = ""

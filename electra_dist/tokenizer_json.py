@@ -51,11 +51,11 @@ class TokenizerJson:
     Attributes:
         ids: Token -> id, with added and special tokens.
         tokens: The tokens in the order of their ids.
-        special: Name of each special token in BERT, such as "[CLS]" -> id of the token in this role.
+        special: BERT's name of each special token, such as "[CLS]" -> id of the token that the file uses for it.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Load the file; raise UserError if a special token is missing, or if a text can contain it by its name."""
+        """Load the file; raise UserError if a special token is missing, or if its name in a text is encoded as it."""
         content = json.loads(text)
         tokenizer = _load(text, name)
         self._text = text
@@ -81,8 +81,8 @@ class TokenizerJson:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the token ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
-        Byte-level tokens contain the space before a word. The range leaves it out, unless the token is only space.
+        """Return the ids of a text and, for each id, the range [start, end) of characters that it was made from.
+        A byte-level token may contain the space before its word. The range leaves out this space, if text follows.
         """
         encoding = self._encoder.encode(text, add_special_tokens=False)
         offsets = []
@@ -94,8 +94,8 @@ class TokenizerJson:
         return encoding.ids, offsets
 
     def shown_tokens(self) -> list[str]:
-        """Return the tokens by id, byte-level ones decoded to characters and with ## if they continue a word.
-        Bytes that are no whole character become U+FFFD. Special tokens and other tokenizers' tokens stay as they are.
+        """Return the tokens in order of ids. Byte-level tokens are decoded; ## marks one that continues a word.
+        Bytes that are no whole character become U+FFFD. Special tokens and other tokenizers' tokens are unchanged.
         """
         is_byte_level = any(token.startswith(_WORD_START) for token in self.tokens)
         if not is_byte_level:
@@ -108,8 +108,8 @@ class TokenizerJson:
         return shown
 
     def for_hugging_face(self) -> str:
-        """Return the text of a tokenizer.json for an exported model, which puts [CLS] and [SEP] around each text.
-        If the file's post-processor makes other rows or token types than this project, it is replaced.
+        """Return the tokenizer.json of an exported model, as text; it puts [CLS] and [SEP] around each text.
+        A post-processor that gives other rows or token types than this project is replaced.
         """
         tokenizer = tokenizers.Tokenizer.from_str(self._text)
         tokenizer.no_padding()
@@ -124,7 +124,7 @@ class TokenizerJson:
         return tokenizer.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
-        """Raise UserError if the name of a special token in a text is encoded as a special token other than [UNK]."""
+        """Raise UserError if a special token's name in a text is encoded as a special token other than [UNK]."""
         reserved = {token_id: token for token, token_id in self.special.items() if token != "[UNK]"}
         for token_id, role in reserved.items():
             text = self.tokens[token_id]
@@ -137,7 +137,7 @@ class TokenizerJson:
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
-    """Return the tokens (X, Y) if a post-processor makes rows `X A Y` and `X A Y B Y`, like this project; else None.
+    """Return (X, Y) if a post-processor puts the tokens X and Y around texts A, B: `X A Y` and `X A Y B Y`; else None.
     With `with_types`, B and the Y after it must have token type 1, and everything before them type 0.
     """
     if post_processor is None:
@@ -173,8 +173,8 @@ def _encoder_of_text(
     tokenizer: tokenizers.Tokenizer, content: dict[str, Any], special: dict[str, int], name: str
 ) -> tokenizers.Tokenizer:
     """Return a tokenizer that encodes the names of the five special tokens in a text like other text.
-    The library can do so for all special tokens of a file together only. The others, such as markers of entities, are
-    therefore declared to be ordinary added tokens in `content`.
+    The library can do so only for all special tokens of a file together. Special tokens other than these five are
+    therefore changed to ordinary added tokens in `content`.
     """
     others = [token for token in content.get("added_tokens") or () if token["special"]]
     others = [token for token in others if token["id"] not in special.values()]
@@ -197,7 +197,7 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Return the id of each special token by its role; a token that the file itself names goes before `_NAMES`."""
+    """Return role -> id of the special tokens: those that the file declares, otherwise by common names (`_NAMES`)."""
     special = {}
     for role, names in _NAMES.items():
         known = [token for token in names if token in ids]
@@ -219,7 +219,7 @@ def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dic
 
 
 def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
-    """Return the tokens that a post-processor puts around a text as {"[CLS]": token, "[SEP]": token}, or {}."""
+    """Return {"[CLS]": first, "[SEP]": last} if a post-processor puts special tokens around a text; otherwise {}."""
     if post_processor is None:
         return {}
     kind = post_processor.get("type")
@@ -238,7 +238,7 @@ def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _decoded(token: str, byte_of: dict[str, int]) -> str:
-    """Decode a byte-level token to readable characters: one that begins a word loses its space, others get ##."""
+    """Decode a byte-level token to readable text: a space at its beginning is removed; without one, ## is prefixed."""
     text = token
     is_byte_level = all(character in byte_of for character in token)  # False for some added tokens
     if is_byte_level:

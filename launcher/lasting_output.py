@@ -28,7 +28,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, without an error if that fails."""
+        """Flush the stream; a failure is ignored."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -42,10 +42,10 @@ class LastingStream:
 
 
 def outlive_the_reader() -> None:
-    """Make failed writes to stdout and stderr of this process harmless. Call it first, before any file is opened.
+    """Make failed writes to stdout and stderr of this process harmless. Call this first, before any file is opened.
 
     If stdin, stdout or stderr was closed when the process started, as by `>&-`, it is opened on the null device.
-    Otherwise the next opened file would get its descriptor, and output meant for stdout would go into that file.
+    Otherwise the next opened file would get the free descriptor, and receive output that is meant for stdout.
     """
     for descriptor in _STANDARD_FILES:
         try:

@@ -40,9 +40,9 @@ from launcher.utf8_mode import start_in_utf8_mode
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank, or print the plan with `--dry-run`; return an exit code of `electra_dist/errors.py`.
 
-    An error that the user must fix is printed as one line: by rank 0; by the first rank of a node if only that node
-    has the error; or, once the process group exists, by the first rank that meets it. A rank whose own environment
-    variables cannot be used prints that, too. Any other exception is raised, and the process ends with exit code 1.
+    An error that the user must fix is printed as one line. It is printed by rank 0; by the first rank of a node if
+    only that node has the error; or, once the process group exists, by the first rank that meets the error. A rank
+    with unusable environment variables prints that, too. Any other exception is raised, and the exit code is 1.
     """
     args = _parse(argv)
     overrides = whole_overrides(args.set)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
-    """Train on this rank and return the exit code; rank 0 then writes report.html, unless an input was refused."""
+    """Train on this rank and return the exit code; rank 0 then writes report.html, except after a refused input."""
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
@@ -105,7 +105,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
 
 
 def _write_report(run_dir: Path) -> None:
-    """Write report.html into the run folder; if that fails, only print one line to stderr: the run is not affected."""
+    """Write report.html into the run folder. A failure only prints one line to stderr and does not affect the run."""
     try:
         # Imported here, because matplotlib takes half a second.
         from electra_dist.report.report_page import write_report
@@ -120,7 +120,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
-    """Estimate how many rows fit into `free_bytes` of a GPU; the search for `train.micro_batch: auto` begins there."""
+    """Estimate how many rows fit into `free_bytes` of a GPU. `train.micro_batch: auto` begins its search there."""
     from electra_dist.planning.activation_memory import micro_batch_limit
 
     plan = config.plan.model_copy(update={"num_gpus": world_size})
@@ -149,7 +149,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _end_process(exit_code: int) -> NoReturn:
-    """End the process at once. Python's own clean-up is skipped: it could abort the process with another exit code."""
+    """End the process at once, without Python's own clean-up, which could abort it with another exit code."""
     # Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of
     # torch's process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts
     # the process, and the launcher would then see SIGABRT instead of the exit code.

@@ -25,7 +25,7 @@ _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is e
 
 def first_judged_step(config: Config) -> int:
     """Return the step from which a low context AUC is reported with a warning.
-    It comes after 30 % of the discriminator's steps, or after 1e9 tokens (pads included) if that is earlier.
+    This step comes after 30 % of the discriminator's steps, or after 1e9 tokens (pads included) if that is earlier.
     """
     # In two-stage training the discriminator begins to learn with the second stage.
     stage_begin = config.objective.generator_only_steps
@@ -42,7 +42,7 @@ def is_stuck(record: Record, config: Config) -> bool:
 
 
 def was_reported(records: Iterable[Record], config: Config) -> bool:
-    """Return whether the run has already warned: an evaluation in these records of metrics.jsonl was stuck."""
+    """Return whether the run has already warned, because an evaluation in `records` (metrics.jsonl) was stuck."""
     return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)
 
 

@@ -19,7 +19,7 @@ from electra_dist.store.interface import Store
 def rows_of_shards(
     store: Store, manifest: CorpusManifest, shards: Iterable[int]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len], verified.
+    """Yield for each shard, after a check of its SHA-256, (index in the manifest, token ids [shard rows, seq_len]).
     A shard on S3 is downloaded to a temporary file, up to `READINGS` times if its SHA-256 is wrong; if it stays wrong,
     ManifestMismatch is raised. `shards` is consumed one by one, so a progress bar may wrap it.
     """
@@ -36,7 +36,7 @@ def rows_of_shards(
 
 
 def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
-    """Check a shard's SHA-256 and return its path: the shard's own, or that of a download from S3 in `folder`."""
+    """Check a shard's SHA-256 and return the path of its file; a shard on S3 is first downloaded to `folder`."""
     path = store.local_path(entry.name)
     is_fetched = path is None
     if path is None:

@@ -32,7 +32,7 @@ class Energy:
 
 
 def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy of a run; None without recorded power or running time.
+    """Return the estimated energy of a run; None if no GPU power or no running time was recorded.
     `train` are training records of metrics.jsonl, oldest first; `environment` is the content of environment.json.
     """
     weighted_power = 0.0

@@ -34,7 +34,7 @@ class HangLimits:
     storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
 
     def of(self, beat: Beat) -> float:
-        """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done."""
+        """Return the seconds for which a rank may be silent after heartbeat `beat`; infinity if the rank is done."""
         if beat.phase == "done":
             return float("inf")
         if beat.phase == "storage":
@@ -48,8 +48,8 @@ class HangLimits:
         return self.setup_s
 
     def of_its_collective(self, beat: Beat) -> float:
-        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks.
-        In the first step after a checkpoint or evaluation, others may still be busy with it: the longest limit holds.
+        """Return the seconds that a collective of all ranks may take, given the newest heartbeat of one rank.
+        The first step after a checkpoint or evaluation gets the longest limit: others may still be busy with these.
         """
         if _is_first_of_step_phase(beat) and beat.step_s is not None:
             return max(self.of(beat), self.checkpoint_s, self.eval_s)
@@ -70,7 +70,7 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """How long a rank has been silent, and how long it may be; `hung` returns only ranks that exceed their limit."""
+    """Silence of a rank, and the limit for it; the function `hung` returns only silences above their limit."""
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
@@ -96,11 +96,11 @@ def hung(
     not_before: float = float("-inf"),
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
-    The others usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
-    made no more steps than it, or that wait for storage: it counts as hung only if they, too, have been silent for the
-    longest of all these limits. `read_all_beats` returns the heartbeats of all nodes for this; it is called at most
-    once, and only if a rank exceeds its own limit.
-    Heartbeats before `started` are ignored; each of `ranks` without a newer one counts as in setup since `started`.
+    Other ranks usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
+    made no more steps, or that wait for storage. It counts as hung only if all these ranks have been silent, too, for
+    the longest of their limits. For this check `read_all_beats` returns the heartbeats of all nodes; it is called at
+    most once, and only if a rank exceeds its own limit.
+    Heartbeats before `started` are ignored; a rank of `ranks` without a newer one counts as in setup since `started`.
     Time before `not_before`, until which no heartbeat could be written, does not count as silence.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
@@ -128,7 +128,7 @@ def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) 
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return how long a rank and all ranks that it may wait for have been silent, and the longest of their limits."""
+    """Return how long a rank and all ranks that it may wait for have all been silent, and their longest limit."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
@@ -144,7 +144,7 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may wait in a collective for `other`: it awaits storage, or is neither done nor ahead."""
+    """Return whether a rank may wait for rank `other`, which waits for storage itself or is neither done nor ahead."""
     # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 

@@ -16,21 +16,21 @@ from electra_dist.run.jsonl import Record
 
 
 class MetricColumns:
-    """Columns of numbers, one for "step" and each field, to which records are appended one by one."""
+    """Columns of numbers for "step" and each given field, to which records are appended one by one."""
 
     def __init__(self, fields: Sequence[str]) -> None:
         self._fields = tuple(dict.fromkeys(["step", *fields]))
         self._numbers = array("d")  # record by record
 
     def append(self, record: Record) -> None:
-        """Append the numbers of one record; a field that it lacks becomes NaN."""
+        """Append the numbers of one record; a missing field becomes NaN."""
         self._numbers.extend([_number(record.get(field)) for field in self._fields])
 
     def __len__(self) -> int:
         return len(self._numbers) // len(self._fields)
 
     def column(self, field: str) -> np.ndarray:
-        """Return the numbers of a field, float64 [n], a copy; all NaN for an unknown field."""
+        """Return a copy of a field's numbers, float64 [n]; all are NaN for an unknown field."""
         if field not in self._fields:
             return np.full(len(self), math.nan)
         rows = np.frombuffer(self._numbers, dtype=np.float64).reshape(len(self), len(self._fields))

@@ -24,7 +24,7 @@ _UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the steps between checkpoints for `every_steps: auto`: 10 or more, an hour at most; 100 at first."""
+    """Return the steps between checkpoints for `every_steps: auto`: first 100, then 10 or more, at most an hour."""
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts_of(ledger))
     if stall_s is None or step_s <= 0:
@@ -39,7 +39,7 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
 
 
 def interruptions(ledger: Sequence[Record]) -> int:
-    """Return how often a run started again after a crash, a kill (no end in the ledger) or an unhealthy node."""
+    """Return how often a run started again after a crash, an unhealthy node, or a kill (no end is recorded then)."""
     num_interruptions = 0
     previous_end: str | None = None  # how the previous start ended; None before the first start
     for event in ledger:
@@ -53,7 +53,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Return (running seconds + 1 day) / (interruptions + 1), so that a new run begins with the guess of one day."""
+    """Estimate the time between interruptions as (running seconds + 1 day) / (interruptions + 1): one day at first."""
     # A wall clock that was set back lets a start end before it began.
     running_s = sum(max(0.0, start.last - start.began) for start in starts_of(ledger))
     num_interruptions = interruptions(ledger) + 1

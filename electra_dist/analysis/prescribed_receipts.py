@@ -34,7 +34,7 @@ class PhaseReceipts:
 
     def before(self, position: int) -> Receipt:
         """Return the receipt of this phase's rows among the run's first `position` rows, skipped steps included.
-        A call with a larger position than the last call continues from that result; any other call begins anew.
+        Calls with ascending positions are fast: each continues from the last result. A lower position begins anew.
         """
         if self._phase.end_position is not None:
             position = min(position, self._phase.end_position)

@@ -53,7 +53,7 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Return the quality of logits [N], where larger means more likely replaced. Raises ValueError if N is 0."""
+    """Measure how well logits [N], which are high for replaced tokens, agree with labels [N]; ValueError if N is 0."""
     positive = np.asarray(labels).astype(bool)
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
@@ -70,11 +70,11 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error, for scores that depend on each other within a cluster (int64 [N]).
-    To first order, the AUC's deviation from its expected value is a sum of terms: (share of negatives below it - AUC)
-    / number of positives for a positive, (share of positives above it - AUC) / number of negatives for a negative. The
-    error is that of their sums by cluster, which count as independent (Obuchowski, Biometrics 1997, for one model). It
-    is NaN with fewer than two clusters; both results are NaN if a class is empty.
+    """Return the ROC-AUC and its standard error for scores that depend on each other within a cluster (int64 [N]).
+    To first order, the AUC's deviation from its expected value is a sum with a term per token: (share of negatives
+    below it - AUC) / number of positives for a positive, (share of positives above it - AUC) / number of negatives for
+    a negative. Clusters count as independent, so the error follows from the sums of the terms in each cluster
+    (Obuchowski, Biometrics 1997). It is NaN with fewer than two clusters; both results are NaN if a class is empty.
     """
     score = np.asarray(scores, np.float64)
     positive = np.asarray(labels).astype(bool)
@@ -94,7 +94,7 @@ def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np
 
 
 def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each value the share of `others` that are lower, where an equal one counts one half."""
+    """Return for each value the share of `others` that are lower; an equal one counts as half a lower one."""
     ordered = np.sort(others)
     num_below = np.searchsorted(ordered, values, side="left")
     num_at_most = np.searchsorted(ordered, values, side="right")

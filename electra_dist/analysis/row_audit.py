@@ -71,7 +71,7 @@ class Expected:
         self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt of the rows of steps [0, step), without skipped steps. Ascending calls are fast."""
+        """Return the receipt of the rows of all unskipped steps in [0, step). Calls with ascending steps are fast."""
         receipt = sum((phase.before(step * self.global_batch) for phase in self._phases), Receipt())
         for skipped_step in self.skipped:
             if skipped_step < step:
@@ -96,7 +96,7 @@ def verify(
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = _no_progress,
 ) -> AuditResult:
-    """Check the recorded receipts `marks`, sorted by step, up to the first wrong; `advance` gets (checked, total)."""
+    """Check recorded receipts, sorted by step, up to the first wrong one; `advance(checked, total)` shows progress."""
     last_mark = marks[-1] if marks else None
     indexes = _indexes_to_check(marks, expected.global_batch)
     last_good = -1  # index of the newest mark that was found right
@@ -118,7 +118,7 @@ def _is_good(mark: Mark, expected: Expected) -> bool:
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the marks to check: all, or for a long run about 200 with the first and the last."""
+    """Return the indexes of the marks to check: all, or in a long run about 200, evenly spaced from first to last."""
     if not marks:
         return []
     num_rows = marks[-1].step * global_batch
@@ -129,7 +129,7 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 
 
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
-    """Return the index of the first wrong mark by bisection between the indexes `good` (-1: the start) and `bad`.
+    """Find by bisection the first wrong mark after index `good` (-1: none is good), up to `bad`; return its index.
     Receipts after a wrong one are wrong, too, unless a second error cancels the first.
     """
     while bad - good > 1:
@@ -142,7 +142,7 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Describe what is wrong with the rows used between two marks; their receipt is the difference of the marks'."""
+    """Describe how the rows used between a right mark and the next, wrong one deviate from the row order."""
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
     skipped = set(expected.skipped)
@@ -161,7 +161,7 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
 
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
-    """Say which row is missing and which was used too often, if at most one each; otherwise how many rows."""
+    """Name the missing row and the row used too often, if at most one each; otherwise say how many rows are wrong."""
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
         if missing is not None:
@@ -185,7 +185,7 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
-    """Return the id of the only row of `due` [k] that was not used, or None; the digest is -hash(id), modulo 2**64."""
+    """Return the row of `due` [k] that was not used: the one whose hash is minus the digest, modulo 2**64; or None."""
     missing_hash = np.uint64((Receipt() - surplus).digest)
     hits = np.flatnonzero(row_hash(due) == missing_hash)
     if hits.size == 0:
@@ -194,7 +194,7 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
-    """Return (missing row, row used instead) or None; the digest is hash(used) - hash(missing), modulo 2**64."""
+    """Return (missing row, row used instead), whose hashes differ by the digest, modulo 2**64; None if not found."""
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
     if extra is None:

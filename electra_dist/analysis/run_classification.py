@@ -31,8 +31,8 @@ class RunEvidence:
 
 
 def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
-    """Return the state by the first evidence that decides: "done" in the ledger, queue, last event, sign of life.
-    "stopped" is on request or because storage stayed away; "dead" is after a fault or after too long a silence.
+    """Classify a run by the first of these that decides: "done" in the ledger, queue, last event, sign of life.
+    A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence.
     """
     if any(event["event"] == "done" for event in ledger):
         return "finished"

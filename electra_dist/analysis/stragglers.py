@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
     """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` looks.
-    A look has the seconds of all W ranks; the newest is last, and its slowest rank comes first. [] with too few looks.
+    A look has the step seconds of all ranks; the newest look is the last one. The result begins with the slowest rank
+    and is [] if there are too few looks.
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:

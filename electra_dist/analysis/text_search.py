@@ -26,7 +26,7 @@ class FoundRow(NamedTuple):
 def rows_with_tokens(
     blocks: Iterable[tuple[int, NDArray[np.integer]]], tokens: list[int], special_ids: set[int], least: int
 ) -> Iterator[FoundRow]:
-    """Yield the rows of blocks (shard, [rows, seq_len]) that hold at least `least` consecutive `tokens` of a text."""
+    """Yield rows with at least `least` consecutive tokens of a text; a block is (shard index, ids [rows, seq_len])."""
     assert 1 <= least <= len(tokens)
     for shard, rows in blocks:
         for row in _possible_rows(rows, tokens, least):
@@ -37,7 +37,7 @@ def rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the rows that hold all of some `least` consecutive tokens of the text, in any order: candidates."""
+    """Return candidates: the numbers of rows that hold some `least` consecutive tokens of the text in any order."""
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
     found = np.zeros(num_rows, np.bool_)

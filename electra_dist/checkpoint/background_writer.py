@@ -59,11 +59,12 @@ class CheckpointWriter:
         patience: Patience | None = None,
         clears_staging: bool = True,
     ) -> None:
-        """Rank 0 also commits checkpoints and deletes those that are `superfluous` by `policy` and `rollback_steps`.
+        """Take the stores (`targets`) that receive every checkpoint. Rank 0 also commits and deletes checkpoints.
 
-        `staging` holds a file before its upload if no target is a local folder. The ranks of a node share it, so one
-        of them has `clears_staging`: it deletes the files of starts before `attempt`. `patience` limits how long a
-        save waits for targets that are full or away; None: not at all.
+        `policy` and `rollback_steps` decide which old ones are deleted (see `superfluous`). If no target is a local
+        folder, a file is written to the folder `staging` before its upload. The ranks of a node share this folder. One
+        of them, with `clears_staging`, deletes there the files of starts of the run before `attempt`. `patience`
+        limits how long a save waits for targets that are full or away; None: no wait.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -92,7 +93,7 @@ class CheckpointWriter:
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
         """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
-        If it is not called, the first save does this, and is slower. Call it while no save is in flight.
+        Without this call, the first save does the same and takes longer. Call it while no save is in flight.
         """
         num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
         if self._buffer is not None and self._buffer.numel() == num_values:
@@ -103,9 +104,9 @@ class CheckpointWriter:
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy this rank's part of the training state to host memory, and start writing it in the background.
-        Call it on every rank at the same step, with the same `state`. It first waits for the previous save, and raises
-        its error. Afterwards the fragments may change, but the checkpoint exists only when `on_commit` is
-        called on rank 0.
+        Call it on every rank at the same step, with the same `state`. The call first waits for the previous save and
+        raises the error of that save, if any. When it returns, the fragments may change again. The checkpoint exists
+        once `on_commit` is called on rank 0.
         """
         wait_begin = time.perf_counter()
         self.wait()
@@ -118,9 +119,9 @@ class CheckpointWriter:
         return timing
 
     def wait(self) -> None:
-        """Wait until no save is in flight, then raise (once) the error of a save or of a deletion, if there was one.
-        Without an error, on rank 0 all targets have the checkpoint; another rank knows only that its own file is
-        stored. The deletion of old checkpoints may still go on.
+        """Wait until no save is in flight. If a save or a deletion has failed, raise its error (once).
+        Success means on rank 0 that all targets have the checkpoint, and on other ranks that their own file is stored.
+        The deletion of old checkpoints may still go on.
         """
         self._join(self._thread)
         self._thread = None
@@ -143,11 +144,11 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save or a deletion has ended with an error, which the next call of `wait` raises."""
+        """Return whether a save or a deletion has failed; the next call of `wait` raises the error."""
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save and deletion, and free the host buffer; raise the error of either, if any."""
+        """Wait for the last save and deletion, and free the host buffer. If one of the two failed, raise its error."""
         try:
             self.wait()
         finally:
@@ -157,7 +158,7 @@ class CheckpointWriter:
         self._buffer = None
 
     def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
-        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have enough.
+        """Return a text about a disk with too little space for the next checkpoint; "" if all disks have enough.
         Call it on rank 0, after `reserve`. It assumes that every rank saves as much as this one.
         """
         assert self._buffer is not None
@@ -168,7 +169,7 @@ class CheckpointWriter:
         return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments into the host buffer; return its parts in file order: weights, first, second moments."""
+        """Copy the fragments into the host buffer; return its parts: all weights, then first, then second moments."""
         self.reserve(fragments)
         assert self._buffer is not None
         tensors = []
@@ -195,7 +196,7 @@ class CheckpointWriter:
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's file in every target; the leader of a rank group merges entries, and rank 0 commits."""
+        """Store this rank's file in every target. Then group leaders merge manifest entries, and rank 0 commits."""
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
         if self._rank == 0:
@@ -209,7 +210,7 @@ class CheckpointWriter:
         save.delete_staged()
 
     def _must_give_up(self) -> bool:
-        """Return whether the run is ending, so that a save must not wait for other ranks or targets any more."""
+        """Return whether the run is ending, so that a save must stop waiting for other ranks and targets."""
         return self._patience.is_abandoned
 
     def _start_deletion(self, attempt: int) -> None:
@@ -231,9 +232,9 @@ class CheckpointWriter:
 
 
 def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:
-    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed.
-    If storing fails, the later stages still run, for the targets that have the file. After any other failure none
-    runs: nothing is committed before `before_commit` has brought the metrics to the disk.
+    """Run the stages of a save in order; return the first failure that may pass, None if all succeed.
+    If the first stage (storing) fails, the later stages still run for the targets that have the file. Any other
+    failure ends the call, so that nothing is committed before `before_commit` has succeeded.
     """
     first_failure = None
     for stage in stages:

@@ -51,7 +51,7 @@ _FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")
 
 
 class _Frozen(BaseModel):
-    """Base class of the models that a manifest consists of: immutable, and an unknown key is an error."""
+    """Base class of all parts of a manifest. Instances are immutable, and an unknown key in the JSON is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +73,7 @@ class TensorEntry(_Frozen):
 
 
 class FileEntry(_Frozen):
-    """Manifest entry of one rank's safetensors file, whose tensors follow the header without a gap, up to the end."""
+    """Manifest entry of one rank's safetensors file. The file consists of a header and tensors, without gaps."""
 
     name: str  # file name, such as rank-00003.safetensors
     size_bytes: int  # of the whole file
@@ -83,7 +83,7 @@ class FileEntry(_Frozen):
 
     @property
     def is_listed_in_header(self) -> bool:
-        """Return whether this entry lists no tensors, because the header of the file lists them (format 3)."""
+        """Return whether the tensors are listed in the file's header instead of this entry (manifest format 3)."""
         return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
@@ -112,7 +112,7 @@ class LossScaleState(_Frozen):
 
 
 class RunState(_Frozen):
-    """Part of a checkpoint that is not tensors, equal on all ranks; a run loads the checkpoint only if it matches."""
+    """What a checkpoint records besides tensors, equal on all ranks; it tells which run and step were saved."""
 
     step: int  # steps done or skipped; the next one has this number
     attempt: int  # start of the run that wrote the checkpoint, from 1
@@ -161,8 +161,8 @@ class Manifest(_Frozen):
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Return the manifest in `data`, which must be exactly what `dump` wrote; verify its digest and coverage.
-        Raises TornCheckpoint if a byte was changed, the format is unknown, or a part of a parameter is not covered.
+        """Parse and verify a manifest; `data` must be exactly the bytes that `dump` wrote.
+        Raises TornCheckpoint if a byte was changed, the format is unknown, or a part of a parameter is not stored.
         """
         try:
             tree = parse_json(data)
@@ -188,8 +188,8 @@ class Manifest(_Frozen):
 
     def check_coverage(self) -> None:
         """Raise TornCheckpoint unless the files hold every element of every parameter and its moments exactly once.
-        In format 2 it is also checked that each byte of a file is covered; in format 3 that is checked when the header
-        of the file is read.
+        In format 2, the entries must also cover each byte of their files. In format 3, this is checked when the header
+        of a file is read.
         """
         if self.runs is not None:
             self._check_runs(self.runs)
@@ -235,7 +235,7 @@ def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the folder name of a checkpoint after `step` steps by start `attempt` of the run: step-00000400-a0003."""
+    """Return the folder name of a checkpoint that start `attempt` of the run wrote at `step`: step-00000400-a0003."""
     return f"step-{step:08d}-a{attempt:04d}"
 
 
@@ -261,8 +261,8 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read and verify a checkpoint's manifest, but no tensor file; a faulty reading is repeated.
-    Raises TornCheckpoint if the manifest is damaged or of another folder, StoreMissing if there is none.
+    """Read and verify the manifest in a checkpoint's folder, but no tensor file; repeat a faulty reading.
+    Raises TornCheckpoint if the manifest is damaged or belongs to another folder, StoreMissing if there is none.
     """
     manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
@@ -274,7 +274,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until it is valid, or two readings have the same wrong bytes: a bit may flip on the way."""
+    """Read a manifest until it is valid or two readings give the same wrong bytes; a bit may flip in transit."""
 
     def read_once() -> tuple[Manifest | TornCheckpoint, str]:
         data = store.read(key, must_exist=True)

@@ -26,14 +26,14 @@ _WRITE_TEST = "write-test"  # one name, so that the next start deletes the objec
 
 def open_targets(config: Config) -> list[Store]:
     """Open the stores that receive every checkpoint, in the order in which a load tries them. Nothing is read yet.
-    Raises UserError if a URL is malformed, or S3 is named without boto3 being installed.
+    Raises UserError if a URL is malformed, or if S3 is named and boto3 is not installed.
     """
     return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
 
 
 def check_targets(config: Config) -> None:
     """Write an object to each store of `checkpoint.targets` and delete it: a bad store is found before a run begins.
-    Raises UserError if an object appears in two stores, which are then one place by two names (such as a bind mount).
+    Raises UserError if an object appears in two stores: they are one place with two names, as with a bind mount.
     The default target is not checked: it is inside the run folder. Call it on rank 0 only.
     """
     if not config.checkpoint.targets:
@@ -66,14 +66,14 @@ def _holds(store: Store, content: bytes) -> bool:
 
 
 class OtherRun(UserError):
-    """Error for a checkpoint, found in a folder or store of one run, that another run has written."""
+    """Error for a checkpoint of another run, found in a folder or store that belongs to this run."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Run whose checkpoints are expected, described by two digests that every manifest records."""
+    """Run that must have written a checkpoint, described by two digests that every manifest records."""
 
-    identities: frozenset[str]  # digests of its identity, one for each version of numerics that it may have used
+    identities: frozenset[str]  # digests of its identity, one for each version of its arithmetic (`numerics`)
     corpora: frozenset[str]  # fingerprint of its corpus
 
     def fault(self, state: RunState) -> str:
@@ -85,7 +85,7 @@ class Owner:
         return ""
 
     def check(self, state: RunState, url: str) -> None:
-        """Raise OtherRun unless a checkpoint is of this run; `url` is its place, for the message."""
+        """Raise OtherRun unless this run wrote the checkpoint with this state; the message names its place `url`."""
         fault = self.fault(state)
         if fault:
             raise OtherRun(
@@ -94,7 +94,7 @@ class Owner:
             )
 
     def check_all(self, targets: Iterable[Store]) -> None:
-        """Raise OtherRun if a manifest in these stores is of another run; damaged manifests are passed over."""
+        """Raise OtherRun if another run wrote a checkpoint in these stores; skip damaged manifests."""
         for target in targets:
             for _, _, folder in committed(target):
                 try:
@@ -105,7 +105,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the run of a run folder, from its config and `identity` (its identity.json); None if that is empty."""
+    """Return the owner for a run folder's config and `identity` (its identity.json); None if `identity` is empty."""
     if not identity:
         return None
     numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}

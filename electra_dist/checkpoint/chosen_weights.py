@@ -42,7 +42,7 @@ class ChosenWeights(NamedTuple):
 
 
 def report_nothing(num_read: int, num_to_read: int) -> None:
-    """Report no progress; the default where a function takes a `CheckpointProgress`."""
+    """Do nothing: the default for functions that take a `CheckpointProgress` callback."""
 
 
 def read_chosen(
@@ -52,9 +52,9 @@ def read_chosen(
     progress: CheckpointProgress = report_nothing,
     owner: Owner | None = None,
 ) -> ChosenWeights:
-    """Read the fp32 master weights of a chosen checkpoint, or the mean of it and the `num_averaged - 1` before it.
+    """Read the fp32 master weights of a chosen checkpoint, or their mean with `num_averaged - 1` earlier checkpoints.
     The best checkpoint has the highest context AUC on held-out rows or, without a discriminator, the lowest loss.
-    Raises OtherRun if another run than `owner` wrote such a checkpoint, UserError if too few are good.
+    Raises OtherRun if a checkpoint is not of the run `owner` (None: any run), UserError if too few are good.
     """
     progress(0, num_averaged)
     if choice == "best":
@@ -100,7 +100,7 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Read the checkpoints of `steps` one by one; yield the good ones, and add a line to `damaged` for each other."""
+    """Read the checkpoints of `steps` one by one; yield good ones, and add a line to `damaged` for each other one."""
     for step in steps:
         try:
             state, weights, damaged_copies = assemble(targets, step)

@@ -51,7 +51,7 @@ _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
 class Fenced(UserError):
-    """Error in a process whose run has been started again: it must end, and neither commit nor delete anything.
+    """Error in a process of an older start after the run was started again: the process must not write any more.
     It is a UserError, so that the process ends with one line and is not started again.
     """
 
@@ -62,10 +62,10 @@ def begin_attempt(
     older_runs: Mapping[int, dict[str, str]] = _NO_OLDER_RUNS,
     accept_new_numerics: bool = False,
 ) -> int:
-    """Take the next number for this start of the run, and delete uncommitted files of earlier starts. Once, on rank 0.
-    The number is above all numbers in the targets. It is taken by creating `attempts/NNNN.json`, which contains `run`,
-    on every target: a store creates it only if it is absent, so no two starts get the same number. `older_runs` maps
-    older numerics (versions of random draws and rounding) to what identified this run with them.
+    """Take the next number for this start of the run, and delete uncommitted files of earlier starts.
+    Call it once, on rank 0. It creates `attempts/NNNN.json` in every target, with the digests `run` that identify the
+    run. A store creates a file only if it is absent, so no two starts get the same number. `older_runs` maps older
+    numerics (versions of random draws and rounding) to the digests that identified this run then.
     Raises UserError if a target holds another run's checkpoints or cannot create a file only if it is absent;
     OtherNumerics if the newest start had older numerics and `accept_new_numerics` is not set.
     """
@@ -100,7 +100,7 @@ def begin_attempt(
 def _check_older_run(
     target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> None:
-    """Raise unless the newest start in a target belongs to this run, with older numerics whose change is accepted."""
+    """Raise an error unless the newest start in a target was of this run, with older numerics that are accepted."""
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
     if numerics is None:
@@ -126,9 +126,9 @@ def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> boo
 
 
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
-    """Raise UserError if a store replaces the file `key`, which this process has just created with this content.
+    """Raise UserError if `write_new` replaces an existing file; this process has just created `key` with `document`.
     Some S3 services ignore the header If-None-Match of a PUT. There, two starts of a run could take the same number,
-    and one that was replaced could commit a checkpoint over its successor's.
+    and the older one could overwrite a checkpoint of the newer one.
     """
     if target.write_new(key, document):
         raise UserError(
@@ -139,7 +139,7 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of the run in a target, 0 before the first, from one listing."""
+    """Return the number of the newest start of the run in a target; 0 if there was none. It costs one listing."""
     numbers = [0]
     for key in target.list(_ATTEMPTS):
         name = _ATTEMPT_KEY.fullmatch(key)
@@ -149,7 +149,7 @@ def newest_attempt(target: Store) -> int:
 
 
 def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
-    """Return the run's identity as start `attempt` recorded it in a store; None if the file is missing or damaged."""
+    """Return the digests that start `attempt` recorded to identify its run; None if the file is missing or damaged."""
     try:
         document = parse_json(target.read(_attempt_key(attempt)))
     except (StoreMissing, DamagedJson):
@@ -161,8 +161,8 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 def leftovers(target: Store, attempt: int) -> list[str]:
     """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
-    These are the ranks' single entries of checkpoints that are committed or set aside, and all files of a folder
-    without a manifest that a start before `attempt` (the newest) wrote. The newest start may still write to its own.
+    They are the ranks' entries of finished checkpoints (committed or set aside as unusable), and all files of
+    unfinished checkpoints from starts before `attempt`. The newest start, `attempt`, may still be writing its own.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
@@ -178,7 +178,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the files that `leftovers` returns, and unfinished uploads of earlier starts; return the files' keys."""
+    """Delete the files that `leftovers` names, and unfinished uploads of earlier starts; return the files' keys."""
     leftover_keys = leftovers(target, attempt)
     target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
@@ -197,7 +197,7 @@ def _is_of_checkpoint(key: str) -> bool:
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder that a start before `attempt` wrote; False elsewhere."""
+    """Return whether a key is in a checkpoint folder of a start before `attempt`; False outside such folders."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -214,12 +214,12 @@ def commit(
     is_repeated: bool = False,
     give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
-    Set `is_repeated` if this process has tried it before: an existing manifest is then its own. With more than 16
-    ranks it waits for the merged entries of `merge_group`. `saved_at` is UTC in ISO 8601, the same in all targets.
-    Raises Fenced if a newer start exists (if that began during the commit, the checkpoint exists nevertheless) or
-    another process has created the manifest; TimeoutError after `ENTRY_TIMEOUT_S`, or if `give_up` returned True
-    meanwhile; TornCheckpoint if the entries do not cover every parameter once.
+    """Commit a checkpoint on one target: wait for the manifest entries of all ranks, then create the manifest.
+    For rank 0 only. `saved_at` is UTC in ISO 8601, the same in all targets. Set `is_repeated` if this process has
+    tried before: an existing manifest is then its own.
+    Raises Fenced if a newer start exists or another process has created the manifest. (If the newer start began during
+    the commit, the checkpoint exists nevertheless.) Raises TimeoutError after `ENTRY_TIMEOUT_S` or when `give_up`
+    returns True, and TornCheckpoint if the entries do not cover every parameter once.
     """
     folder = folder_name(state.step, state.attempt)
     keys = keys_of_rank_0(folder, state.world_size)
@@ -279,8 +279,8 @@ def retain(
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:
-    """Return a checkpoint's scores on held-out rows, by its manifest; `NOT_EVALUATED` if absent or unreadable.
-    Raises StoreAway if the store does not respond: the best checkpoint must not be deleted for that.
+    """Read a checkpoint's scores on held-out rows from its manifest; `NOT_EVALUATED` if absent or unreadable.
+    Raises StoreAway if the store does not respond, so that a good checkpoint does not count as one without scores.
     """
     try:
         state = read_manifest(target, folder).state

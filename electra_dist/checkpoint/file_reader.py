@@ -70,7 +70,7 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
 
 
 def file_faults(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> list[str]:
-    """Compare size and header of a tensor file with its manifest entry; return faults, [] for a good file.
+    """Compare size and header of a tensor file with its manifest entry; return what is wrong, [] for a good file.
     For a missing file the result is exactly `[missing(file.name)]`.
     """
     key = f"{folder}/{file.name}"
@@ -92,7 +92,7 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
 
 
 def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, str]:
-    """Return the header of a tensor file (b"" if there is no such file) and its fault; "" if it matches its digest."""
+    """Return a tensor file's header (b"" without a file) and what is wrong with it ("" if its digest is right)."""
     try:
         header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
     except StoreMissing:
@@ -110,8 +110,8 @@ def read_tensors(
     use: Callable[[TensorEntry, memoryview], None],
     rereading: Rereading,
 ) -> list[str]:
-    """Read the tensors of a request; pass each one that matches its digest to `use`; return a fault for each other.
-    `use` receives little-endian fp32 bytes; after a fault it is called again for tensors that it has received before.
+    """Read the tensors of a request. Pass each one that matches its digest to `use`; return a line for each other one.
+    `use` receives little-endian fp32 bytes. If a wrong tensor is read again, `use` receives the good ones again, too.
     """
     name = f"{store.url}/{folder}/{request.file}"
     return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use), name, rereading)
@@ -142,10 +142,10 @@ def _read_tensors(
 def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Fill the views of `fragments` from a checkpoint, each tensor verified, and return the faults.
-    With faults the views are partly overwritten. Stored tensors may be other ranges of the parameters than fragments;
-    only those that share elements with a fragment are read. `check` are files whose size and header are compared, too:
-    each rank passes its share. Not collective.
+    """Read verified values from a checkpoint into the views of `fragments`; return what is wrong, [] if all is good.
+    Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
+    overwritten. Size and header of the files `check` are verified, too; each rank passes its share of all files. Not
+    collective.
     """
     destinations = _Destinations(fragments)
     rereading = Rereading(store.reread_pauses_s)
@@ -181,9 +181,9 @@ def _files_of(
 def with_tensors(
     store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
 ) -> tuple[list[FileEntry], list[str]]:
-    """Complete manifest entries that list no tensors (format 3) from the headers of their files; keep other entries.
-    Returns the entries without those whose header is missing or damaged, and one fault for each of these. Raises
-    TornCheckpoint if a header's tensors do not cover its file.
+    """Complete manifest entries that list no tensors (format 3): read the lists from the headers of the files.
+    Returns all complete entries, and a line for each file whose header is missing or damaged. Raises TornCheckpoint if
+    a header's tensors do not cover its file.
     """
 
     def complete(file: FileEntry) -> tuple[FileEntry, str]:
@@ -206,7 +206,7 @@ def with_tensors(
 
 
 class _Destinations:
-    """Fragments that a load fills, found by the stored tensors that overlap them.
+    """Lookup from a stored tensor to the fragments of a load that share elements with it.
     Several threads may use it at once: the lookup does not change, and no element is in two stored tensors.
     """
 
@@ -217,11 +217,11 @@ class _Destinations:
                 self._fragments[kind, fragment.name].append(fragment)
 
     def need(self, tensor: TensorEntry) -> bool:
-        """Return whether a fragment shares elements with a stored tensor, which must therefore be read."""
+        """Return whether a stored tensor must be read, because a fragment shares elements with it."""
         return len(self._overlapping(tensor)) > 0
 
     def copy(self, tensor: TensorEntry, data: memoryview) -> None:
-        """Copy the verified little-endian fp32 bytes of a stored tensor into the fragments that share elements."""
+        """Copy the verified little-endian fp32 bytes of a stored tensor into the fragments that share its elements."""
         values = torch.frombuffer(data, dtype=torch.float32)
         for fragment in self._overlapping(tensor):
             # The shared elements are [begin, end) of the flattened parameter.
@@ -243,9 +243,9 @@ class _Destinations:
 def verify(
     store: Store, folder: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and the faults.
-    `advance` is called from several threads, with the bytes read since its last call. A StoreError is no verdict: the
-    checkpoint may be good.
+    """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and what is wrong.
+    `advance` is called from several threads, with the number of bytes read since its last call. After a StoreError,
+    the checkpoint may still be good.
     """
     try:
         manifest = read_manifest(store, folder)
@@ -260,7 +260,7 @@ def verify(
 def verify_file(
     store: Store, folder: str, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Verify every byte of one tensor file against its manifest entry, and return the faults, [] for a good file."""
+    """Verify every byte of one tensor file against its manifest entry; return what is wrong, [] for a good file."""
 
     def verify_request(request: Request) -> list[str]:
         request_faults = read_tensors(store, folder, request, lambda tensor, data: None, rereading)
@@ -285,7 +285,7 @@ def verify_file(
 
 
 def missing(file: str) -> str:
-    """Return the fault text of a missing file, with which callers tell a missing file from a damaged one."""
+    """Return the text for a missing file; callers compare with it to tell a missing file from a damaged one."""
     return f"{file} is missing"
 
 

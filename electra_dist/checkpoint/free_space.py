@@ -21,16 +21,16 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def save_folders(targets: Sequence[Store], staging: Path) -> list[Path]:
-    """Return the folders to which a rank writes its file of a checkpoint: all local targets, or else `staging`."""
+    """Return the folders to which a rank writes its checkpoint file: all local targets, or `staging` without any."""
     local_paths = [target.local_path("checkpoint") for target in targets]
     local_folders = [path.parent for path in local_paths if path is not None]
     return local_folders or [staging]
 
 
 def shortage(folders: Sequence[Path], needed_bytes: int) -> str:
-    """Return a text about a disk without space for `needed_bytes` in each of its folders; "" if all have enough.
-    The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over:
-    the save reports it.
+    """Return a text about a disk that is too full for `needed_bytes` in each folder on it; "" if all have enough.
+    The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over,
+    because the save will report it.
     """
     folders_by_disk: dict[int, list[Path]] = {}
     for folder in folders:

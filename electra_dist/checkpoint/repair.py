@@ -58,8 +58,8 @@ class Found:
 
 def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
-    It costs one listing, and one request for each folder with a manifest or set aside. Without `owner`, checkpoints of
-    other runs are not recognized.
+    It costs one listing, and one request for each checkpoint that is committed or set aside. Without `owner`,
+    checkpoints of other runs are not recognized.
     """
     names_by_folder: dict[str, set[str]] = {}
     for key in target.list("step-"):
@@ -108,7 +108,7 @@ def repair(
     """Repair the checkpoints of all targets while the caller iterates; yield one line for each change.
     A damaged checkpoint is restored from another target or a donor, or set aside if none has a good copy; then files
     that no checkpoint needs are deleted. With `dry_run` the lines say what would be done. `advance` receives, from
-    several threads, the bytes verified since its last call. `owner` None: a store's attempts/*.json name the run.
+    several threads, the bytes verified since its last call. `owner` is the run (None: see attempts/*.json).
     Raises OtherRun before any change if a checkpoint in a target or a donor is of another run.
     """
     surveys = [survey(target) for target in targets]
@@ -127,7 +127,7 @@ def repair(
 
 
 def _owner_of(found: Found) -> Owner | None:
-    """Return the run that wrote a checkpoint, by attempts/*.json or else its manifest; None if both are lost."""
+    """Return which run wrote a checkpoint, from attempts/*.json or else its manifest; None if both are lost."""
     run = run_of_attempt(found.target, found.attempt)
     manifest = _own_manifest(found)
     if run is None and manifest is not None:
@@ -164,8 +164,8 @@ def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
 
 
 def copy_to_all(targets: Sequence[Store], folder: str) -> None:
-    """Copy a checkpoint to each target without it, such as after a kill between the commits on two targets.
-    At least one target must have it, verified by the caller. The manifest is copied last.
+    """Copy a checkpoint to each target that lacks it, for example after a kill between two commits.
+    At least one target must have the checkpoint, verified by the caller. The manifest is copied last.
     """
     has_it = [target.exists(f"{folder}/{MANIFEST}") for target in targets]
     donor = targets[has_it.index(True)]
@@ -213,7 +213,7 @@ def _repair_checkpoint(
 
 
 def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
-    """Return whether a store has a copy of a checkpoint: the same manifest or, if it is lost in `found`, the same run.
+    """Return whether a store has a copy of `found`: the same manifest or, if the manifest is lost, the same run.
     The manifests of copies are equal, because a save writes the same files, digests and time to all targets.
     """
     try:

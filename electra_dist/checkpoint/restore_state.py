@@ -47,7 +47,7 @@ _FURTHER_FIELDS_OF_A_RUN = {
 
 
 class _Candidate(NamedTuple):
-    """A committed checkpoint in one store that a load may try; nothing of it has been verified yet."""
+    """A committed checkpoint in one store that a load may try. It has not been verified yet."""
 
     step: int
     attempt: int  # number of the start of the run that wrote it
@@ -80,11 +80,11 @@ def load_newest(
     stopped: Collection[int] = (),
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into the views of `fragments`, this rank's part of the state. Collective.
-    Returns its state and a line for each checkpoint that was set aside. The state is None, and the run begins at step
-    0, if there is no checkpoint or a rollback has discarded all. `older_identities` are digests of this run's identity
-    with older numerics (rounding, random draws), which the user has accepted. `stopped` are the skipped steps that the
-    loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other difference in
-    skipped steps is an error.
+    Returns its run state, and a line for each checkpoint that was set aside. The state is None, and the run begins at
+    step 0, if there is no checkpoint or a rollback has discarded all. `older_identities` are digests of this run's
+    identity with older numerics (rounding, random draws) that the user has accepted. `stopped` are the skipped steps
+    that the loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other
+    difference in skipped steps is an error.
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StoreAway, on all ranks, if the call may be repeated later.
     """
@@ -215,7 +215,7 @@ def check_belongs(
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, newest first; copies of one in the order of `targets`."""
+    """Return the committed checkpoints of all targets, newest first; copies are in the order of `targets`."""
     candidates = []
     for target_index, target in enumerate(targets):
         for step, attempt, folder in committed(target):
@@ -231,7 +231,7 @@ def _read_own_part(
     older_identities: Collection[str],
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
-    """Fill this rank's `fragments` with verified values; check size and header of its share of files. Not collective.
+    """Read and verify this rank's `fragments`; check size and header of its share of the files. Not collective.
     Returns the checkpoint's run state and None, or None and the first fault.
     """
     try:

@@ -10,7 +10,7 @@ from electra_dist.config import CheckpointConfig
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """Scores of a checkpoint on held-out rows, by which the best ones are chosen; None where it has no such score."""
+    """Scores of a checkpoint on held-out rows, from which the best checkpoint is chosen. None means no score."""
 
     context_auc: float | None = None  # None without a discriminator, and in checkpoints of older versions
     loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens

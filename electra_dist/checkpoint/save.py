@@ -31,7 +31,7 @@ _HEADER_BYTES = 1 << 20  # allowed for the header of a tensor file, and for the 
 
 @dataclass(kw_only=True)
 class _Copy:
-    """Progress of the copy of one checkpoint in one target; each stage of a save sets its flag when it is done."""
+    """Progress of saving one checkpoint to one target. Each stage of the save sets its flag when it is done."""
 
     target: Store
     is_stored: bool = False  # this rank's file and its entry are there
@@ -71,7 +71,7 @@ class Save:
         return self._for_each(self._store, failures)
 
     def merge(self, give_up: Callable[[], bool]) -> Exception | None:
-        """Merge the manifest entries of the ranks that this rank leads, if any, in every target that has its file.
+        """If this rank leads a group, merge the group's manifest entries in every target that has this rank's file.
         While entries of other ranks are missing, `give_up` is called; if it returns True, TimeoutError is raised.
         """
         group = led_group(self._rank, self._state.world_size)
@@ -91,7 +91,7 @@ class Save:
             self._staging.delete(self._key)
 
     def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
-        """Run a stage for all targets but the first ones, whose results are `failures`; return the first failure."""
+        """Run a stage for the targets for which `failures` has no result yet; return the first failure of all."""
         remaining_copies = self._copies[len(failures) :]
         results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
         return next((failure for failure in results if failure is not None), None)
@@ -106,7 +106,7 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Write the file (first call) into a local target or the staging folder; upload copies to other targets."""
+        """Store the file and its entry in one target; the first call writes the file, later ones upload copies."""
         if copy.is_stored:
             return
         path_in_target = copy.target.local_path(self._key)  # None for a target on S3
@@ -138,7 +138,7 @@ class Save:
 
 
 def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Raise StoreAway if the disk is too full for the file: each try would fill it up, also for other users."""
+    """Raise StoreAway if the disk is too full for the file, because a try would fill it for other users, too."""
     needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
     try:
         free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
     """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
-    The views share the memory of the tensors that they are parts of, such as the training state.
+    The views share memory with the tensors of, for example, the training state.
     """
 
     name: str  # of the parameter
@@ -106,7 +106,7 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
 
 
 def parse_header(file: FileEntry, header: bytes) -> FileEntry:
-    """Return a file's manifest entry, completed by the tensors that its header (verified by the caller) lists.
+    """Return a file's manifest entry with the tensors that the header lists. The caller has verified the header.
     Raises TornCheckpoint if header and tensors do not cover every byte of the file exactly once.
     """
     table = json.loads(header[_LENGTH_BYTES:])
@@ -141,7 +141,7 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
 
 
 def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
-    """Return the header of a safetensors file: pieces named `KIND|PARAMETER|START`, and `digests` if there are any.
+    """Return the header of a safetensors file that lists `pieces` as `KIND|PARAMETER|START`, and holds `digests`.
     The JSON is padded to a multiple of 8 bytes, as the format asks, so that the data after it are aligned.
     """
     table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}

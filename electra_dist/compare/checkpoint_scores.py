@@ -29,9 +29,9 @@ from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_ob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Score of one checkpoint by one measure; the fields are the keys of its JSON file.
-    The score is that of a probe at the layer which the training data choose, the median over the seeds of fine-tuning,
-    the accuracy on minimal pairs, or the context AUC (see `context_measure.py`).
+    """Score of one checkpoint by one measure (a way to score encoders); the fields are the keys of its JSON file.
+    The number is a probe's score at the layer that held-out training data choose, the median over the seeds of
+    fine-tuning, the accuracy on minimal pairs, or the context AUC (see `context_measure.py`).
     """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
@@ -52,7 +52,7 @@ _SCORE = TypeAdapter(Score)
 
 
 def with_prefix(progress: Progress, prefix: str) -> Progress:
-    """Return a callback that calls `progress` with `prefix` before the activity: "predict" becomes "rte: predict"."""
+    """Wrap `progress` so that `prefix` stands before each activity, as in "rte: predict" for the prefix "rte: "."""
 
     def report(activity: str, done: int, total: int) -> None:
         progress(f"{prefix}{activity}", done, total)
@@ -71,11 +71,11 @@ class Scores:
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return the measures for which the checkpoint of the run `cell` at `step` has no valid score yet."""
+        """Return those of `measures` that have no valid score yet for the checkpoint at `step` of the run `cell`."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
-        """Return a checkpoint's stored score; None without one for the present config, corpus and task data."""
+        """Return a checkpoint's stored score; None if there is none for the present config, corpus and task data."""
         path = self._path(entry, cell, step, measure)
         if not path.exists():
             return None
@@ -125,7 +125,7 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of a score's file. It does not depend on the config, so new scores replace old ones."""
+        """Return the path of a score's file; it does not depend on the config, so a new score replaces an old one."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:

@@ -87,7 +87,7 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
-        """Score the checkpoints that lack scores, train the runs that this needs, and write results after each run.
+        """Train the runs and score their checkpoints, as far as scores are missing; write results after each run.
         Returns whether all runs are finished and all checkpoints scored; if not, `failures` says why. `note` is called
         with one line for the user after each run.
         """
@@ -119,7 +119,7 @@ class Comparison:
         return not self._failures
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
-        """Score the checkpoints that interrupted runs have saved; finished runs come later, while others train."""
+        """Score the saved checkpoints of unfinished runs; those of finished runs are scored later, during training."""
         for cell in cells:
             is_finished = cell.marks[-1] in saved_steps(cell)
             if not is_finished:
@@ -155,7 +155,7 @@ class Comparison:
         return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint by every measure that has no valid score of it yet; turn a UserError into a failure."""
+        """Score a checkpoint by every measure that lacks a valid score for it; record a UserError as a failure."""
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
@@ -167,13 +167,13 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether all checkpoints of a run are scored, so that it need not be made; False without measures."""
+        """Return whether a run needs no training, because all its checkpoints are scored; False without measures."""
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
-        """Return the measures for the checkpoint at `step`; `at: ends` means initial and last weights only."""
+        """Return the measures that are due at `step`; those with `at: ends` score only the first and last weights."""
         is_first_or_last = step in (0, cell.marks[-1])
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
@@ -201,7 +201,7 @@ class Comparison:
         return [*self._failures.values(), *score_failures(self.scores())]
 
     def results(self) -> ComparisonResults:
-        """Read the scores that exist, and return the tables, the texts and the verdict that follow from them."""
+        """Read the scores that exist, and make the tables, the texts and the verdict from them."""
         return ComparisonResults(
             compare=self._compare,
             plan=self.plan,
@@ -241,7 +241,7 @@ class Comparison:
 
 
 def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
-    """Return a key for a checkpoint's failure: run and step, as in "rtd-seed1 500" or "random-seed1 0"."""
+    """Return the key under which a checkpoint's failure is recorded: run and step, as in "rtd-seed1 500"."""
     return f"{entry}-seed{cell.seed} {step}"
 
 

@@ -57,7 +57,7 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Refuse keys that must be equal in all runs, or that the comparison or the entry's `objective` sets."""
+        """Refuse keys that must be equal in all runs, and keys that the comparison or `objective` sets itself."""
         for key in value:
             for reserved_key in RESERVED:
                 is_reserved = key == reserved_key or key.startswith(f"{reserved_key}.")
@@ -72,9 +72,9 @@ class Entry(Section):
 
 
 class TaskEntry(Section):
-    """One task on which encoders are scored, and how: by a probe or by fine-tuning, at which checkpoints.
-    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how: tags`
-    or `how: heads` a treebank.
+    """One task on which encoders are scored, with the method (probe or fine-tuning) and the checkpoints to score.
+    The task is one of GLUE, or a custom task, which needs the keys `text_a` and `label` for its columns, or a
+    treebank, which needs `how: tags` or `how: heads`.
     """
 
     task: str | None = Field(

@@ -64,9 +64,9 @@ class Plan:
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
-    """Determine the runs of a comparison; a relative path of the base config starts at the folder of `file`.
-    Raises UserError if the base config or an objective's `set` is not valid, or a run has too few steps for the
-    shares `evaluate_at`.
+    """Determine the runs of a comparison; a relative path of the base config starts at the folder of config `file`.
+    Raises UserError if the base config or an objective's `set` is not valid, or a run has too few steps for as many
+    checkpoints as `evaluate_at` asks for.
     """
     base = file.parent / compare.base
     # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
@@ -100,7 +100,7 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Scale the steps of the learning-rate decay to `num_steps`, at least 1; None if the config has none."""
+    """Scale the base config's `decay_steps` to a run of `num_steps` steps, to at least 1; None if it has none."""
     if config.optimizer.decay_steps is None:
         return None
     decay_share = config.optimizer.decay_steps / config.train.num_steps
@@ -108,7 +108,7 @@ def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
-    """Return the steps whose checkpoints are scored: 250 and 1,000 of 1,000 with `evaluate_at` 0.25 and 1.0."""
+    """Return the steps whose checkpoints are scored: 250 and 1,000 of 1,000 if `evaluate_at` is (0.25, 1.0)."""
     steps = tuple(max(1, round(share * num_steps)) for share in compare.evaluate_at)
     if len(set(steps)) < len(steps):
         raise UserError(

@@ -30,7 +30,7 @@ from electra_dist.model.parameter_counts import parameter_counts
 
 class ComparisonResults:
     """Results of a comparison, computed from the scores that exist; some runs or scores may still be missing.
-    `rows` are those of the table of scores; `metric_of` maps each column, except the average, to its metric.
+    `rows` are the rows of the table of scores. `metric_of` maps each column, except the average, to its metric.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ComparisonResults:
         command: str,
         criterion_origin: str,
     ) -> None:
-        """Group the scores into rows and judge the criterion; `criterion_origin` tells when it was stated (or "")."""
+        """Group the scores into rows, and judge the criterion; `criterion_origin`, or "", says when it was stated."""
         self._compare = compare
         self._plan = plan
         self._scores = scores
@@ -74,7 +74,7 @@ class ComparisonResults:
         return console_table(self._title, self.rows, len(self._compare.seeds))
 
     def difference_table(self) -> Table:
-        """Return a table for the terminal: how the objectives' final scores differ from those of the baseline."""
+        """Return the differences of the objectives' final scores to the baseline's, as a table for the terminal."""
         return console_differences(self._difference_rows, self._baseline, self._columns)
 
     def verdict_lines(self) -> list[str]:

@@ -22,7 +22,7 @@ CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the cri
 
 
 class Verdict(NamedTuple):
-    """Whether a criterion is "met" or "not met", or "open" while scores are missing, and the numbers behind it."""
+    """Answer to a criterion ("met", "not met", or "open" while scores are missing), and the numbers behind it."""
 
     answer: str
     passed: list[str]  # metrics on which `arm` beats `baseline` by the stated number of standard errors
@@ -30,9 +30,9 @@ class Verdict(NamedTuple):
 
 
 def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verdict:
-    """Judge a criterion by the scores of the runs' last checkpoints; it stays open as long as seeds are missing.
-    A metric is passed if the mean over the seeds of `arm` minus `baseline` is larger than `standard_errors` times its
-    standard error, which is the larger one of those over the seeds and over the test examples.
+    """Judge a criterion by the scores of the runs' last checkpoints; the answer is "open" while seeds are missing.
+    A metric is passed if the mean over the seeds of `arm` minus `baseline` is larger than `standard_errors` standard
+    errors. Of the error over the seeds and that over the test examples, the larger one counts.
     """
     differences: dict[str, Difference] = {}
     passed = []

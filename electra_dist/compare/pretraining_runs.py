@@ -40,8 +40,8 @@ def saved_steps(cell: Cell) -> set[int]:
 
 
 class Pretrainings:
-    """Pool of the runs of a comparison, of which at most `parallel` train at the same time; a context manager.
-    Call `result` for one run after the other. While it waits for a run, the next ones train at the same time.
+    """Context manager that trains the runs of a comparison, at most `parallel` of them at the same time.
+    Call `result` for one run after the other. While `result` waits for a run, the next runs train beside it.
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
@@ -93,8 +93,9 @@ class Pretrainings:
 
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     """Start or continue a run, and wait until it ends; return "" if it is finished, else the reason in one line.
-    A run that an earlier comparison has started and that still trains is waited for. `pause` is called between checks;
-    if it raises, a run that this call has started saves a checkpoint and ends, and the exception passes on.
+    If an earlier comparison has started the run and it still trains, it is not started again. `pause` is called
+    between checks. If `pause` raises, a run that this call has started saves a checkpoint and ends, and the exception
+    passes on.
     """
     last_step = cell.marks[-1]
     # The value of an environment variable by which the run's processes on this machine are found.
@@ -122,7 +123,7 @@ class _StoppedError(Exception):
 
 
 def _current_step(cell: Cell) -> int:
-    """Return the optimizer step in the heartbeat of rank 0; 0 if it has none yet."""
+    """Return the optimizer step that rank 0 has recorded in its heartbeat file; 0 if there is none yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:
             return beat.step
@@ -130,7 +131,7 @@ def _current_step(cell: Cell) -> int:
 
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-    """Run a supervisor and return its exit code; if `pause` raises, the ranks save a checkpoint and all end."""
+    """Run the supervisor of a run; return its exit code. If `pause` raises, the ranks save a checkpoint and end."""
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
@@ -151,7 +152,7 @@ def _log_file(cell: Cell) -> Path:
 
 
 def _last_error(log: Path, begin: int) -> str:
-    """Return the last line after `begin` bytes of the log that starts with "error: ", or else its last line."""
+    """Return the log's last line that starts with "error: ", or else its last line; skip the first `begin` bytes."""
     last_line = "it has written nothing to the log"
     last_error = ""
     for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():

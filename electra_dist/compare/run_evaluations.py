@@ -30,7 +30,7 @@ class RunCurves:
 
 def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
-    A field that a run does not record, or whose value is not finite, has no points.
+    A quantity that a run does not record has no points; values that are not finite are left out.
     """
     curves = []
     for cell in cells:

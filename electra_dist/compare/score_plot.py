@@ -96,7 +96,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Return objective -> color, in the order of `entries`, without "random"; from the ninth on, colors repeat."""
+    """Assign a color to each objective in `entries`, except "random"; from the ninth objective on, colors repeat."""
     names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
     return dict(zip(names, itertools.cycle(_COLORS)))
 
@@ -166,7 +166,7 @@ def _label_flops(axes: Axes) -> None:
 
 
 def _format_flops(flops: float, _: int | None) -> str:
-    """Format a tick with two significant digits, as in "1.5e13"; matplotlib also passes the tick's number."""
+    """Format the label of an axis tick, as in "1.5e13"; matplotlib also passes the number of the tick."""
     if flops == 0:
         return "0"
     return f"{flops:.2g}".replace("e+", "e")

@@ -34,7 +34,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Scores, over the seeds, of one objective on one task after some steps, as fractions: one cell of `ScoreRow`."""
+    """Scores of one objective on one task after some steps, for all its seeds, as fractions: one cell of the table."""
 
     median: float
     low: float
@@ -53,9 +53,9 @@ class ScoreRow:
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """Group scores into the rows of the table, ordered by objective, as they first occur, and then by step.
-    `tasks` maps each task, in the order of the columns, to whether it counts in the average. There is an average only
-    if two or more do.
+    """Group scores into table rows, by objective, in the order in which the objectives first occur, and then by step.
+    `tasks` maps each task, in the order of the columns, to whether it counts in the average. The average is a column
+    only if two or more tasks count.
     """
     scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
     for score in scores:
@@ -80,7 +80,7 @@ def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -
 
 
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """Return the failures that scores record, described as in "rte after 1,000 steps: degenerate: ..."."""
+    """Return the failures recorded in scores, with descriptions such as "rte after 1,000 steps: degenerate: ..."."""
     failures = []
     for score in scores:
         for reason in score.failures:
@@ -137,12 +137,12 @@ def markdown(
 
 
 def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
-    """Return seed of pretraining -> score on one task; seeds without a score are left out."""
+    """Return each pretraining seed's score on one task; seeds without a score are left out."""
     return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return seed -> mean score over the tasks, ascending by seed; seeds that lack a score on a task are left out."""
+    """Return each seed's mean score over the tasks, by ascending seed; seeds that lack a score are left out."""
     seeds_per_task = [set(by_seed) for by_seed in by_task]
     complete_seeds = set.intersection(*seeds_per_task)
     return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
@@ -169,7 +169,7 @@ def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[st
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format one table cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" without any."""
+    """Format one table cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" if there is no score."""
     if summary is None:
         return "-"
     num_scores = len(summary.scores)

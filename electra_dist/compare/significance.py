@@ -31,7 +31,7 @@ REMARK = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Mean over the seeds of an objective's score minus that of the baseline, on one task, as a fraction."""
+    """An objective's score minus the baseline's score on one task, averaged over the seeds, as a fraction."""
 
     entry: str  # name of the objective
     baseline: str  # name of the objective with which it is compared
@@ -44,12 +44,12 @@ class Difference:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the larger one of the standard errors over seeds and over test examples; None if neither is known."""
+        """Return the larger of the standard errors over seeds and over test examples; None if neither is known."""
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
 def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
-    """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has a score of both.
+    """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has scores of both.
     `scores` are those of the runs' last checkpoints.
     """
     entry_scores = _by_seed(scores, entry, task)
@@ -91,7 +91,7 @@ def difference_text(difference: Difference | None) -> str:
 def difference_rows(
     scores: Sequence[Score], entries: Sequence[str], baseline: str, tasks: Sequence[str]
 ) -> list[list[str]]:
-    """Return a row for each objective but the baseline: its name, then its difference on each task as text."""
+    """Return a row of texts for each objective but the baseline: its name, then its difference on each task."""
     rows = []
     for entry in entries:
         if entry == baseline:
@@ -102,7 +102,7 @@ def difference_rows(
 
 
 def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> Table:
-    """Return the differences to the baseline as a table for the terminal, with the remark about errors below it."""
+    """Return the differences to the baseline as a table for the terminal, with a note on the errors below it."""
     table = Table(f"minus {baseline}", *tasks, title="differences at the end of the runs", caption=REMARK)
     for row in rows:
         table.add_row(*row)
@@ -133,7 +133,7 @@ def _value(score: Score) -> float:
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
-    """Return the two-sided p-value of a paired t-test; if all differences are equal, 1 for a mean of 0, else 0."""
+    """Return the two-sided p-value of a paired t-test; for a standard error of 0, it is 1 if the mean is 0, else 0."""
     if standard_error == 0.0:
         return 1.0 if mean == 0.0 else 0.0
     statistic = abs(mean) / standard_error
@@ -141,7 +141,7 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
-    """Return the standard error of a difference over the choice of test examples; None if a score has none."""
+    """Return a difference's standard error over the choice of test examples; None if one of the scores has none."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.standard_error for score in scores if score.standard_error is not None]

@@ -137,7 +137,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults_of_architecture(cls, section: Any) -> Any:
-        """Fill in `_MODERN_DEFAULTS` if `architecture` is `modern`."""
+        """If `architecture` is `modern`, use `_MODERN_DEFAULTS` for the keys that the config does not set."""
         if isinstance(section, dict) and section.get("architecture") == "modern":
             return _MODERN_DEFAULTS | section
         return section
@@ -167,7 +167,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
-        """Refuse shapes of the towers that contradict `sharing`."""
+        """Refuse tower shapes that contradict `sharing`, such as unequal towers that share all weights."""
         if self.sharing == "all" and self.generator != self.discriminator:
             raise ValueError(
                 "sharing `all` needs two towers of the same shape; set model.generator to the values of "
@@ -186,13 +186,13 @@ class ModelConfig(Section):
         return self.generator_embedding_size or self.embedding_size
 
     def is_global(self, layer: int) -> bool:
-        """Return whether tokens in layer number `layer`, from 0, attend to their whole example and not to a window."""
+        """Return whether tokens in layer `layer` (from 0) attend to their whole example and not only to a window."""
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
-        """Return the largest number of tokens that a token attends to, summed over the layers of one network.
+        """Return how many tokens a token attends to at most, added up over the layers of one network.
 
-        A global layer counts all `seq_len` tokens of a row, a local layer those of its window.
+        A global layer counts all `seq_len` tokens of a row, a local layer the tokens of its window.
         """
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
@@ -349,8 +349,8 @@ class ObjectiveConfig(Section):
     def trains_generator(self) -> bool:
         """Return whether the objective trains a generator network.
 
-        `mlm` does not, because it replaces no tokens. The others do, unless `generator` is "uniform" or "unigram",
-        which draw replacements from fixed probabilities, or "frozen", which has a network that is not trained.
+        `mlm` does not, because it replaces no tokens. The other objectives do, unless `generator` is "uniform" or
+        "unigram" (replacements have fixed probabilities) or "frozen" (the generator's network is not trained).
         """
         return self.name != "mlm" and self.generator == "trained"
 
@@ -385,8 +385,8 @@ def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
 def _check_two_stage(model: ModelConfig) -> None:
     """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
 
-    After `objective.generator_only_steps` steps the discriminator starts as a copy of the generator, which needs equal
-    sizes, and the generator is frozen, which shared parameters cannot be.
+    After `objective.generator_only_steps` steps the discriminator starts as a copy of the generator, so the sizes must
+    be equal. From then on the generator is frozen, so the discriminator cannot train shared parameters.
     """
     same_layers = model.generator == model.discriminator
     same_embedding_width = model.generator_embedding_width == model.embedding_size

@@ -111,7 +111,7 @@ class LogConfig(Section):
 class CorpusConfig(Section):
     """Settings of `electra-dist corpus build`, which turns text into rows and shards.
 
-    Training reads only `max_unk_rate`.
+    Training reads only the key `max_unk_rate` of this section.
     """
 
     packing: Literal["rows", "none"] = Field(

@@ -32,7 +32,7 @@ _PASSWORD_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 def without_secrets(tree: Any, key: str = "") -> Any:
     """Return a config as a tree of dicts, lists and plain values, with `HIDDEN` in place of its secrets.
 
-    Its keys may be dotted, such as "cluster.notify". If `tree` is a part of a larger tree, `key` is its key there.
+    Keys of the tree may be dotted, such as "cluster.notify". If `tree` is a part of a config, `key` is its dotted key.
     """
     is_secret = _SECRET_KEY.search(key) or (_SECTION.search(key) and not isinstance(tree, (dict, list)))
     if is_secret:
@@ -45,7 +45,7 @@ def without_secrets(tree: Any, key: str = "") -> Any:
 
 
 def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line, or the texts of overrides, with `HIDDEN` in place of their secrets."""
+    """Return command-line arguments, or overrides such as "train.micro_batch=32", with `HIDDEN` for each secret."""
     shown = []
     for argument in arguments:
         override = _SECRET_OVERRIDE.fullmatch(argument)
@@ -55,10 +55,10 @@ def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def hide_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return config overrides with their secrets hidden, for the command line of a process that will be started.
+    """Return config overrides with their secrets hidden, for the command line of a new process.
 
     If there are secrets, the unchanged overrides are put into an environment variable of this process. The new process
-    inherits it and reads them with `whole_overrides`.
+    inherits the variable, and `whole_overrides` reads the overrides from it.
     """
     shown = without_secret_arguments(overrides)
     if shown != list(overrides):
@@ -67,6 +67,6 @@ def hide_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def whole_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of this process's command line with their secrets, which the parent process has hidden."""
+    """Return this process's overrides with the secrets that the parent process has hidden with `hide_overrides`."""
     whole: list[str] = json.loads(os.environ.get(_VARIABLE, "[]"))
     return whole if without_secret_arguments(whole) == list(overrides) else list(overrides)

@@ -40,7 +40,7 @@ LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
 class Section(BaseModel):
     """Base class of all sections of the config, a pydantic model whose values cannot be changed once it is created.
 
-    Unknown keys are validation errors, and so are numbers that are infinite, NaN or no float32.
+    Validation refuses unknown keys, and numbers that are infinite, NaN, or too large or too small for float32.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -48,7 +48,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a boolean, alone or in a list, for a key that allows none: pydantic would take `true` for 1."""
+        """Refuse a boolean, alone or in a list, for a key that allows none; pydantic would take `true` for 1."""
         assert info.field_name is not None
         if _allows_boolean(cls.model_fields[info.field_name].annotation):
             return value
@@ -60,7 +60,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _floats_are_float32(cls, value: Any) -> Any:
-        """Refuse a float that float32 cannot hold, or holds only as 0."""
+        """Refuse a number that is too large for float32, or so small that float32 might round it to 0."""
         for number in _floats_in(value):
             if abs(number) > _MOST_FLOAT:
                 raise ValueError(f"a number must be between -{_MOST_FLOAT:g} and {_MOST_FLOAT:g}")

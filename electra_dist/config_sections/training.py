@@ -92,7 +92,7 @@ class DataConfig(Section):
     )
 
     def training_corpora(self) -> list[NamedCorpus]:
-        """Return all training corpora of the run, `corpus` and those of `phases`, in the order of their steps."""
+        """Return all training corpora of the run in the order of use: `corpus`, then the corpora of `phases`."""
         later = [
             NamedCorpus(f"data.phases[{number}].corpus", phase.from_step, phase.corpus)
             for number, phase in enumerate(self.phases)
@@ -102,7 +102,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _heldout_beside_corpus(cls, value: Any) -> Any:
-        """Replace the text {corpus} in `heldout` by the value of `corpus`, so that one key names both folders."""
+        """Replace the text {corpus} in `heldout` by the value of `corpus`, as in "{corpus}/heldout"."""
         if not isinstance(value, dict):
             return value
         corpus = value.get("corpus")
@@ -178,8 +178,8 @@ class TrainConfig(Section):
     def _auto(cls, value: Any) -> Any:
         """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
 
-        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits.
-        They accept 1 for every number of ranks that divides the global batch.
+        The config's checks need a number before `engine/micro_batch.py` has measured how many rows fit. With 1 row,
+        they accept every number of ranks that divides the global batch.
         """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
@@ -188,7 +188,7 @@ class TrainConfig(Section):
     def micro_batches(self, num_ranks: int) -> int:
         """Return how many micro-batches each rank processes per step: global_batch / (micro_batch * num_ranks).
 
-        It is 0 if the quotient is not a whole number. Training on this number of ranks then needs the smaller
+        The result is 0 if the quotient is not a whole number. Training on this number of ranks then needs the smaller
         micro-batch that `fitting_micro_batch` returns.
         """
         rows_per_pass = self.micro_batch * num_ranks
@@ -199,8 +199,8 @@ class TrainConfig(Section):
     def fitting_micro_batch(self, num_ranks: int) -> int:
         """Return the micro-batch, in rows, that training on a given number of ranks uses.
 
-        It is the largest number up to `micro_batch` that divides the rows of a rank and step, global_batch /
-        num_ranks; 0 if that is not a whole number, so that this number of ranks cannot train with the config.
+        It is the largest number up to `micro_batch` that divides the rows per rank and step, global_batch / num_ranks.
+        The result is 0 if the ranks cannot share the global batch evenly and so cannot train with this config.
         """
         rows_per_rank, remaining_rows = divmod(self.global_batch, num_ranks)
         if remaining_rows:
@@ -220,7 +220,7 @@ def divisors(number: int) -> list[int]:
 
 
 class GuardConfig(Section):
-    """Limits beyond which a step is stopped (it updates no weights), or the run goes back to a checkpoint."""
+    """Limits that keep a run from diverging: a step beyond them is stopped, or the run goes back to a checkpoint."""
 
     window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
@@ -252,7 +252,7 @@ class GuardConfig(Section):
         """Return how many steps before the newest checkpoint a rollback (return to a checkpoint) skips at most.
 
         A rollback skips the `max_in_a_row` stopped steps, and `skip_before` steps before the first of them. The newest
-        checkpoint may have been saved just before the last stopped step, and then all others are before it.
+        checkpoint may have been saved just before the last stopped step; all other skipped steps then precede it.
         """
         return self.skip_before + self.max_in_a_row - 1
 
@@ -260,7 +260,7 @@ class GuardConfig(Section):
 class GeneratorOptimizerConfig(Section):
     """Settings of the optimizer for the generator's own parameters; an unset key has the value from `optimizer`.
 
-    The generator has embeddings of its own only with model.sharing none and gdes. Otherwise the settings of
+    The generator has embeddings of its own only with model.sharing none or gdes. Otherwise the settings of
     `optimizer` apply to the embeddings, which both towers share.
     """
 
@@ -289,7 +289,7 @@ class GeneratorOptimizerConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW as the paper used it (or LAMB or Muon), and the learning-rate schedule.
+    """Settings of the optimizer (by default AdamW as in the paper) and of the learning-rate schedule.
 
     After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * remaining ** decay_power. With
     shape polynomial, remaining is 1 - t / num_steps; with shape trapezoid, min(1, (num_steps - t) / decay_steps).
@@ -358,9 +358,9 @@ class OptimizerConfig(Section):
     )
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
-        """Return over how many steps the learning rate decays at the end of a run with `shape: trapezoid`.
+        """Return the number of steps in which the learning rate decays at the end of a run with `shape: trapezoid`.
 
-        It is `decay_steps` or, if that is not set, a tenth of the steps of the run, rounded down, but at least 1.
+        It is `decay_steps` or, if this key is not set, a tenth of the run's steps, rounded down, but at least 1.
         """
         if self.decay_steps is not None:
             return self.decay_steps
@@ -377,8 +377,7 @@ class OptimizerConfig(Section):
 class EngineConfig(Section):
     """Settings of how the computation is distributed and saves memory; all of them may change at a restart.
 
-    None belongs to a run's identity, the values that must not change. Some change the rounding, and on a GPU
-    `attention` also changes which attention probabilities dropout drops.
+    Some change the rounding, and on a GPU `attention` also changes which attention probabilities dropout drops.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = Field(

@@ -18,8 +18,8 @@ _LINE_EVERY_S = 10.0
 class BuildConsole:
     """Display of the progress of a corpus build: a bar on a terminal, otherwise a line of text every ten seconds.
 
-    A build first reads the inputs, then makes rows of the documents. Use as a context manager, which starts and stops
-    the bar.
+    A build has two stages: it reads the inputs, then turns the documents into rows. Use an instance as a context
+    manager, which starts and stops the bar.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -50,20 +50,20 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how much of the input files is read, in bytes on disk; earlier calls read `done_bytes`."""
+        """Begin to show how many bytes of input files (on disk) are read; earlier calls have read `done_bytes`."""
         self._begin("reading", total_bytes, done_bytes)
 
     def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how many bytes of documents (undecoded) became rows; `done_bytes` did in earlier calls."""
+        """Begin to show how many bytes of undecoded documents became rows; `done_bytes` did so in earlier calls."""
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Count a group of input files (`num_bytes` on disk) as read, and show the new counts."""
+        """Count one group of input files, of `num_bytes` on disk, as read, and show the new counts."""
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
     def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Count documents that became rows (undecoded bytes, tokens without special ones), and show the new counts."""
+        """Count documents that became rows: their bytes before decoding and tokens of text. Show the new counts."""
         self._documents += num_documents
         self._tokens += num_tokens
         elapsed_s = max(time.monotonic() - self._started, 1e-9)  # not 0, because it is a divisor
@@ -72,7 +72,7 @@ class BuildConsole:
         self._advance(num_bytes, counts)
 
     def _begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
-        """Set all counts to 0 for a new stage, "reading" or "rows", and measure its speed from now on."""
+        """Begin a stage, "reading" or "rows": reset the counts, and start the clock by which its speed is measured."""
         self._stage = stage
         self._total_bytes = max(total_bytes, 1)
         self._resumed_bytes = done_bytes
@@ -102,7 +102,8 @@ class BuildConsole:
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
     """Return the table that a build prints at its end: documents by outcome, then text, tokens, rows and padding.
 
-    `totals` and `heldout` are the `totals` in the corpus.json of the training and the held-out corpus (None: none).
+    `totals` is the field `totals` in corpus.json of the training corpus. `heldout` is this field of the held-out
+    corpus; None if there is no held-out corpus.
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
@@ -121,7 +122,7 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 
 
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
-    """Add the counts of text, tokens and rows of a corpus to a table; `prefix` begins each label: "held-out "."""
+    """Add lines with a corpus's text, tokens, rows and padding to a table; each label begins with `prefix`."""
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places
     table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")

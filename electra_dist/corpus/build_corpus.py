@@ -14,8 +14,8 @@ Part i of n does stages 1 and 2 for its share of the groups and buckets. After i
 of other parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
 (`build_records.py`), and a build or part that is started again goes on after these steps.
 
-Limits: a resumed build notices a change of an input by its name, its size or its time of modification; of files on S3
-by name and size. The spill files take a third to a half of the text's bytes while the build goes on.
+Limits: a resumed build notices a change of an input by its name, size or time of modification; on S3, by name and
+size only. The spill files take a third to a half of the text's bytes while the build goes on.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Part:
 
     @property
     def label(self) -> str:
-        """Return the part as the user names it, such as "2/4"."""
+        """Return the part's name as a user writes it, such as "2/4"."""
         return f"{self.number}/{self.count}"
 
     def owns(self, number: int) -> bool:
-        """Return whether this part processes the group of inputs or bucket of documents with this number, from 0."""
+        """Return whether this part processes input group `number`, or document bucket `number`; both count from 0."""
         return number % self.count == self.number - 1
 
 
@@ -68,7 +68,7 @@ WHOLE = Part(1, 1)
 
 
 def parse_part(text: str) -> Part:
-    """Return the part that a user named, such as "2/4"; raise UserError for any other text."""
+    """Parse the name of a part, such as "2/4" for part 2 of 4; raise UserError for any other text."""
     number, slash, count = text.partition("/")
     if slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
         return Part(int(number), int(count))
@@ -92,7 +92,8 @@ def build_part(request: BuildRequest, part: Part, console: BuildConsole | None =
     """Do one part of a build: read input files, and write this part's shards. `join_parts` then finishes the corpus.
 
     All parts need equal requests. Returns how many shards of the part were finished before this call; None if the
-    whole corpus is finished. Raises ManifestMismatch as `build_corpus` does.
+    whole corpus was finished, so that nothing was done. Raises ManifestMismatch if the output holds another corpus, or
+    if the inputs have changed.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
@@ -103,7 +104,7 @@ def build_part(request: BuildRequest, part: Part, console: BuildConsole | None =
 
 
 class _PartOfBuild:
-    """State of one call of `build_part`, with methods that read the inputs and that write the shards."""
+    """State of one call of `build_part`; the methods read the inputs and write the shards."""
 
     def __init__(self, request: BuildRequest, part: Part, console: BuildConsole) -> None:
         self._request = request
@@ -116,14 +117,15 @@ class _PartOfBuild:
         self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
-        """Return whether the output holds this corpus, finished; raise ManifestMismatch if it holds another one."""
+        """Return whether the output holds this corpus, finished; raise ManifestMismatch if it holds another corpus."""
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
         """Read this part's inputs and write its shards; return how many of its shards earlier calls had finished.
 
         If a new build is refused or interrupted before it has read anything, its records are deleted, so that the
-        corrected command may have other parameters. One of several parts keeps them: other parts may be at work.
+        corrected command may have other parameters. The records of a build in several parts stay, because other parts
+        may be at work.
         """
         self._refuse_unknown_sources()
         was_begun = self._records.is_begun()
@@ -192,7 +194,7 @@ class _PartOfBuild:
         return changed
 
     def _read_inputs(self, changed: set[int]) -> None:
-        """Read the input groups that no part has read yet or that have `changed`, this part's own groups first."""
+        """Read the input groups that no part has read yet, and those in `changed`; this part's groups come first."""
         recorded = self._records.groups()
         missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
         if recorded:
@@ -203,7 +205,8 @@ class _PartOfBuild:
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
         """Read input groups in worker processes; yield the record of each group, and show the progress.
 
-        `groups` has all groups that `tasks` may name. The next task is taken when a worker will soon be free.
+        `groups` holds every group that a task may name. A task is taken from `tasks` only when a worker will soon be
+        free.
         """
         if not groups:
             return
@@ -226,7 +229,7 @@ class _PartOfBuild:
                 yield record
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
-        """Yield tasks for this part's groups, then for those of the other parts; leave out groups read meanwhile."""
+        """Yield tasks for the `missing` groups, this part's first; leave out groups that were read meanwhile."""
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
             for group in missing:
@@ -236,7 +239,7 @@ class _PartOfBuild:
     def _find_order(self) -> CorpusOrder:
         """Decide how many buckets (ranges of the shuffled documents) the corpus has and how often each source is used.
 
-        All parts decide the same, because the result follows from the records of all groups.
+        Every part makes the same decision, because it follows from the records of all input groups.
         """
         request = self._request
         records = self._group_records()
@@ -271,7 +274,7 @@ class _PartOfBuild:
         return [records[group.number] for group in self._groups]
 
     def _make_rows(self, order: CorpusOrder) -> int:
-        """Write those shards of this part that are missing; return how many shards earlier calls had finished."""
+        """Write this part's shards that do not exist yet; return how many of its shards earlier calls had finished."""
         request = self._request
         finished = self._records.buckets()
         own = [bucket for bucket in range(order.num_buckets) if self._part.owns(bucket)]
@@ -310,12 +313,12 @@ class _PartOfBuild:
 
 
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
-    """Return the number of buckets (ranges of shuffled documents) of a corpus, and the number of shards of each one.
+    """Return the number of buckets (ranges of the shuffled documents) of a corpus, and the number of shards in each.
 
-    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket reads
-    a piece of each intermediate file, and more buckets would mean more and smaller pieces. A worker holds a bucket's
-    documents in memory, so there are more buckets, up to 4,096, if they would exceed 256 MB each. `total_bytes` is the
-    size of all documents, each counted as often as the corpus uses it.
+    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several shards in each, because
+    every bucket reads a piece of every intermediate file, and more buckets would make these pieces smaller. A worker
+    holds the documents of a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096.
+    `total_bytes` is the size of all documents; a document that the corpus uses twice counts twice.
     """
     shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)

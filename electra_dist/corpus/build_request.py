@@ -54,30 +54,31 @@ class BuildRequest:
 
     @property
     def shard_bytes(self) -> int:
-        """Return the intended size of a shard in bytes (`corpus.shard_size_mb`); real ones differ by some per cent."""
+        """Return the intended bytes of a shard (`corpus.shard_size_mb`); real sizes differ by a few per cent."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of a chunk (documents that become rows together): a quarter of a shard, 64 KiB to 4 MiB."""
+        """Return the bytes of a chunk (documents that become rows together): a quarter shard, from 64 KiB to 4 MiB."""
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
     @property
     def group_bytes(self) -> int:
-        """Return the least size of a group of input files, which one worker reads: bytes on disk, 64 MB by default."""
+        """Return the least size, in bytes on disk, of a group of input files for one worker; 64 MB by default."""
         return max(_GROUP_SHARDS * self.shard_bytes, _MIN_CHUNK_BYTES)
 
     @property
     def spill_bytes(self) -> int:
-        """Return how many bytes of documents fill an intermediate (spill) file on disk; 128 MB by default."""
+        """Return how many bytes of documents go into one intermediate (spill) file; 128 MB by default."""
         return 2 * self.group_bytes
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters, as JSON values, that determine the rows together with the text and the vocabulary.
+        """Return the parameters that, beside text and vocabulary, determine the rows of the corpus, as JSON values.
 
-        They are stored in corpus.json and, while the build is not finished, in progress/build.json. A parameter with
-        the value that `PARAMETERS_LEFT_OUT` gives for it, that of older versions, is left out.
+        The parameters are stored in corpus.json and, while the build is not finished, in progress/build.json. A
+        parameter with its value in `PARAMETERS_LEFT_OUT` is left out, so that corpus.json stays as older versions
+        wrote it.
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
@@ -90,16 +91,16 @@ class BuildRequest:
         }
 
     def notes(self) -> BuildNotes:
-        """Return the settings that a build records although they affect neither the shards nor corpus.json."""
+        """Return settings such as licences, which a build records but which change neither shards nor corpus.json."""
         sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
         return BuildNotes(with_origins=self.corpus.origins, sources=sources, max_unk_rate=self.corpus.max_unk_rate)
 
     def input_names(self) -> dict[str, Any]:
         """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
 
-        With these a later call recognizes a corpus that was built from the same files, without reading the files.
-        Names are relative to the given input folder, which may therefore move. A file that changed but kept its size
-        is not noticed.
+        By the digest a later call recognizes a corpus of the same files, without reading the files. The names are
+        relative to the given input folder, so the folder may be moved. A file that changed but kept its size is not
+        noticed.
         """
         names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
         digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
@@ -107,12 +108,12 @@ class BuildRequest:
 
     @property
     def example_seed(self) -> int:
-        """Return the seed of the random draws that make examples of documents."""
+        """Return the seed of the random draws by which documents are divided into examples."""
         return derive_seed(self.seed, Purpose.CORPUS, _EXAMPLES)
 
     @property
     def order_seed(self) -> int:
-        """Return the seed of the shuffled order of the documents."""
+        """Return the seed that decides the shuffled order of the documents."""
         return derive_seed(self.seed, Purpose.CORPUS, _ORDER)
 
     def rules(self) -> Rules:
@@ -132,7 +133,7 @@ class BuildRequest:
 
 
 def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """Return the entry of corpus.json for the vocab.txt in the same folder; only WordPiece uses `lowercase`."""
+    """Return the entry of corpus.json that describes a vocabulary. `lowercase` is recorded for WordPiece only."""
     is_lowercased = lowercase and vocabulary.kind == "wordpiece"
     return TokenizerEntry(
         sha256=vocabulary.sha256,

@@ -4,7 +4,7 @@ Guarantee: the same texts give the same tokenizer.json. Every text can be encode
 are tokens. Case, accents and spaces are kept.
 
 How: Hugging Face's `BpeTrainer` is trained on the lines of the texts, which are cut into words as for GPT-2. The ids
-of the tokens depend on the counts in the texts and on the order of the special tokens and bytes, not on a hash map.
+of the tokens depend on the counts in the texts and on the order of the special tokens and bytes alone.
 
 Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.2.
 """
@@ -29,8 +29,8 @@ def train_kind(
 ) -> Vocabulary:
     """Train a WordPiece or a byte-level BPE vocabulary, as `kind` (the config key `corpus.tokenizer`) says.
 
-    Each call of `texts` must begin with the first text; WordPiece may call it several times. Few or short texts may
-    give fewer tokens than `vocab_size`. WordPiece alone uses `lowercase`. Raises UserError if the texts are empty or
+    Each call of `texts` must yield all texts from the first one; WordPiece calls it twice. Few or short texts may give
+    fewer tokens than `vocab_size`. `lowercase` affects WordPiece only. Raises UserError if the texts are empty or
     `vocab_size` is too small.
     """
     if kind == "bpe":

@@ -39,7 +39,7 @@ _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Parameters that, together with a chunk of documents, determine its rows; every worker process gets them."""
+    """Parameters that decide which rows a chunk of documents becomes; every worker process gets the same ones."""
 
     vocabulary_text: str  # the text of vocab.txt
     lowercase: bool  # lower-case the text and strip its accents
@@ -55,7 +55,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of the shuffled corpus, which become rows together, and the seeds of their examples."""
+    """Consecutive documents of the shuffled corpus, which become rows together, and the seeds for their examples."""
 
     documents: list[RawDocument]
     seed: int  # of the random draws for the examples of its training documents
@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass
 class Rows:
-    """Rows that one chunk of documents gives to the training or the held-out corpus, and their counts."""
+    """Rows that one chunk of documents gives to one corpus, the training or the held-out one, and their counts."""
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
     places: np.ndarray  # int64 [examples, 3]: row, position of the first token, index of the document in the chunk
@@ -73,7 +73,7 @@ class Rows:
 
 @dataclass
 class ChunkRows:
-    """Training rows and held-out rows of one chunk of documents, and counts of the documents by outcome."""
+    """Training and held-out rows of one chunk of documents, and how many documents were used, held out or skipped."""
 
     train: Rows
     heldout: Rows
@@ -91,7 +91,7 @@ class _Text(NamedTuple):
 
 
 class ChunkProcessor:
-    """Converter of chunks of documents to rows of ids; one per process, because the tokenizer caches known words."""
+    """Converter of chunks of documents to rows of token ids. A process keeps one, because it caches known words."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -103,8 +103,8 @@ class ChunkProcessor:
     def process(self, chunk: Chunk) -> ChunkRows:
         """Return the rows of a chunk of documents, separately for training and held-out documents.
 
-        Chunks that were processed before have no influence. An AssertionError means a bug: a document was not counted
-        exactly once, or a token was lost.
+        The result does not depend on chunks that were processed before. An AssertionError means a bug: a document was
+        not counted exactly once, or a token was lost.
         """
         outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
         sources: SourceCounts = {}
@@ -136,7 +136,7 @@ class ChunkProcessor:
         sources: SourceCounts,
         names: dict[int, DocumentNames],
     ) -> Iterator[_Text]:
-        """Decode documents, yield the usable texts; count each one in `outcomes` and `sources`, and fill `names`."""
+        """Decode documents and yield the usable texts; count all in `outcomes` and `sources`; add ids to `names`."""
         for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
             document_bytes = len(document.data or b"")
@@ -154,7 +154,7 @@ class ChunkProcessor:
             yield _Text(index, decoded.text, document_bytes, counts)
 
     def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
-        """Yield each text with the ids of its lines that have tokens; count a text without tokens as "no_tokens".
+        """Yield each text with the token ids of its non-empty lines; count a text without tokens as "no_tokens".
 
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
         """
@@ -174,7 +174,7 @@ class ChunkProcessor:
                     document.counts.add_skipped("no_tokens", document.document_bytes)
 
     def _is_heldout(self, text: str) -> bool:
-        """Return whether a text is held out, by its keyed 64-bit hash, so that all copies go to the same corpus."""
+        """Return whether a text is held out; a keyed hash of it decides, so that equal texts go to the same corpus."""
         if self._rules.heldout_fraction == 0:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
@@ -202,7 +202,7 @@ class _RowCollector:
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
-        """Add the examples of document `index` of the chunk; a sentence is the token ids of one line of it."""
+        """Add the examples of the document with this index in the chunk; a sentence is the token ids of one line."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))

@@ -34,10 +34,10 @@ from electra_dist.tokenizer import Vocabulary
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
     """Check all shards (`*.tar`) in the top folder of `store`, and write vocab.txt and corpus.json for them.
 
-    The corpus has the shards in the order of their names. `lowercase` (whether the text was lower-cased and stripped
-    of accents) is recorded, not checked. Raises ManifestMismatch, before anything is written, if a shard is not a tar
-    of rows or its rows do not fit the vocabulary or the other shards; UserError if there is a corpus.json already, or
-    no shard.
+    The shards are listed in the order of their names. `lowercase` (whether the text was lower-cased and stripped of
+    accents) is recorded, not checked. Raises ManifestMismatch, before anything is written, if a shard is not a tar of
+    rows or its rows do not fit the vocabulary or the other shards. Raises UserError if there is no shard, or if there
+    is a corpus.json already.
     """
     if store.exists(MANIFEST_KEY):
         raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
@@ -69,7 +69,7 @@ def _is_shard_of_top_folder(key: str) -> bool:
 
 
 def _local_shard(store: Store, name: str, folder: Path) -> Path:
-    """Return the local path of a shard; a download from S3 overwrites the previous one in `folder`."""
+    """Return the local path of a shard. A shard on S3 is downloaded to `folder`, in place of the previous download."""
     path = store.local_path(name)
     if path is None:
         path = folder / "shard.tar"
@@ -78,7 +78,7 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the number of ids in a row and their type, uint16 or uint32, from a shard's first block of rows."""
+    """Return the length of a shard's rows and the type of their ids, uint16 or uint32, from its first block."""
     try:
         first_block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
@@ -110,7 +110,7 @@ def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | Non
 
 
 def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
-    """Check all rows of a shard, and return its entry for corpus.json."""
+    """Check all rows of a shard, and return its entry for corpus.json; raise ManifestMismatch if a row is unusable."""
     shard = Shard(path, seq_len, dtype)
     try:
         rows = shard.rows(np.arange(shard.num_rows))

@@ -60,7 +60,7 @@ def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple
     """Write the prose of docstrings to `python_docs.txt` in `folder`; return the path and the number of documents.
 
     A blank line separates two documents. An existing file is replaced atomically. `packages` are import names to read
-    beside the standard library; those that are not installed are ignored.
+    beside the standard library; packages that are not installed are ignored.
     """
     path = folder / FILE_NAME
     num_documents = 0
@@ -90,7 +90,7 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
-    """Return hash -> paragraph for the new prose of a docstring: its hash, without letter case, is not in `seen`."""
+    """Return the prose of a docstring that is not in `seen` yet: hash (letter case ignored) -> paragraph."""
     new_paragraphs: dict[int, str] = {}
     for paragraph in prose(docstring):
         key = _paragraph_hash(paragraph)
@@ -167,7 +167,7 @@ def _indent(line: str) -> int:
 
 
 def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the docstrings of each help topic, C module, file of the standard library, and file of the packages."""
+    """Yield the docstrings of each help topic, of each C module, and of each .py file of the library and packages."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]
@@ -191,7 +191,7 @@ def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
 
 
 def _docstrings_of_file(path: Path) -> list[str]:
-    """Return the docstrings of a .py file; [] if they are less than `MIN_SHARE` of it, or it cannot be parsed."""
+    """Return the docstrings of a .py file; [] if they fill less than `MIN_SHARE` of it, or for a syntax error."""
     source = read_regular(path)
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))
@@ -207,7 +207,7 @@ def _docstrings_of_file(path: Path) -> list[str]:
 
 
 def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
-    """Yield the docstrings of a node and of everything that is defined in it, in source order.
+    """Yield the docstrings of a syntax tree's node and of everything that is defined in it, in source order.
 
     Only statements are visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
     """

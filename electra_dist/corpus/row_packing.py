@@ -41,7 +41,7 @@ def make_rows(
 
 
 def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
-    """Choose which examples share a row; return for each row their indices in `lengths` (each at most `seq_len`)."""
+    """Choose which examples share a row; return the indices of each row's examples. No length may exceed `seq_len`."""
     if packing == "rows":
         return pack(lengths, seq_len)
     return [[index] for index in range(len(lengths))]
@@ -70,7 +70,7 @@ def fill_rows(
     pad_id: int,
     dtype: type[np.uint16] | type[np.uint32],
 ) -> np.ndarray:
-    """Copy the examples to their `places` (`places_of_examples`); return the rows, [num_rows, seq_len] of `dtype`."""
+    """Copy the examples to their `places` (`places_of_examples`), fill up with `pad_id`, and return the rows."""
     rows = np.full((num_rows, seq_len), pad_id, dtype)
     for row, start, index in places.tolist():
         example = examples[index]

@@ -39,7 +39,7 @@ class ExampleBuilder:
     def __init__(
         self, seq_len: int, cls_id: int, sep_id: int, single_segment_prob: float, short_target_prob: float, seed: int
     ) -> None:
-        """Begin with a target length of `seq_len`; Google's probabilities are 0.1 (single segment), 0.05 (short)."""
+        """Begin with a target length of `seq_len`. The two probabilities are 0.1 and 0.05 in the ELECTRA reference."""
         assert seq_len >= MIN_SEQ_LEN
         self._seq_len = seq_len
         self._cls = [cls_id]
@@ -52,7 +52,7 @@ class ExampleBuilder:
         self._length = 0  # tokens in _sentences
 
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
-        """Yield the examples of one document, each of 3 to seq_len ids; a sentence is the ids of a line."""
+        """Yield the examples of one document, each of 3 to seq_len ids; a sentence is the token ids of one line."""
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
                 self._add(piece)
@@ -76,7 +76,7 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences; keep what does not fit for the next, and draw its length."""
+        """Make an example of the accumulated sentences. Keep tokens that do not fit, and draw a new target length."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.

@@ -38,7 +38,7 @@ class RawDocument(NamedTuple):
 
 
 class SkippedDocument(Exception):
-    """Exception for a document that is left out of the corpus, with its reason; the caller counts it and goes on."""
+    """Exception for a document that is left out of the corpus for a reason; the caller counts it and goes on."""
 
     def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
         """Take the reason, a key of `SKIPPED_KINDS`; if it is "undecodable", also how many bytes are not UTF-8."""
@@ -49,7 +49,7 @@ class SkippedDocument(Exception):
 
 
 class DocumentNames(NamedTuple):
-    """Id and source that a document's own record (its JSON line or table row) states, apart from its file's name."""
+    """Id and source of a document as stated in its own record, a JSON line or table row; None for what is missing."""
 
     id: str | None = None  # field `id` of a JSON line, or cell of a table's column `id`; None if there is none
     source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes; None without it
@@ -64,7 +64,7 @@ class DecodedText(NamedTuple):
 
 
 def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
-    """Decode a document as `decode_counted` does, and return its text alone."""
+    """Return the text of a document, decoded as by `decode_counted`; raise SkippedDocument if it has no usable one."""
     return decode_counted(document, text_field, undecodable).text
 
 
@@ -72,9 +72,9 @@ def decode_counted(document: RawDocument, text_field: str, undecodable: Undecoda
     """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
 
     `text_field` names the field of a JSON line that holds the text. `undecodable` decides about bytes that are not
-    UTF-8, and about half a surrogate pair in JSON (it counts as the six bytes of its escape): "skip" leaves the
-    document out, "replace" puts U+FFFD in their place, which WordPiece drops. A text of which the tokenizer keeps no
-    token is not noticed here.
+    UTF-8, and about half a surrogate pair in JSON, which counts as six bytes, the length of its escape: "skip" leaves
+    the document out, "replace" puts U+FFFD there, which WordPiece drops. Whether the tokenizer finds any token in the
+    text is not checked here.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
@@ -136,7 +136,7 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:
-    """Return the fields `id` and `metadata.source` of a JSON record; None for all but a string or integer."""
+    """Return the fields `id` and `metadata.source` of a JSON record; None for a field that is no string or integer."""
     metadata = record.get("metadata")
     source = metadata.get("source") if isinstance(metadata, dict) else None
     return DocumentNames(name_of_value(record.get("id")), name_of_value(source))

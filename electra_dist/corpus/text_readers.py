@@ -62,7 +62,7 @@ class DocumentStream:
     """
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text", *, with_fields: bool = False) -> None:
-        """Open no file yet; `text_field` is the column of a table with the text, `with_fields` keeps other cells."""
+        """Open no file yet. `text_field` names a table's column with the text; `with_fields` keeps other cells."""
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
@@ -114,8 +114,8 @@ class DocumentStream:
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
         """Count a table without the text's column as left out, or raise UserError if it was meant to be read.
 
-        A folder of texts may also hold CSV or TSV tables about them, which are counted. A parquet or Arrow file, or a
-        table that the user gave by its name, is an error.
+        A CSV or TSV table in an input folder is counted, because it may only describe the texts in the folder. A
+        parquet or Arrow file, or a table that the user gave by its name, is an error.
         """
         if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(f"{file.location}: {error}") from None

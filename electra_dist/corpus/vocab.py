@@ -5,7 +5,7 @@ How: a vocabulary contains each character c and its continuation, the token `##c
 equally frequent pairs by those numbers, so two trainings on one text differ. This module counts the characters first
 and passes characters and continuations to the trainer in a fixed order, so that nothing depends on the hash map.
 
-Limits: the texts are read twice, at about 2 MB a second. Of many GB take a sample (`vocabulary_sample.py`).
+Limits: the texts are read twice, at about 2 MB a second. For many GB, take a sample (`vocabulary_sample.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def train_vocabulary(
 ) -> Vocabulary:
     """Train a WordPiece vocabulary of at most `vocab_size` tokens, special tokens first; a small text may yield fewer.
 
-    `texts` is called twice, and each call must begin with the first text. `lowercase` also strips accents (BERT
-    uncased). The `max_alphabet` most frequent characters are kept; words with others become [UNK]. Raises UserError if
-    the texts are empty, or if `vocab_size` is smaller than the special tokens and the alphabet together.
+    `texts` is called twice, and each call must yield all texts from the first one. `lowercase` also strips accents
+    (BERT uncased). The `max_alphabet` most frequent characters are kept; a word with any other character becomes
+    [UNK]. Raises UserError if the texts are empty, or if `vocab_size` is smaller than the special tokens and the
+    alphabet together.
     """
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()

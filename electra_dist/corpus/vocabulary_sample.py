@@ -46,7 +46,7 @@ class VocabularySample:
     """Random sample of a corpus's documents in a folder; used again for the same inputs, limit and seed."""
 
     def __init__(self, folder: Path, inputs_digest: str, limit_bytes: int, seed: int) -> None:
-        """Leave the folder as it is; `inputs_digest` must change if the documents or how they are read change."""
+        """Leave the folder as it is. `inputs_digest` must change if the documents change or are read otherwise."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._seed = seed

@@ -49,7 +49,7 @@ class Query(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Return whether a text is searched for, rather than a source or a document."""
+        """Return True if a text is searched for, False for a source or a document."""
         return self.text is not None
 
 
@@ -78,7 +78,7 @@ class RowSearch:
     """
 
     def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
-        """Open the lists of side files, if any; `progress` wraps each loop over shard indices, to show a bar."""
+        """Open the lists of side files, if any; `progress` wraps each loop over shard numbers, to show a bar."""
         self._query = query
         self._corpora = corpora
         self._store = corpora.store
@@ -96,7 +96,7 @@ class RowSearch:
     def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
         """Return the rows with at least `least` consecutive tokens of a text; `forms` are from `tokens_of_text`.
 
-        A row needs the tokens of one form. Of a form with fewer tokens than `least`, all must be there.
+        The tokens of one form are enough. A form with fewer than `least` tokens must occur in the row as a whole.
         """
         special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
@@ -160,7 +160,7 @@ class RowSearch:
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return the table of a shard's side file; `shard` is its index over the shards of all corpora."""
+        """Return the table in a shard's side file; `shard` is a number from 0 over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
         phase = self._phase_of_shard(shard)
@@ -175,7 +175,7 @@ class RowSearch:
 
 
 def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
-    """Return how many held-out rows hold the query's document, or a document of its source.
+    """Return how many held-out rows contain the query's document, or any document of the query's source.
 
     `location` is the training corpus, whose subfolder `heldout` is searched. The result is 0 if there is no held-out
     corpus, or if it has no side files.
@@ -192,8 +192,8 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[li
     """Tokenize a text as the build of a corpus does, and return its forms: one or two lists of token ids.
 
     Byte-level tokens contain the space before a word, so a text has two forms: one at the beginning of a document, and
-    one after other text. With other vocabularies both are equal, and the result has one form. Raises
-    UserError if the text has no token, for example because it is only white space, or is not UTF-8.
+    one after other text. With WordPiece both forms are equal, and the result has one. Raises UserError if the text has
+    no token, for example because it is only white space, or is not UTF-8.
     """
     if encodable(text) != text:
         raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")

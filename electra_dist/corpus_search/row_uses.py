@@ -21,7 +21,7 @@ _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 
 
 class RowUse(NamedTuple):
-    """Use of a row by a run: the step in whose batch the row is."""
+    """One use of a row by a run: the step whose batch contains the row."""
 
     epoch: int  # epoch of the corpus in which the step uses the row, from 0
     step: int  # number of the step, from 0
@@ -30,7 +30,7 @@ class RowUse(NamedTuple):
 
 
 class StepsOfRows:
-    """Counter of the steps of a run that use found rows; a step that uses several of them counts once."""
+    """Counter of the steps of a run that use found rows; a step that uses several found rows counts once."""
 
     def __init__(self) -> None:
         self._read: set[int] = set()
@@ -48,16 +48,16 @@ class StepsOfRows:
                 self._to_come.add(use.step)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of steps that have read a found row (`read`), will read one (`to_come`) or skip one."""
+        """Return how many steps have read a found row (`read`), will read one (`to_come`), or are `skipped`."""
         return {"read": len(self._read), "to_come": len(self._to_come), "skipped": len(self._skipped)}
 
 
 def uses_of_found_rows(
     found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
-    """Return which steps use each of the first `num_listed` rows, and `StepsOfRows.counts` for all found rows.
+    """Return the steps that use each of the first `num_listed` rows, and counts of the steps that use any found row.
 
-    The steps of a row ascend. Rows are processed in blocks, so that millions of rows need little memory.
+    The steps of a row ascend; `StepsOfRows.counts` names the counts. Rows are processed in blocks to save memory.
     """
     listed: list[list[RowUse]] = []
     steps = StepsOfRows()
@@ -75,8 +75,8 @@ def steps_of_rows(
 ) -> list[list[RowUse]]:
     """Return the steps of the whole run that use each row, in ascending order.
 
-    `shards` has the shard index of each row, counted over all corpora of the run. Files in the run folder `run` tell
-    the last step that was done, and the skipped steps.
+    `shards` has the shard number of each row, over all corpora of the run. The run folder `run` tells which step was
+    the last one done, and which steps are skipped.
     """
     from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList

@@ -33,7 +33,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class ShardEntry(Section):
-    """Entry of one shard in corpus.json; a shard is a tar file with a part of the corpus's rows of token ids."""
+    """Entry of one shard in corpus.json. A shard is a tar file with some of the corpus's rows (token id sequences)."""
 
     name: str = Field(description="Key of the shard's tar file, relative to corpus.json.")
     rows: Positive = Field(description="Number of rows in the shard.")
@@ -43,13 +43,13 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
-        """Raise StoreError if the shard's name leads out of the folder of the corpus, such as ../x.tar."""
+        """Raise StoreError if the shard's name leads out of the corpus's folder, as ../x.tar does."""
         check_key(self.name)
         return self
 
 
 class TokenizerEntry(Section):
-    """Entry of the tokenizer in corpus.json: the vocabulary that the ids in the shards refer to."""
+    """Entry in corpus.json about the tokenizer: which vocabulary the token ids in the shards belong to."""
 
     sha256: Sha256 = Field(description="SHA-256 of the vocabulary file in hexadecimal.")
     vocab_size: Positive = Field(description="Number of tokens in the vocabulary.")
@@ -59,7 +59,7 @@ class TokenizerEntry(Section):
 
     @model_validator(mode="after")
     def _special_tokens_exist(self) -> TokenizerEntry:
-        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus."""
+        """Refuse a missing special token, a special token outside the vocabulary, and a vocab_file like ../x."""
         missing = [token for token in SPECIAL_TOKENS if token not in self.special]
         if missing:
             raise ValueError(f"special lacks {', '.join(missing)}; it must hold the ids of all five special tokens")
@@ -100,7 +100,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _rows_fit_into_the_shards(self) -> CorpusManifest:
-        """Refuse a shard that claims more rows than fit into its file, or more tokens than fit into its rows."""
+        """Refuse a shard whose file is too small for its number of rows, or whose rows are too few for its tokens."""
         row_bytes = self.seq_len * self.numpy_dtype.itemsize
         for shard in self.shards:
             if shard.rows * row_bytes > shard.bytes:
@@ -116,7 +116,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _agrees_with_the_build(self) -> CorpusManifest:
-        """Refuse a row length or a casing that contradicts the recorded parameters of the corpus build."""
+        """Refuse a manifest whose row length or lower-casing contradicts the build parameters that it records."""
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
         # A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
@@ -136,10 +136,9 @@ class CorpusManifest(Section):
         return sum(shard.tokens for shard in self.shards)
 
     def row_name(self, row_id: int) -> str:
-        """Return a row's shard and index in it for messages, such as "shard-000001.tar row 17".
+        """Return the name of a row for messages: its shard and its number there, as in "shard-000001.tar row 17".
 
-        `row_id` is in [0, num_rows): ids number the rows of the first shard from 0, then those of the second shard,
-        and so on.
+        `row_id` is in [0, num_rows). Ids count the rows of all shards, one shard after another, from 0.
         """
         end_ids = np.cumsum([shard.rows for shard in self.shards])  # For each shard, the id after its last row.
         shard_index = int(np.searchsorted(end_ids, row_id, side="right"))
@@ -159,9 +158,9 @@ class CorpusManifest(Section):
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
-    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times.
+    """Read and validate corpus.json in the store of a corpus. On S3, a damaged file is read again a few times.
 
-    `key` is the config key that names the corpus, for messages. Raises StoreMissing without a finished corpus.
+    Error messages name the corpus by its config key `key`. Raises StoreMissing if `store` has no finished corpus.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
@@ -186,6 +185,6 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
-    """Write corpus.json, as the last file of a corpus, because readers take a corpus with this file for complete."""
+    """Write corpus.json. Call this last: readers take a corpus for complete as soon as it has this file."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
     store.write(MANIFEST_KEY, text.encode())

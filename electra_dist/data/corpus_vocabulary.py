@@ -10,9 +10,9 @@ from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 
 def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabulary:
-    """Return the vocabulary in a corpus's vocab.txt; ManifestMismatch if it is not the one that corpus.json describes.
+    """Return the vocabulary of a corpus, verified against `tokenizer`, its entry in corpus.json.
 
-    Its SHA-256, its size and the ids of its special tokens are compared.
+    Raises ManifestMismatch if the SHA-256, the size or the ids of the special tokens differ from the entry.
     """
     vocabulary = read_named_vocabulary(
         store,
@@ -57,7 +57,7 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
 
 
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
-    """Read the vocabulary file `key` of a store, and compare its digest with `expected` (None: none is recorded).
+    """Read the vocabulary file `key` of a store and check that it has the digest `expected` (None: no check).
 
     Wrong content from S3 is read again a few times.
     """

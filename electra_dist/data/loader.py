@@ -49,7 +49,7 @@ class RowBatch:
 
 
 class RowLoader:
-    """Loader of one rank's batches from a given step on; only one thread may call `next`, and must call `close`."""
+    """Loader of one rank's batches from a given step on. Only one thread may call `next`, and at the end `close`."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class RowLoader:
         call: Callable[[Callable[[], RowBatch]], RowBatch] = lambda read: read(),
         on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
-        """Start the thread that reads ahead. Only this loader may use `cache`; the caller closes it after the loader.
+        """Start the thread that reads ahead. Only this loader may use `cache`; close `cache` after the loader.
 
-        The thread reads each batch by `call(read)`, which may repeat `read` after an error; runs use `Patience.call`,
-        which waits for storage. `on_wait` is called about every second while `next` waits, with the seconds so far.
-        Raises UserError if the number of ranks does not divide `global_batch`.
+        Each batch is read by `call(read)`. It returns the result of `read()`, which it may repeat after an error, as
+        `Patience.call` does until storage is back. While `next` waits, `on_wait(seconds so far)` is called about every
+        second. Raises UserError if the number of ranks does not divide `global_batch`.
         """
         if global_batch % world_size:
             raise UserError(
@@ -98,7 +98,7 @@ class RowLoader:
     def next(self) -> RowBatch:
         """Return the batch of the next step that is not skipped; wait until the background thread has read it.
 
-        The time waited is added to `wait_s`. Once a call has raised an error, every further call raises the same one.
+        The time waited is added to `wait_s`. After a call has raised an error, every further call raises this error.
         """
         if self._failure is None:
             start = time.monotonic()
@@ -136,7 +136,7 @@ class RowLoader:
                 self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read batches into the queue until `close` is called, or an error takes the place of a batch in the queue."""
+        """Read batches into the queue until `close` is called. An error goes into the queue and ends the reading."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -173,7 +173,7 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shard of each row of this rank in a step, and the row's number in it, two int64 [G / W]."""
+        """Return where this rank's rows of a step are: shards and numbers in their shards, int64 [G / W] each."""
         # All steps of a block are located at its first step, which costs little more than one step.
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:
@@ -187,9 +187,9 @@ class RowLoader:
         return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the shards of all windows that overlap positions [first, end), and close unneeded shards.
+        """Begin to fetch the shards of all windows that overlap positions [first, end); close unneeded shards.
 
-        The shards of the following window are only stored in `_next_window`; the caller fetches them later.
+        The shards of the following window are only noted in `_next_window`, so that they can be fetched later.
         """
         if end <= self._horizon:
             return

@@ -56,9 +56,9 @@ class NodeCache:
     ) -> None:
         """Keep the shards in `directory`, which the first fetch creates.
 
-        Without `limit_bytes`, shards are evicted only when the disk is nearly full. `corpus` has the SHA-256 of every
-        shard of the caller's corpus: shards of other corpora are evicted first, and those that this node fetches for
-        its `peers` last.
+        Without `limit_bytes`, shards are deleted only when the disk is nearly full. `corpus` holds the SHA-256 of each
+        shard of the caller's corpus: shards of other corpora are deleted first. Shards that this node fetches for its
+        `peers` (the other nodes) are deleted last.
         """
         self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
         # SHA-256 of the shards that the caller has open or will open soon. To change it, assign a new set: threads
@@ -78,7 +78,7 @@ class NodeCache:
         return self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
 
     def holds(self, entry: ShardEntry) -> bool:
-        """Return whether a file of the shard's name and size is in the folder; its digest is not verified again."""
+        """Return whether the folder has a file with the shard's name and size; the file's digest is not checked."""
         return _is_good(self.path(entry), entry, verify=False)
 
     def bytes_on_disk(self) -> int:
@@ -87,10 +87,10 @@ class NodeCache:
         return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
-        """Fetch a shard into the folder unless it is there; wait if another process is fetching it.
+        """Fetch a shard into the folder if it is missing; wait if another process is fetching it.
 
-        With `verify`, check the digest of a shard that is there, too. With `ask_peers`, ask other nodes first.
-        Raises ManifestMismatch if the bytes are wrong several times in a row.
+        With `verify`, the digest of an existing file is checked, too. With `ask_peers`, other nodes are asked before
+        the store. Raises ManifestMismatch if the fetched bytes are wrong several times in a row.
         """
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
@@ -144,7 +144,7 @@ class NodeCache:
                 reservation.truncate(needed_bytes)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Evict shards until `needed_bytes` more fit into the folder and its disk; needs the lock "eviction"."""
+        """Delete shards until `needed_bytes` fit into folder and disk; the caller must hold the lock "eviction"."""
         if self._excess_bytes(needed_bytes) <= 0:
             return
         for path in self._eviction_order(wanted=self.wanted):
@@ -232,7 +232,7 @@ def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
-    """Return when a shard was last opened: its modification time, which each opening sets to now; 0 without a file."""
+    """Return when a shard was last opened, which its modification time records; 0 if the file is missing."""
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 

@@ -27,7 +27,7 @@ _ROWS_AT_A_TIME = 1024  # Rows for which NumPy holds the products at once.
 
 @functools.cache
 def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
-    """Return the factors of a row's words in its checksum: odd uint32, one for each 4 of the `row_bytes` bytes."""
+    """Return the factors for the checksum of a row of `row_bytes` bytes: an odd uint32 for each word of 4 bytes."""
     # They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. If `row_bytes` is not a
     # multiple of 4, the remaining bytes, padded with zeros, are one more word.
     num_words = -(-row_bytes // _WORD_BYTES)

@@ -48,9 +48,9 @@ def permute(
 ) -> Words:
     """Return the place to which a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
-    Element i uses the permutation that (seed, purpose, epoch[i], block[i]) select for 0 <= index[i] < size[i] < 2**52.
-    Epochs and blocks (the window for rows, 0 for shards) are below 2**32. The C function of `cpu_library` and NumPy
-    give equal results.
+    Element i uses the permutation of [0, size[i]) that seed, purpose, epoch[i] and block[i] select. `block` is the
+    number of the window when rows are permuted, and 0 when shards are. Sizes are below 2**52, epochs and blocks below
+    2**32. The C and the NumPy implementation give equal results.
     """
     if cpu_library.permute:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
@@ -75,7 +75,7 @@ def permute(
 
 
 def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right)."""
+    """Move each place by one pass through a keyed Feistel network, which permutes [0, num_left * num_right)."""
     # num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
     # never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
     # place = left * num_right + right. Each round adds to one half a random number that depends only on the other
@@ -96,7 +96,7 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
 
 
 def halves(size: Words) -> tuple[Words, Words]:
-    """Return num_left, the square root of `size`, and num_right = size / num_left, both rounded up, uint64 [k]."""
+    """Return the ranges of a place's halves: num_left = sqrt(size), num_right = size / num_left, both rounded up."""
     num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     num_right = (size + num_left - np.uint64(1)) // num_left
     return num_left, num_right
@@ -111,7 +111,7 @@ def scaled(word: Words, limit: Words) -> Words:
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Range of positions in a run's sequence of rows that is shuffled as a whole, with the shards of its rows."""
+    """Range of positions within which the rows of a run are shuffled, and the shards that these rows come from."""
 
     first_position: int
     end_position: int  # exclusive
@@ -138,30 +138,33 @@ class OrderPhase(NamedTuple):
 
 
 class RowSequence(Protocol):
-    """Interface of the infinite sequence of a run's rows; position p is the p-th row that the run reads, from 0."""
+    """Interface of the order in which a run reads rows, an infinite sequence. The first row read has position 0."""
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
         """Return the parts of the sequence, one for each corpus, in the order of their positions."""
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each position's epoch of its corpus, shard (among all corpora) and row in it, int64 [P] each."""
+        """Return each position's epoch, shard and row in the shard, three int64 [P].
+
+        Each corpus has epochs of its own, counted from 0. Shards are numbered over all corpora.
+        """
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64: its number, counted over the manifests of all corpora.
+        """Return the id of each row, int64 [P]: its number when all rows are counted in the order of the manifests.
 
         Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
         """
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it."""
+        """Return the shuffle window around a position, with all shards that must be on the node to read its rows."""
 
 
 class RowOrder:
     """Infinite sequence of the rows of one corpus, epoch after epoch; see `RowSequence`. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Take the rows of each shard (> 0, in manifest order), the seed and the number of shards in a window."""
+        """Take the number of rows of each shard (> 0, in manifest order), the seed, and the shards per window."""
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
         assert self._rows.min() > 0
@@ -184,7 +187,7 @@ class RowOrder:
         return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the epoch, the shard and the row in the shard of each position (in any order), three int64 [P]."""
+        """Return each position's epoch, shard and row in the shard, three int64 [P]. Positions may have any order."""
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
         layouts = [(epochs == epoch, self.layout(int(epoch))) for epoch in np.unique(epochs)]
@@ -224,7 +227,7 @@ class RowOrder:
         return self._corpus_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position; the last window of an epoch may have fewer shards."""
+        """Return the shuffle window around a position. The last window of an epoch may have fewer shards."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self.layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1

@@ -18,16 +18,16 @@ from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, RowSeque
 
 
 class RowPosition(NamedTuple):
-    """Position in a run's sequence of rows at which a row is used, and the epoch of its corpus at that position."""
+    """One use of a row in a run: the position in the run's sequence of rows, and the epoch of the row's corpus."""
 
     epoch: int  # from 0, counted within the phase of the run that trains on the row's corpus
     position: int  # from 0, over the whole run
 
 
 def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
-    """Return for each of k rows the positions below `num_positions` at which a run uses it, in ascending order.
+    """Return at which of its first `num_positions` positions a run uses each of k rows, in ascending order.
 
-    `shards` [k] are numbers of shards, counted over all corpora; `rows` [k] are numbers of rows in their shard.
+    The i-th row is number rows[i] in shard shards[i]. Shards are numbered over all corpora.
     """
     uses: list[list[RowPosition]] = [[] for _ in rows]
     for phase in order.phases:
@@ -49,9 +49,9 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
 
 
 def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
-    """Return the position of each row in one epoch of the sequence `order` of one corpus, int64 [k].
+    """Return the position, int64 [k], at which one epoch of a corpus uses each row.
 
-    Positions count from the beginning of `order`: for a later phase of a run, add the phase's first position.
+    Positions count from the beginning of `order`. In a later phase of a run, add the phase's first position.
     """
     layout = order.layout(epoch)
     place_of_shard = np.argsort(layout.shards)
@@ -72,7 +72,7 @@ def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integ
 def permute_back(
     place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: int, block: Integers
 ) -> Words:
-    """Return the index that `row_order.permute` moves to each place, uint64 [k]; all places belong to one epoch."""
+    """Invert `row_order.permute`: return the index that it moves to each place, uint64 [k], within one epoch."""
     index = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     blocks = block.astype(np.uint64)

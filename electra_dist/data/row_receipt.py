@@ -33,7 +33,7 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 class Receipt:
     """Number and summed hashes of rows that a run has trained on; a row that was used twice counts twice.
 
-    `a + b` is the receipt of the rows of both, and `a - b` that of the rows of a without those of b.
+    `a + b` is the receipt of all rows of a and b. `a - b` is the receipt of the rows of a without the rows of b.
     """
 
     rows: int = 0
@@ -51,9 +51,9 @@ class Receipt:
 
     @property
     def words(self) -> tuple[int, int]:
-        """Return (rows, digest) as two signed 64-bit integers, whose sums over ranks are the words of all ranks.
+        """Return (rows, digest) as two signed 64-bit integers, which an all-reduce may add up over the ranks.
 
-        A sum of int64 wraps around modulo 2**64, as the digest does.
+        Sums of int64 wrap around modulo 2**64, as the digest does. `from_words` makes a receipt of the sums.
         """
         signed_digest = self.digest
         if signed_digest >= 1 << 63:

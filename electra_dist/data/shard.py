@@ -49,17 +49,17 @@ class _Block(NamedTuple):
 
 
 class ChangedRow(Exception):
-    """Error for a row whose bytes have another checksum than when its shard was verified."""
+    """Error for a row whose checksum differs from the one that it had when its shard was verified."""
 
     def __init__(self, shard_index: int, row: int) -> None:
-        """Name the row; `shard_index` is the index of its shard in the argument of `rows_of`; 0 from `Shard.rows`."""
+        """Describe the row. `shard_index` is an index into the `shards` of `rows_of`; `Shard.rows` passes 0."""
         super().__init__(f"row {row} of shard {shard_index} has changed")
         self.shard_index = shard_index
         self.row = row
 
 
 class Shard:
-    """Open shard, a memory map of a tar of .npy arrays of rows; the caller must call `close` at the end."""
+    """Shard that is open: a memory-mapped tar of .npy arrays of rows. The caller must call `close` at the end."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Shard:
         lock: bool = False,
         checksums: Checksums | None = None,
     ) -> None:
-        """Map the file; raise ManifestMismatch if its blocks are not rows of `seq_len` ids of `dtype`.
+        """Map the file into memory; raise ManifestMismatch unless its rows have `seq_len` token ids of type `dtype`.
 
-        `lock` holds a shared flock on the file until `close`, so that `NodeCache` does not delete it. With
-        `checksums`, from `digest_and_checksums`, each copy of a row is verified.
+        With `lock`, a shared flock is held until `close`, so that `NodeCache` does not delete the file. With
+        `checksums` (from `digest_and_checksums`), each copy of a row is verified.
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))  # tokens per row, and type of the token ids in the file
@@ -101,7 +101,7 @@ class Shard:
         )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Return copies of rows, by their numbers, [k, seq_len]; raise ChangedRow if a copy has a wrong checksum."""
+        """Return copies of the rows with these numbers, [k, seq_len]; raise ChangedRow for a wrong checksum."""
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
         # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.
@@ -141,12 +141,12 @@ class Shard:
         return digest.hexdigest(), np.concatenate(parts)
 
     def close(self) -> None:
-        """Unmap the file and release the lock; the shard cannot be read afterwards, copies of its rows can."""
+        """Unmap the file and release its lock. The shard cannot be read afterwards; copies of its rows stay valid."""
         del self._view
         self._map.close()
 
     def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return its blocks; set `is_linked` to False if it was deleted before it could be locked."""
+        """Map the file and return its blocks; set `is_linked` to False if the file was deleted before its lock."""
         with readable(self.path), open_regular(self.path) as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -227,7 +227,7 @@ class Shard:
 
 
 def _hash_bytes(digest: hashlib._Hash, stream: IO[bytes], num_bytes: int) -> None:
-    """Add the next `num_bytes` bytes of a file to a digest, or as many as it still has."""
+    """Add the next `num_bytes` bytes of a file to a digest, or fewer at the end of the file."""
     while num_bytes > 0:
         content = stream.read(min(num_bytes, _BYTES_AT_A_TIME))
         if not content:
@@ -240,7 +240,7 @@ def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.
     """Copy rows from several shards: element i of the result, [k, seq_len], is row rows[i] of shards[which[i]].
 
     The shards (at least one) have the same row length and type, and all or none have checksums. Raises ChangedRow if
-    the checksum of a copy is wrong. The C function of `cpu_library` and NumPy give equal results.
+    the checksum of a copy is wrong. The C and the NumPy implementation give equal results.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)

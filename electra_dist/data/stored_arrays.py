@@ -35,7 +35,7 @@ _HEADER = re.compile(
 
 
 class CheckedTarInfo(tarfile.TarInfo):
-    """Header of a tar member, for `tarfile.open(tarinfo=...)`; ReadError if damaged, huge or of negative size."""
+    """Class for `tarfile.open(tarinfo=...)`: damaged or huge headers and negative sizes raise ReadError."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED_HEADERS and self.size > _MOST_EXTENDED_BYTES:
@@ -54,10 +54,10 @@ class CheckedTarInfo(tarfile.TarInfo):
 
 
 def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, whether it is in Fortran order, and dtype of the array in an .npy file of version 1 or 2.
+    """Read the header of an .npy file (version 1 or 2): shape, whether the array is in Fortran order, and dtype.
 
-    `header` has at least the file's first `MAX_HEADER_BYTES` bytes, and is left at the first byte of the array. Raises
-    ValueError for damage.
+    `header` holds the first `MAX_HEADER_BYTES` bytes of the file, or more. Afterwards it is at the array's first byte.
+    Raises ValueError if the header is damaged.
     """
     version = np.lib.format.read_magic(header)
     if version not in _LENGTH_BYTES:
@@ -80,9 +80,9 @@ def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dty
 
 
 def parse_array(data: bytes) -> NDArray[Any]:
-    """Return the array in the content of an .npy file, a read-only view of `data`.
+    """Return the array in `data`, the content of an .npy file, as a read-only view.
 
-    Raises ValueError if it is no .npy file of plain numbers in C order, or its size contradicts its header.
+    Raises ValueError unless `data` holds plain numbers in C order and has the size that its header states.
     """
     stream = io.BytesIO(data)
     shape, is_fortran_order, dtype = read_array_header(stream)

@@ -21,9 +21,9 @@ _Content = TypeVar("_Content")
 
 
 def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
-    """Read an object and return what `parse` makes of its bytes; `parse` must raise UserError for wrong content.
+    """Read an object and return `parse(its bytes)`; `parse` must raise UserError for wrong content.
 
-    A local file is read once. An object that is fetched is read up to `READINGS` times, with pauses in between.
+    A local file is read once. An object on S3 is read up to `READINGS` times while `parse` fails, with pauses.
     """
     is_fetched = store.local_path(key) is None
     if is_fetched:

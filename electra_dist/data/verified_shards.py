@@ -59,7 +59,7 @@ class ShardCache:
         limit_bytes: int | None = None,
         peers: PeerGroup | None = None,
     ) -> None:
-        """Start the background threads; `directory` and `limit_bytes` of `NodeCache` are for a corpus on S3 only."""
+        """Start the threads. For a corpus on S3, `directory`, `limit_bytes` and `peers` go to its `NodeCache`."""
         self.store = store
         self.manifest = manifest
         self._peers = peers
@@ -77,7 +77,7 @@ class ShardCache:
 
     @property
     def node_cache(self) -> NodeCache:
-        """Return this node's cache of the shards of a corpus on S3, for a server that sends them to other nodes."""
+        """Return the cache on this node's disk for shards from S3, so that a server can send them to other nodes."""
         return self._node_cache
 
     @property
@@ -86,9 +86,9 @@ class ShardCache:
         return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
-        """Return the shard with this index in the manifest, verified and mapped; wait for its download if necessary.
+        """Return a verified, memory-mapped shard by its index in the manifest; wait for its download if necessary.
 
-        It stays open until `keep_only` or `close` closes it; until then, a second call returns it at once.
+        The shard stays open until `keep_only` or `close` closes it. Until then, further calls return at once.
         """
         is_second_try = False
         while shard_index not in self._shards:
@@ -115,11 +115,11 @@ class ShardCache:
         return self._shards[shard_index]
 
     def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
-        """Return copies of rows of any shards, [k, seq_len], whose checksums were verified; open shards as needed.
+        """Return verified copies of rows from any shards, [k, seq_len]; open the shards that are not open yet.
 
-        `shard_of_row` [k] are indices in the manifest. If a row has changed since its shard was verified, the shard is
-        verified again, and a wrong one in the cache is fetched again. StoreExhausted is raised if rows change again
-        and again although their shards are right, ManifestMismatch if a local shard is wrong.
+        `shard_of_row` [k] are shard indices in the manifest. If a copy has a wrong checksum, its shard is verified
+        again, and a damaged shard from S3 is fetched again. Raises ManifestMismatch if a local shard is damaged, and
+        StoreExhausted if copies are wrong again and again although their shards are good.
         """
         # `rows_of` needs each shard once, and for each row the index of its shard in that list.
         distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
@@ -136,7 +136,7 @@ class ShardCache:
         )
 
     def _verify_again(self, index: int, row: int, block: int) -> None:
-        """Verify a shard again because a row has changed; fetch it again if it is wrong, and report on stderr."""
+        """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""
         path = self._shards[index].path
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.refetches
@@ -163,10 +163,10 @@ class ShardCache:
             self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background, in this order; skip those that are open or queued.
+        """Begin to fetch and verify shards in the background, in this order; skip shards that are open or queued.
 
-        Shards that other nodes expect from this node come first. `open` of a shard raises the error of its fetch. The
-        node's cache deletes none of these shards until `keep_only` drops them.
+        With `peers`, shards that other nodes wait for come first. If a fetch fails, `open` raises its error. The cache
+        keeps the shards until `keep_only` drops them, unless the disk becomes full.
         """
         new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
         if self._peers is not None:
@@ -182,7 +182,7 @@ class ShardCache:
             self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all shards but these and cancel queued downloads of others; a download that has begun is completed.
+        """Close all shards except these and cancel their downloads, but complete a download that has begun.
 
         The node's cache may delete a shard once no process has it open.
         """
@@ -227,7 +227,7 @@ class ShardCache:
                 future.set_result(checksums)
 
     def _prepare(self, index: int) -> Checksums:
-        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows."""
+        """Fetch a shard if this node lacks it, verify it unless that was done before, and return its checksums."""
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         kept = self._checksums.get(index)
@@ -261,7 +261,7 @@ class ShardCache:
         )
 
     def _verified_checksums(self, path: Path, entry: ShardEntry) -> Checksums | None:
-        """Return the checksums of a file's rows; None if its size or SHA-256 is not that of the manifest entry."""
+        """Return the checksums of a file's rows; None if its size or SHA-256 differs from the manifest entry."""
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None
@@ -278,7 +278,7 @@ class ShardCache:
         return checksums if digest == entry.sha256 else None
 
     def _map(self, index: int, checksums: Checksums) -> Shard | None:
-        """Open a verified shard; None if another process has evicted it from the node's cache meanwhile."""
+        """Open and return a verified shard; None if another process has deleted it from the node's cache meanwhile."""
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         if local_path is not None:

@@ -37,7 +37,7 @@ def moments_of(
 class ForeachAdamW(torch.optim.Optimizer):
     """AdamW without bias correction, computed by torch._foreach operations over lists of tensors.
 
-    CPUs use it, and it is the reference for the fused optimizers of apex and DeepSpeed.
+    CPUs use this implementation. The fused optimizers of apex and DeepSpeed follow the same update rule.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForeachAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update every parameter that has a gradient and at least one element; neither clip nor clear gradients."""
+        """Update every parameter that has elements and a gradient. Gradients are neither clipped nor cleared."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -56,7 +56,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update `params` in place: all parameters of one group that have a gradient and at least one element."""
+        """Update a group's `params` in place; each of them must have a gradient and at least one element."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]

@@ -1,8 +1,7 @@
 """List the settings that may change the last bits of a result without changing what is computed.
 
-They are not part of a run's identity, because a run may continue with others: on another number of ranks, on another
-type of machine, with more threads. A checkpoint records them, and a start with other settings logs the differences
-(`changes`).
+A run may continue with other values of these settings: on another number of ranks, on another type of machine, with
+more threads. A checkpoint records them, and a start with other settings logs the differences (`changes`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings of this run that may change the last bits, name -> text; the hardware is this rank's."""
+    """Return the settings that may change the last bits, by name, such as "ranks"; hardware is this rank's."""
     guard = config.guard
     settings = {
         "ranks": str(dist.get_world_size()),
@@ -49,10 +48,10 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return a clause for the log on why attention dropout differs after this restart; "" if it does not.
+    """Return a clause for the log that says why attention dropout is drawn differently from now on; "" if it is not.
 
-    On a GPU torch's kernels draw the dropout of attention, by the size of the micro-batch and the backend. All other
-    masks, and all masks on a CPU, depend on the training row alone. `changed` has the names from `changes`.
+    On a GPU, the draws of attention dropout depend on the micro-batch size and the attention backend. All other random
+    draws, and all draws on a CPU, depend on the training row alone. `changed` has the names of changed settings.
     """
     causes = [name for name in ("train.micro_batch", "attention") if name in changed]
     if device_type != "cuda" or attention_dropout == 0 or not causes:
@@ -61,7 +60,7 @@ def changed_draws(changed: Collection[str], attention_dropout: float, device_typ
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that differ, name -> "BEFORE to NOW"; {} if `before` is empty, as in old checkpoints."""
+    """Return the settings that differ, name -> "BEFORE to NOW"; {} if an old checkpoint has no settings `before`."""
     if not before:
         return {}
     names = sorted({*before, *now})

@@ -131,17 +131,17 @@ class Engine:
     One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
     after each pair except the last one, and `step` after the last one.
 
-    The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
-    has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
-    function `accept` of the caller. A refused step changes neither weights nor moments, at any ZeRO stage.
+    The caller of `step` may refuse the update, for example after a loss spike: it passes a function `accept`, which
+    the engine asks once the gradients are reduced and their norm is known. A refused step changes neither weights nor
+    moments, at any ZeRO stage.
 
-    `notes` holds lines for the run's log about choices that were made here. `loss_scale` is None unless in fp16.
+    `notes` has lines for the run's log, such as which optimizer was chosen. `loss_scale` is None unless in fp16.
     """
 
     def __init__(
         self, module: Objective, train: TrainConfig, engine: EngineConfig, optimizer_config: OptimizerConfig
     ) -> None:
-        """Move `module` to this rank's device, cast and partition it as the ZeRO stage demands. Collective."""
+        """Move `module` to this rank's device; cast and partition it for precision and ZeRO stage. Collective."""
         self.device = local_device()
         self.notes: list[str] = []
         implementation = self._agree_on_implementation(optimizer_config, engine)
@@ -205,7 +205,7 @@ class Engine:
         return implementation
 
     def _reduces_for_nothing(self) -> bool:
-        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank."""
+        """Return whether to leave out the exchange of gradients, which on a single rank would only copy sums."""
         # BF16_Optimizer would then only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the
         # sums, so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's
         # state.
@@ -232,7 +232,7 @@ class Engine:
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch's loss to the step's; these losses must add up to the step's loss."""
+        """Add a micro-batch's gradients to those of the step, whose loss is the sum of the micro-batches' losses."""
         # DeepSpeed divides gradients by both numbers, so that the result is the plain sum.
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
@@ -253,9 +253,9 @@ class Engine:
         """Clip the gradients, update the weights unless `accept` refuses, and clear the gradients. Collective.
 
         `accept` is called once, if the gradients are finite, and must return the same on all ranks. The generator's
-        parameter groups use `generator_learning_rate`, if given. A group's rate is multiplied by its `lr_scale`, if it
-        has one. `numbers` are copied to the host together with the norm, before `accept` is called, so that the host
-        waits for the device only once.
+        parameter groups use `generator_learning_rate`, if given. If a group has an `lr_scale`, its learning rate is
+        multiplied by that. `numbers` are copied to the host together with the norm, before `accept` is called, so that
+        the host waits for the device only once.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
@@ -289,7 +289,7 @@ class Engine:
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
-        """Update the weights if `accept` agrees; called by DeepSpeed, once or for each group, as `optimizer.step`."""
+        """Update the weights if `accept` agrees. DeepSpeed calls this once, or for each group, as `optimizer.step`."""
         if self._applied is None:  # `accept` is asked once in a step, and its answer holds for all groups
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
@@ -303,7 +303,7 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which DeepSpeed, where possible, computes the gradient norm without the host waiting."""
+        """Return a context in which DeepSpeed computes the gradient norm without making the host wait, if possible."""
         # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
         # offloading, because the norm is computed on the host.
         is_offloading = getattr(self.optimizer, "cpu_offload", False)

@@ -35,7 +35,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update every parameter that has a gradient and at least one element; neither clip nor clear gradients."""
+        """Update every parameter that has elements and a gradient. Gradients are neither clipped nor cleared."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -62,7 +62,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return |p| / |r| for each parameter and its update, or 1 where a norm is 0, without the host waiting."""
+    """Return |p| / |r| for each parameter p and its update r, or 1 where a norm is 0; the host does not wait."""
     param_norms = torch._foreach_norm(params)
     update_norms = torch._foreach_norm(updates)
     ratios = []

@@ -30,7 +30,7 @@ LEAST_SCALE = 1.0
 
 
 class LossScale(DynamicLossScaler):
-    """DeepSpeed's dynamic loss scale of fp16, which changes only between steps and whose state can be saved.
+    """DeepSpeed's dynamic loss scale for fp16, changed so that it moves only between steps and can be saved.
 
     Call `count_update` after a step that has updated the weights, or `lower` after one whose gradients overflowed.
     """
@@ -47,14 +47,14 @@ class LossScale(DynamicLossScaler):
         )
 
     def update_scale(self, overflow: bool) -> None:
-        """Do nothing; DeepSpeed calls this method in the middle of a step, while it still needs the scale."""
+        """Do nothing, because DeepSpeed calls this in the middle of a step, while the scale is still needed."""
 
     def count_update(self) -> None:
-        """Count a step that has updated the weights, and double the scale if enough steps had no overflow."""
+        """Count a step that has updated the weights; double the scale after enough steps without an overflow."""
         super().update_scale(False)
 
     def lower(self) -> bool:
-        """Count an overflow and return True; return False if the scale is at its minimum already."""
+        """Count an overflow, which may halve the scale, and return True; return False if the scale is 1 already."""
         if self.cur_scale <= LEAST_SCALE:
             return False
         super().update_scale(True)
@@ -70,7 +70,7 @@ class LossScale(DynamicLossScaler):
         )
 
     def restore(self, state: LossScaleState | None) -> None:
-        """Continue from the state of a checkpoint, or from the initial one if it is None."""
+        """Continue from a checkpoint's state, or from the initial state if `state` is None."""
         if state is None:
             state = LossScale().state
         self.cur_scale = state.scale

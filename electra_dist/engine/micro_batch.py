@@ -1,10 +1,10 @@
 """Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring two sizes.
 
 Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The size is stored in the
-run folder for each kind of device and number of ranks. A restart on the same ones takes the same size, and so repeats
-the same sums bit for bit. Each rank measures for itself, and all ranks take the smallest of their results.
+run folder for each kind of device and number of ranks. A restart with the same devices and ranks takes the same size,
+and so repeats the same sums bit for bit. Each rank measures for itself; all take the smallest of their results.
 
-How: full rows go forward and backward through a copy of the towers without an optimizer, first n rows and then 2 n.
+How: full rows go forward and backward through a copy of the networks without an optimizer, first n rows and then 2 n.
 Every further row is assumed to take as much as the second n did on average. On a GPU the allocator's peak is measured.
 There 2 n is the number of rows that the caller predicts to fit, but at least 16: with 1 or 2 rows the peak comes at
 the end of the backward pass, where the gradients of all parameters hide what a row takes. If 2 n rows do not fit, n is
@@ -58,9 +58,9 @@ def with_micro_batch(
 ) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    A size that an earlier start of the run has stored in the run folder is taken; otherwise it is measured, and rank 0
-    stores it. `module` is the objective on the host, with every setting that changes its memory; a copy is measured.
-    Without `predict_rows`, a GPU is tried with 16 rows first. Raises UserError if not even one row fits.
+    If an earlier start of the run has stored a size in the run folder, that size is taken. Otherwise the size is
+    measured with a copy of `module`, the objective on the host with its final settings, and rank 0 stores it. Without
+    `predict_rows`, a GPU is tried with 16 rows first. Raises UserError if not even one row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -87,8 +87,8 @@ def with_micro_batch(
 def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
     """Reduce the micro-batch if it does not divide the rows that a rank has in a step; also return log lines.
 
-    The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share it
-    evenly, the config is returned unchanged, and `check_world_size` raises for it.
+    The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share the batch
+    evenly, the config is returned unchanged, and `check_world_size` then raises an error.
     """
     train = config.train
     size = train.fitting_micro_batch(world_size)  # 0 if no micro-batch fits
@@ -103,7 +103,7 @@ def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, l
 
 
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
-    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} without any."""
+    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} if none."""
     file = run_dir / MICRO_BATCH_FILE
     if not file.exists():
         return {}
@@ -111,7 +111,7 @@ def read_known_sizes(run_dir: Path) -> dict[str, int]:
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
-    """Return the largest micro-batch that fits in this rank's memory and divides its rows of a step; 0 if none."""
+    """Return the largest micro-batch that fits in memory and divides this rank's rows of a step; 0 if none does."""
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -133,21 +133,21 @@ def _largest(config: Config, module: Objective, device: torch.device, predict_ro
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Memory of a forward and backward pass by number of rows: a straight line through two measurements."""
+    """Estimate of the memory that a training pass over n rows takes: a straight line through two measurements."""
 
     num_rows: int  # the smaller number of rows that was measured
     num_bytes: float  # bytes that this number of rows takes
     extra_row_bytes: float  # bytes of every further row; infinite if more rows did not fit
 
     def bytes_of(self, num_rows: int) -> float:
-        """Estimate the bytes of a micro-batch: at least those of `self.num_rows` rows, more for further rows."""
+        """Estimate the bytes for a micro-batch; one that is smaller than the measured ones counts as measured."""
         if num_rows <= self.num_rows:  # the gradients exist for any number of rows, so the line does not hold here
             return self.num_bytes
         return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
 
 
 def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
-    """Measure `most_rows` / 2 and then `most_rows` rows, halving both until they fit; return the line through them."""
+    """Measure `most_rows` / 2 and `most_rows` rows, halving both until they fit; return the line through both."""
     more_rows = most_rows
     while more_rows > 1:
         few_rows = more_rows // 2
@@ -163,7 +163,7 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Return a function: number of rows -> bytes that a pass takes, or None if a GPU has too little memory."""
+    """Return a function: number of rows -> measured bytes of a training pass; None if a GPU has too little memory."""
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -249,7 +249,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the GPU's model or the size of the host memory; a micro-batch that was found is valid only for these."""
+    """Name what a measured micro-batch is valid for: the GPU's model or, on a CPU, the size of the host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

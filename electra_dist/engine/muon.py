@@ -42,7 +42,7 @@ _TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine i
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an fp32 matrix with singular values brought to 0.7 to 1.2; those below 1 % of its norm stay smaller."""
+    """Return an fp32 matrix with singular values moved to 0.7 to 1.2; values below 1 % of its norm stay smaller."""
     a, b, c = _COEFFICIENTS
     x = matrix / (matrix.norm() + 1e-7)
     if matrix.device.type == "cuda":
@@ -84,7 +84,7 @@ class ForeachMuon(ForeachAdamW):
 
 
 def check_update(optimizer: Any) -> None:
-    """Raise RuntimeError unless Muon makes an orthogonal update of a test matrix; the training state is unchanged."""
+    """Test Muon on a small matrix, not on weights; raise RuntimeError if the update is not orthogonal."""
     base = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the optimizer that does the updates
     muon_groups = [group for group in base.param_groups if "num_matrices" in group]
     if not muon_groups or not isinstance(base, ForeachMuon):

@@ -38,9 +38,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: LayerNorm parameters and biases are not decayed, all others are.
 
-    In two-stage training, and with `generator` (its optimizer settings), the generator's parameters have groups of
-    their own, with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, too,
-    with the key `num_matrices` of `ForeachMuon`.
+    In two-stage training, or if `generator` gives it other optimizer settings, the generator has groups of its own,
+    with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, with the key
+    `num_matrices` that `ForeachMuon` reads.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -78,7 +78,7 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices a parameter stacks for Muon; 0 if AdamW updates it (tables, projections, heads)."""
+    """Return how many matrices a layer's parameter stacks; 0 for parameters that Muon leaves to AdamW."""
     if ".layers." not in name or parameter.dim() != 2:
         return 0
     if name.endswith("gated_expand.weight"):
@@ -87,7 +87,7 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
 
 
 class Implementation(NamedTuple):
-    """Choice of an implementation of the optimizer's update."""
+    """Which implementation computes the optimizer's update, and why."""
 
     name: str  # "apex", "deepspeed" or "foreach"
     reason: str = ""  # why a faster one was not chosen, as a clause for the log; empty for the usual choice
@@ -96,9 +96,9 @@ class Implementation(NamedTuple):
 def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
     """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
 
-    A configured implementation is tried out, too, so that a missing one is a UserError before the engine is built. The
-    first trial of DeepSpeed's compiles it, which takes about a minute. With `updates_on_host` the optimizer's state is
-    in host memory, which only foreach can update.
+    A configured implementation is tried out; if this machine lacks it, UserError is raised. At its first trial,
+    DeepSpeed's implementation is compiled, which takes about a minute. `updates_on_host` says that the optimizer's
+    state is in host memory, which only foreach can update.
     """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
@@ -162,7 +162,10 @@ def _problem_of(implementation: str) -> str | None:
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build the optimizer of a module for `deepspeed.initialize`, with lr 0; also return its name for logs."""
+    """Build the optimizer of a module for `deepspeed.initialize`, with lr 0; also return its name for logs.
+
+    If `implementation` is None, `choose_implementation` chooses it.
+    """
     generator = config.for_generator if config.generator is not None else None
     groups = parameter_groups(module, config.weight_decay, generator, use_muon=config.name == "muon")
     if implementation is None:
@@ -202,7 +205,7 @@ def _build_lamb(
 
 
 def _import_fused_adam(implementation: str) -> tuple[Any, str]:
-    """Import FusedAdam of apex or DeepSpeed, which may be absent or compile at first use; also return its log name."""
+    """Import the class FusedAdam of "apex" or "deepspeed"; return it with its name for logs."""
     if implementation == "apex":
         from apex.optimizers import FusedAdam
 

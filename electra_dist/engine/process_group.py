@@ -28,8 +28,8 @@ _DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks 
 def init_distributed() -> None:
     """Join the process group that the launcher's environment variables describe, or create one of a single rank.
 
-    Missing variables get the values of a single rank and are written to the environment. On a CPU torch uses this
-    rank's share of the cores, unless OMP_NUM_THREADS is set. Calling it again changes nothing. Collective.
+    Missing variables are set to the values of a single rank. On a CPU, torch uses this rank's share of the cores,
+    unless OMP_NUM_THREADS is set. A second call changes nothing. Collective.
     """
     place = rank_place()
     check_meeting(os.environ.get("MASTER_ADDR", _SINGLE_RANK["MASTER_ADDR"]))
@@ -63,7 +63,7 @@ def _share_cores(ranks_on_node: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return this rank's device, the CPU or the GPU of number LOCAL_RANK, which becomes the current one."""
+    """Return this rank's device: the CPU, or GPU number LOCAL_RANK, which becomes torch's current GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = rank_place().local_rank
@@ -81,6 +81,6 @@ def local_device() -> torch.device:
 
 
 def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Make DeepSpeed ask CUDA for a GPU's free memory; its own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
+    """Make DeepSpeed ask CUDA for free memory: DeepSpeed's own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
     if accelerator.device_name() == "cuda":
         accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]

@@ -6,8 +6,8 @@
     MASTER_ADDR, MASTER_PORT          where the ranks meet: host name or address, and TCP port of rank 0
     DS_ACCELERATOR                    device that DeepSpeed is to use
 
-Guarantee: a value that is no number or contradicts another one is an error of one line, where the rank would otherwise
-end in a traceback or wait for ranks that do not exist.
+Guarantee: a value that is no number or contradicts another value gives an error of one line. Otherwise the rank would
+end in a traceback, or wait for ranks that do not exist.
 
 Rank 0 listens at MASTER_PORT. `deepspeed` names 29500 unless the user names another port, so a second run on the same
 node needs `--master_port`. The supervisor chooses a free port for each start. No file says where the ranks meet,
@@ -31,7 +31,7 @@ _DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Number of this rank among all ranks and among those of its node, and how many of each there are."""
+    """Number of this rank in the run and on its node, and how many ranks the run and the node have."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class RankPlace:
 
 
 def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
-    """Read this rank's place from the launcher's variables; raise UserError if they are invalid or contradictory."""
+    """Read this rank's numbers from the launcher's variables; raise UserError if these are wrong or contradictory."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     rank = whole_number("RANK", 0, environment)
     local_rank = whole_number("LOCAL_RANK", 0, environment)
@@ -65,7 +65,7 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
 
 
 def check_device(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if DS_ACCELERATOR asks DeepSpeed for another device than "cuda" or "cpu"."""
+    """Raise UserError if DS_ACCELERATOR names a device for DeepSpeed other than "cuda" or "cpu"."""
     device = environment.get("DS_ACCELERATOR", "")
     if device and device not in _DEVICES:
         raise UserError(
@@ -75,7 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number in an environment variable, `default` if unset; UserError unless it is in [0, 999999999]."""
+    """Return an environment variable as a number from 0 to 999999999, else raise UserError; `default` if unset."""
     text = environment.get(name)
     if text is None:
         return default
@@ -85,7 +85,7 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if one of several ranks has no RANK, or if `host`, where they meet, is not a known machine."""
+    """Raise UserError if several ranks run without RANK, or if no machine has the name `host`, where they meet."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:
         raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
@@ -101,7 +101,7 @@ def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def check_port(port: int) -> None:
-    """Raise UserError if rank 0 of a run cannot listen on a port of this node; 0 stands for any free port."""
+    """Raise UserError if rank 0 cannot listen on this port, because it is in use; 0 stands for any free port."""
     if not is_free(port):
         raise UserError(
             f"port {port}, at which the ranks of this run would meet, is in use on this node; start the run with "

@@ -2,7 +2,7 @@
 
 Guarantee: the second stage begins before the forward of step `objective.generator_only_steps`. At that moment every
 fp32 master weight of the discriminator and of its embeddings equals the generator's, bit for bit, and its moments are
-zero, at any ZeRO stage and number of ranks. The tower that does not learn in a stage has learning rate 0, so neither
+zero, at any ZeRO stage and number of ranks. The network that does not learn in a stage has learning rate 0, so neither
 momentum nor weight decay changes it. A run that is stopped and started again before, at or after the switch repeats an
 uninterrupted one, because a checkpoint of that step holds the state before the copy.
 """
@@ -33,8 +33,8 @@ class Stages:
     def enter(self, step: int) -> bool:
         """Set the learning rates for `step`, and copy the generator if the second stage begins. Collective.
 
-        Call it before every step, also before one that is skipped. It returns True where the second stage begins: the
-        loss is another function from there on, so do not compare it with losses of earlier steps.
+        Call this before every step, also before a skipped one. Returns True if the second stage begins with `step`.
+        The loss is another function from then on, so do not compare it with losses of earlier steps.
         """
         is_two_stage = self._first_steps > 0
         if not is_two_stage:
@@ -49,7 +49,7 @@ class Stages:
         return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let only generator or discriminator learn, by `lr_scale` 1 for its parameter groups and 0 for the others."""
+        """Let only the generator, or only the discriminator, learn: the other's groups get `lr_scale` 0."""
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
@@ -60,7 +60,7 @@ class Stages:
 
 
 def copy_generator(engine: Engine) -> None:
-    """Copy the fp32 weights of generator and embeddings to the discriminator, and zero its moments. Collective."""
+    """Copy the fp32 weights of generator and embeddings to the discriminator; zero its moments. Collective."""
     module = engine.deepspeed.module
     optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
@@ -80,7 +80,7 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
-    """Return the name of the discriminator's parameter to which parameter `name` is copied; None if it is not."""
+    """Return which parameter of the discriminator gets a copy of parameter `name`; None if there is no copy."""
     for prefix, copy_prefix in _COPIES.items():
         if name.startswith(prefix):
             return copy_prefix + name.removeprefix(prefix)
@@ -88,7 +88,7 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Return a parameter's whole fp32 master weights, 1-D, from the `fragment` that each rank holds. Collective."""
+    """Join the `fragment` of every rank (None: it has none) to a parameter's fp32 master weights, 1-D. Collective."""
     # Every element has exactly one owner, so the sum over the ranks is the master itself, bit for bit.
     master = torch.zeros(numel, device=device)
     if fragment is not None:

@@ -1,8 +1,8 @@
 """Locate each rank's share of the training state as named ranges ("fragments"), at every ZeRO stage.
 
-Guarantee: over all ranks the owned fragments cover every element of every parameter exactly once, with its fp32 master
-and both moments as writable 1-D views. Saving copies out of the views; loading copies into them and calls `publish`. A
-loading rank asks for elements of parameters and not for files, so any number of ranks may load a checkpoint.
+Guarantee: over all ranks the owned fragments cover every element of every parameter exactly once. A fragment has the
+fp32 master weights and both moments as writable 1-D views. Saving copies out of the views; loading copies into them
+and calls `publish`. A loading rank asks for elements and not for files, so any number of ranks may load a checkpoint.
 
 How: through the partition maps that DeepSpeed's own universal checkpoint uses: `param._hp_mapping` at stages 1 and 2
 and for BF16_Optimizer, `grad_position` at stage 3. At stage 0 every rank holds all; the ranks share the writing.
@@ -34,7 +34,7 @@ _TESTED_VERSION = "0.19.8"  # of DeepSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class _MasterSlice:
-    """Part of one parameter's fp32 master that this rank keeps."""
+    """Part of one parameter's fp32 master weights that this rank keeps."""
 
     name: str  # of the parameter
     start: int  # first element, counted in the flattened parameter
@@ -59,13 +59,13 @@ def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
 def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
     """Return the ranges of parameters that this rank fills when it loads a checkpoint; call `publish` afterwards.
 
-    They are whole parameters at ZeRO stage 0, and the owned fragments at stages 1 to 3.
+    At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are the same as `owned_fragments`.
     """
     return _fragments(module, optimizer, share=0, num_shares=1)
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's fragments, at stage 0 its `share`; moments that do not exist yet are created with zeros."""
+    """Return this rank's fragments (at stage 0 part `share` of `num_shares`); create missing moments as zeros."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in _master_slices(module, optimizer, share, num_shares):
@@ -92,7 +92,7 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
 
 
 def publish(optimizer: Any) -> None:
-    """Copy the fp32 masters, once overwritten, to the parameters that the forward pass reads. Collective."""
+    """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
     if isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -120,7 +120,7 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return the aliases of shared parameters: alias -> first name in the module, which checkpoints use."""
+    """Return the other names of shared parameters, other name -> first name; checkpoints use the first name."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -131,7 +131,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the whole shape of every parameter, also where ZeRO-3 partitions it; a shared one is listed once."""
+    """Return every parameter's whole shape, even if ZeRO-3 partitions it; a shared parameter is listed once."""
     shapes = {}
     for name, parameter in module.named_parameters():
         whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # `ds_shape` exists at ZeRO stage 3 only
@@ -140,7 +140,7 @@ def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> Iterator[_MasterSlice]:
-    """Yield this rank's slice of each parameter's fp32 master, in the module's order; empty slices are left out."""
+    """Yield this rank's slice of each parameter's fp32 master weights, in the module's order, if not empty."""
     locate: _Locator
     if isinstance(optimizer, BF16_Optimizer):
         locate = _linked_locator(optimizer.fp32_groups_flat_partition)
@@ -206,7 +206,7 @@ def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
 
 
 def _replicated_locator(share: int, num_shares: int) -> _Locator:
-    """Return a function that takes one of `num_shares` nearly equal parts of a parameter, for ZeRO stage 0."""
+    """Return a function that takes part `share` of `num_shares` equal parts of a parameter, for ZeRO stage 0."""
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
         numel = parameter.numel()

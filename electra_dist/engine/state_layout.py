@@ -27,7 +27,7 @@ class StateLayout:
     on_host: frozenset[str]  # parts that are kept in host memory
 
     def bytes_per_gpu(self, part: str, num_parameters: int, world_size: int) -> float:
-        """Return the bytes that one of `world_size` GPUs holds of one part of the state; 0 if it is in host memory."""
+        """Return the bytes of a part, such as "moments", on each of `world_size` GPUs; 0 if it is in host memory."""
         if part in self.on_host:
             return 0.0
         bytes_per_parameter = getattr(self, part)

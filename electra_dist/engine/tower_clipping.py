@@ -5,10 +5,10 @@ min(1, clip / (norm + 1e-6)), with the norm and the bound of the generator, and 
 with the norm and the bound of the discriminator. All ranks use the same factors. Sums of squares are float64, so that
 the factor does not depend on how ZeRO cuts the gradients, except for the rounding of a float64 sum.
 
-How: DeepSpeed clips by one norm over all parameters, so its own clipping is switched off. Before its step the reduced
-gradients are measured where its optimizers keep them, each rank its own part. One all-reduce adds the two sums of
-squares; the host does not wait for the device. The factors are applied when DeepSpeed calls the optimizer for a group,
-to the fp32 gradients of that group.
+How: DeepSpeed clips by one norm over all parameters, so its own clipping is switched off. Before DeepSpeed's step,
+each rank measures its own part of the reduced gradients. One all-reduce adds the two sums of squares; the host does
+not wait for the device. The factors are applied when DeepSpeed calls the optimizer for a group, to the fp32 gradients
+of that group.
 
 Limits: tested with DeepSpeed 0.19.8, whose attributes this file reads.
 """
@@ -35,7 +35,7 @@ class TowerClipping:
         self._factor_2 = torch.ones(2, device=device)
 
     def measure(self, optimizer: Any, gradient_scale: float = 1.0) -> None:
-        """Compute both clipping factors from gradients multiplied by `gradient_scale`. Collective at stages 1 to 3."""
+        """Compute both clipping factors; gradients are multiplied by `gradient_scale`. Collective at stages 1 to 3."""
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in _gradient_parts(optimizer):
             tower = int(group["is_generators"])
@@ -49,7 +49,7 @@ class TowerClipping:
         self._factor_2 = (self._clip_2 / (norm_2 + _EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
-        """Scale the gradients (`.grad`) of parameter groups in place by the factor of generator or discriminator."""
+        """Clip in place: multiply each group's gradients by the factor of the generator or of the discriminator."""
         for group in groups:
             factor = self._factor_2[int(group["is_generators"])]
             for parameter in group["params"]:
@@ -58,7 +58,7 @@ class TowerClipping:
 
 
 def _gradient_parts(optimizer: Any) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Yield parameter groups with this rank's parts of their gradients; at stage 3 a group may come several times."""
+    """Yield each parameter group with this rank's part of its gradients; at stage 3 a group may come repeatedly."""
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             yield group, [parameter.grad for parameter in group["params"] if parameter.grad is not None]

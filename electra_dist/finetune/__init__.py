@@ -1,1 +1,1 @@
-"""Evaluate pretrained encoders by fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""
+"""Evaluate pretrained encoders: fine-tune them on GLUE, SQuAD or custom tasks, fit probes, score minimal pairs."""

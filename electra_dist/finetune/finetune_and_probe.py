@@ -56,9 +56,10 @@ def finetune_task(
 ) -> Result:
     """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
-    `seed` determines the head's initial weights, the order of the training rows and the dropout. The trained model and
-    its predictions are written to `folder`, in place of an older one; None writes nothing. If the loss became NaN or
-    infinite, no error is raised and no model is written: the result's score is None, and its `failure` says why.
+    `seed` determines the head's initial weights, the order of the training examples and the dropout. The trained model
+    and its predictions replace an earlier model in `folder`; with None, nothing is written. If the loss or an output
+    of the model becomes NaN or infinite, the function raises no error and writes no model: the result has the score
+    None, and its `failure` says why.
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
@@ -103,10 +104,10 @@ def probe_task(
 ) -> Result:
     """Fit a linear model to the frozen states of each layer of `encoder`, and return the result at the best layer.
 
-    The layer is chosen on a held-out tenth of the training examples; with fewer than 10 examples, it is the last one.
-    The result also has the scores of all layers, from layer 0, the embeddings. Of `settings`, only `max_length` and
-    `both_orders` have an effect. `progress` is called with ("predict", rows done, rows in total), then with ("fit
-    layers", layers done, layers in total).
+    The best layer is the one with the highest score on a held-out tenth of the training examples; with fewer than 10
+    examples, the last layer is taken. The result's `layer_scores` are the scores at all layers; layer 0 is the
+    embeddings. Of `settings`, only `max_length` and `both_orders` have an effect. `progress` is called with
+    ("predict", rows done, rows in total), then with ("fit layers", layers done, layers in total).
     """
     if not isinstance(task, TextTask):
         raise UserError(
@@ -164,7 +165,7 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the `pooled` states of N examples at every layer, fp32 [L + 1, N, 2H]; `shape` is (L + 1, 2H)."""
+    """Return the `pooled` states of N examples at all layers, fp32 [L1, N, features]; `shape` is (L1, features)."""
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
         is_token_BS = ids_BS != backbone.special.pad
@@ -179,7 +180,7 @@ def _probe_features(
 
 
 def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
-    """Return each row's [CLS] state, then the mean state of its tokens with [CLS], without padding: fp32 [B, 2H]."""
+    """Return for each row its [CLS] state and the mean state of all tokens but padding, concatenated: fp32 [B, 2H]."""
     wide_state_BSH = state_BSH.float()
     cls_state_BH = wide_state_BSH[:, 0]
     is_token_BS1 = is_token_BS.unsqueeze(-1)
@@ -188,7 +189,7 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
 
 
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
-    """Return the sha256, in hex, of everything that a result depends on except its seed.
+    """Return the sha256, in hex, of all that a result depends on (encoder, task, data, settings) except its seed.
 
     Two results with the same seed and the same identity are interchangeable. `mode` is "finetune" or "probe"; a
     probe's result depends on fewer settings.

@@ -33,7 +33,7 @@ _LATER_KEYS = ("span_head",)  # newer fields; with their defaults, results are t
 
 
 class FinetuneConfig(Section):
-    """Settings of fine-tuning one encoder on one task; the defaults are the paper's for a Base model on GLUE."""
+    """Settings for fine-tuning an encoder on a task; the defaults are the ELECTRA paper's for a Base model on GLUE."""
 
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
@@ -129,10 +129,10 @@ class FinetuneConfig(Section):
     )
 
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Return the settings, or those named in `only`, as a JSON tree, which becomes part of a result's digest.
+        """Return the settings, or those named in `only`, that become part of a result's digest, as JSON values.
 
-        `max_unk_rate`, on which no result depends, is left out. So is a field that older versions lack, if it has its
-        default value: those versions computed the same, so the results that they have stored are found, too.
+        `max_unk_rate` is left out, because no result depends on it. A setting that was added later is left out as long
+        as it has its default value, so that results which older versions have stored keep their digest.
         """
         values = self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
         for key in _LATER_KEYS:
@@ -142,11 +142,11 @@ class FinetuneConfig(Section):
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Return the paper's settings for a task and a model size, with overrides applied last.
+    """Return the ELECTRA paper's settings for a task and a model size, changed by `overrides`.
 
-    `width` is the encoder's hidden size, and `max_positions` the longest row that the model can read, in tokens: the
-    default of `max_length` is lowered to it, and a larger override raises UserError. `overrides` are `key=value`
-    texts, whose values are parsed as YAML.
+    `width` is the encoder's hidden size. `max_positions` is the largest number of tokens that the model can read at
+    once: the default of `max_length` is lowered to this number, and an override above it raises UserError. `overrides`
+    are texts such as "epochs=2", whose values are parsed as YAML.
     """
     values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
     for text in overrides:
@@ -166,7 +166,7 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
-    """Return the settings that differ from the defaults for a model of this hidden size; none do for Base."""
+    """Return those settings of a model with this hidden size that differ from the defaults; empty for a Base model."""
     if width < BASE_WIDTH:
         return {"lr": 3e-4}
     if width >= LARGE_WIDTH:
@@ -187,7 +187,7 @@ def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    """Return a `key=value` text as {key: value}; raise UserError, which suggests a similar key, for an unknown key."""
+    """Parse a text such as "epochs=2" as {key: value}; raise UserError if its form, key or YAML value is not valid."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:

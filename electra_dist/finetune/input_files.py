@@ -52,10 +52,10 @@ class JsonLine(NamedTuple):
 
 
 def split_lines(data: bytes, file: Path) -> list[str]:
-    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped.
+    """Return the lines of a UTF-8 file, without line ends and byte order mark; `data` is the content of `file`.
 
-    A line ends at a line feed, a carriage return, or both together, as when Python opens a text file, and at no other
-    character. Raises UserError, which names `file`, if `data` is not UTF-8.
+    A line ends at a line feed, a carriage return, or both together, as when Python opens a text file. Other
+    separators, such as U+2028, end no line. Raises UserError, which names `file`, if `data` is not UTF-8.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -65,7 +65,7 @@ def split_lines(data: bytes, file: Path) -> list[str]:
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
-    """Parse line `number` (from 1) of a file as a JSON object; raise UserError if it is something else."""
+    """Parse one line of a file as a JSON object; raise UserError, which names file and line `number`, if it is not."""
     try:
         return JsonLine(f"{file}:{number}", parse_json_object(line))
     except DamagedJson as error:
@@ -73,7 +73,7 @@ def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
 
 
 def as_text(value: object) -> str:
-    """Return a JSON value that is text; raise NotText if it has another type, or contains half of a surrogate pair."""
+    """Return a JSON value if it is text; raise NotText if it has another type or contains half of a surrogate pair."""
     if not isinstance(value, str):
         shown = json.dumps(value)
         raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
@@ -86,9 +86,9 @@ def as_text(value: object) -> str:
 
 
 def as_name(value: object) -> str:
-    """Return a JSON value that serves as a label or an id: text as it is, a finite number as Python writes it.
+    """Convert a JSON value to a label or an id: text stays as it is, and a finite number is written as Python does.
 
-    Raises NotText if the value is neither.
+    Raises NotText for any other value.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return str(value) if is_number else as_text(value)

@@ -29,10 +29,10 @@ _FINAL_NORM = "backbone.encoder.final_norm."
 
 
 def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
-    """Return the highest learning rate that a parameter of a `TaskModel` reaches during fine-tuning.
+    """Return a parameter's peak learning rate: `settings.lr` in the head, and less in each lower layer of the encoder.
 
-    `name` decides: `backbone.*` is the encoder, any other name the head. In the architecture `modern`, the LayerNorm
-    after the last layer has the learning rate of the top layer.
+    `name` is the parameter's name in a `TaskModel`, where the encoder's names begin with "backbone.". In the
+    architecture `modern`, the LayerNorm after the last layer has the peak rate of the top layer.
     """
     if not name.startswith("backbone."):
         return settings.lr
@@ -51,9 +51,9 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 
 
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
-    """Return the factor on every peak learning rate at update `step`, counted from 0: linear warm-up, linear decay.
+    """Return the factor by which update `step` (from 0) multiplies every peak learning rate: warm-up times decay.
 
-    The decay also runs during the warm-up, so the peak rates themselves are never reached.
+    Both are linear. The decay also runs during the warm-up, so with a warm-up the factor never reaches 1.
     """
     warmup_steps = settings.warmup_fraction * num_steps
     warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
@@ -88,6 +88,6 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
 
 
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
-    """Set the learning rates for the next update: each group's peak times `factor`, the result of `schedule`."""
+    """Set each parameter group's learning rate for the next update: its peak rate times `factor`, from `schedule`."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

@@ -22,7 +22,7 @@ GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl."""
+    """Result of fine-tuning on one task with one seed, or of probing one task; stored as one line of results.jsonl."""
 
     task: str
     seed: int  # 0 for a probe, which has no seeds
@@ -66,7 +66,8 @@ _RESULT = TypeAdapter(Result)
 class SeedSummary:
     """Summary of the results of one task over its seeds: median, lowest and highest score, and failed seeds.
 
-    Diverged seeds have no score and are left out of these numbers, which are None if every seed diverged.
+    A diverged seed (NaN or infinite loss) has no score and is left out of these three numbers. They are None if all
+    seeds diverged.
     """
 
     task: str
@@ -82,7 +83,7 @@ class SeedSummary:
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """Summarize the results of one task and mode over the seeds; they are at least one, in any order."""
+    """Summarize results of one task that differ in their seeds; there must be at least one, in any order."""
     by_seed = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in by_seed if result.score is not None]
     return SeedSummary(
@@ -100,7 +101,7 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
 
 
 def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
-    """Return metric -> median over the seeds that have it; a diverged seed has no metrics."""
+    """Return each metric's median over the seeds; diverged seeds, which have no metrics, are left out."""
     values_of: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.metrics.items():
@@ -109,7 +110,7 @@ def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
-    """Return the mean of the median scores of the tasks in `GLUE_AVERAGE`, a fraction; None if a score is missing."""
+    """Return the mean of the median scores of the eight tasks in `GLUE_AVERAGE`; None if a task has no score."""
     median_of = {summary.task: summary.median for summary in summaries}
     medians = []
     for task in GLUE_AVERAGE:
@@ -144,7 +145,7 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
 
 
 def _failed_seeds(summary: SeedSummary) -> str:
-    """Return how many seeds failed, and which, as in "2 of 5 (seeds 0, 3)"; "none" if no seed did."""
+    """Return how many seeds failed, and which, as in "2 of 5 (seeds 0, 3)"; "none" if no seed failed."""
     if not summary.failed:
         return "none"
     noun = "seed" if len(summary.failed) == 1 else "seeds"
@@ -152,7 +153,7 @@ def _failed_seeds(summary: SeedSummary) -> str:
 
 
 def percent(summary: SeedSummary, value: float | None) -> str:
-    """Format a score in per cent, as in "66.4", or "-" for None; the metrics of SQuAD are per cent already."""
+    """Format a metric in per cent, as in "66.4"; "-" for None. SQuAD's metrics are per cent, all others fractions."""
     if value is None:
         return "-"
     is_per_cent = summary.task.startswith("squad")
@@ -160,9 +161,9 @@ def percent(summary: SeedSummary, value: float | None) -> str:
 
 
 def best_layer(held_out_scores: Sequence[float | None]) -> int:
-    """Return the number of the layer with the best held-out score, the lowest of equally good ones.
+    """Return the number of the layer with the highest score on held-out data; of equally good layers, the lowest.
 
-    If a score is None, because nothing could be held out, the result is the last layer.
+    If a score is None, because there were too few examples to hold some out, return the last layer.
     """
     scores = [score for score in held_out_scores if score is not None]
     if len(scores) < len(held_out_scores):

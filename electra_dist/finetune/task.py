@@ -45,7 +45,7 @@ class Task(abc.ABC):
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Score a trained model of this task, in evaluation mode on any device, on the development data.
+        """Score a trained model on the development data; the model must be in evaluation mode, on any device.
 
         `progress` is called after each batch with ("predict", rows done, rows in total).
         """
@@ -61,5 +61,5 @@ class Task(abc.ABC):
     def predict_test_sets(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> tuple[TextFile, ...]:
-        """Return files with predictions for the task's test sets, which have no labels; none for most tasks."""
+        """Return files with predictions for the task's test sets, which have no labels; empty for most tasks."""
         return ()

@@ -33,7 +33,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 class TaskModel(nn.Module):
     """Encoder with a task head: the base class of the models that `training_loop.fit` trains.
 
-    Subclasses implement `forward`, which returns the loss of a batch; prediction has its own methods.
+    Subclasses implement `forward`, which returns the loss of a batch, and other methods that predict.
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Classifier(TaskModel):
         seed: int,
         features: ModernFeatures | None = None,
     ) -> None:
-        """Put a new head on `backbone`, after the layers `features` (see `new_features`) if any; neither is copied."""
+        """Put a new head on `backbone`; `features` (see `new_features`), if given, are the head's first layers."""
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
         if settings.head == "dense":
             layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(settings.head_dropout)]
@@ -74,7 +74,7 @@ class Classifier(TaskModel):
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of each row, fp32 [B, N], or the numbers [B, 1] that a regression predicts.
 
-        `dropout_keys`, the random keys for the encoder's dropout, is None in evaluation mode.
+        `dropout_keys` are random keys for the encoder's dropout; None in evaluation mode.
         """
         state_BSH = self.backbone(ids_BS, dropout_keys)
         cls_state_BH = state_BSH[:, 0]
@@ -91,8 +91,8 @@ class Classifier(TaskModel):
 def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
     """Create the first layers of a task head (Dense, GELU, LayerNorm) for the architecture `modern`; None for `bert`.
 
-    Their initial weights are those of the encoder's pretraining head, as in Hugging Face's ModernBERT classes. If the
-    encoder has no such head, or one of another width, they are new weights from `seed`.
+    The layers start with the weights of the encoder's pretraining head, as in Hugging Face's ModernBERT classes. If
+    the encoder has no such head, or one of another width, new weights are drawn with `seed`.
     """
     if encoder.model.architecture != "modern":
         return None
@@ -109,7 +109,7 @@ def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
 
 
 def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
-    """Return a task head with the layers `features` in front, as one flat Sequential; the head itself if None."""
+    """Return `features` and then the layers of `head` as one flat Sequential; `head` itself if `features` is None."""
     if features is None:
         return head
     layers = head if isinstance(head, nn.Sequential) else [head]

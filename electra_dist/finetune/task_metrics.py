@@ -50,7 +50,7 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     """Return a one-line description if all predictions are equal (degenerate), otherwise an empty string.
 
     A model that always predicts the same has learnt nothing from its inputs, although its accuracy may look high.
-    Fewer than two predictions are never degenerate. `labels` is empty for a regression.
+    Fewer than two predictions are never degenerate. `labels` are the names of the labels; empty for a regression.
     """
     if len(predicted) < 2:
         return ""
@@ -66,11 +66,11 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 
 
 def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
-    """Return the standard error of a metric over the choice of the test examples; `num_labels` is 0 for a regression.
+    """Return the standard error of a metric: how much it varies with the choice of the test examples.
 
-    For an accuracy p over N examples it is sqrt(p (1 - p) / N). For any other metric it is found by the bootstrap: the
-    standard deviation of the metric over 200 resamples of the examples, drawn with replacement. The resamples are
-    always the same for the same number of examples.
+    For an accuracy p over N examples the error is sqrt(p (1 - p) / N). For any other metric it is the standard
+    deviation over 200 bootstrap resamples of the examples, which are the same in every call with N examples.
+    `num_labels` is 0 for a regression.
     """
     if metric == "accuracy":
         accuracy = float(sk.accuracy_score(true, predicted))
@@ -108,8 +108,8 @@ def linear_outputs(
     by `metric` on the last tenth. The final model is fitted to all training data with the best penalty, the smallest
     of equally good ones. Nothing depends on a seed.
 
-    `num_distinct` is N, or N / 2 if rows i and i + N / 2 are one pair of texts in both orders. A label without
-    training examples has the log-probability -inf.
+    `num_distinct` is the number of distinct examples: N, or N / 2 if rows i and i + N / 2 are the two orders of one
+    pair of texts. A label without training examples has the log-probability -inf.
     """
     is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
     penalty, held_out_score = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
@@ -129,7 +129,7 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return a mask of the rows to hold out: a fixed random tenth of the distinct examples, none of fewer than 10."""
+    """Return a mask of rows to hold out: a fixed random tenth of the examples, or none if there are fewer than 10."""
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
     num_held_out = num_distinct // 10
@@ -143,7 +143,7 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return (L2 penalty with the best held-out score, this score); (smallest penalty, None) if there is none."""
+    """Return (L2 penalty with the best held-out score, this score), or (smallest penalty, None) without any score."""
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]
     fitted_features = train_NF[~is_held_out_N]

@@ -61,8 +61,8 @@ def quiet(what: str, done: int, total: int) -> None:
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
     """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
 
-    Rows at the end of the last pass that do not fill a batch are not used; if there is less than one batch in all,
-    rows are repeated to fill it.
+    The last rows are not used if they do not fill a batch. If all passes together are less than one batch, rows are
+    repeated to fill it.
     """
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
@@ -170,7 +170,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of one training batch, with gradient; torch's global generator is seeded for `step`."""
+    """Return the mean loss of a training batch, with gradient; seed torch's global generator for this step."""
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)

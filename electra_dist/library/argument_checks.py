@@ -41,7 +41,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class WrongArgument(UserError, ValueError):
-    """Error for an argument of a function of the library; its line names the argument and what is accepted."""
+    """Error for a wrong argument of a library function; its message names the argument and what is accepted."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _explain(function: str, faults: list[ErrorDetails]) -> str:
-    """Return one line about the first wrong argument of a call; a union type gives one fault for each of its types."""
+    """Return one line about the first wrong argument of a call; `faults` has an entry for each type of a union."""
     first = faults[0]
     argument, *places = first["loc"]
     if first["type"] == "sequence_str":

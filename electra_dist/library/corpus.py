@@ -50,7 +50,7 @@ class Corpus:
         cache_dir: Path,
         corpora: RunCorpora | None = None,
     ) -> None:
-        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` present all phases' corpora as one."""
+        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` combine the corpora of all phases."""
         only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
         self._corpora = corpora or RunCorpora(phases=(only_phase,))
         self._seed = seed
@@ -63,7 +63,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json (with `data.phases`, of all); a run resumes only with an equal digest."""
+        """Return the digest of corpus.json (of all, with `data.phases`); a run resumes only with an equal digest."""
         return self.manifest.fingerprint
 
     @property
@@ -78,9 +78,9 @@ class Corpus:
     @checked
     def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
-        In a run, rank r of W ranks reads the r-th of W equal slices. Steps are counted from 0, and any may be asked
-        for at any time; the record of step t + 1 in metrics.jsonl is about the step with number t.
-        Raises StoreError if a shard cannot be read, ManifestMismatch if it is not the one that the manifest lists.
+        In a run of W ranks, rank r reads the r-th of W equal slices of these rows. Steps are counted from 0 and may be
+        read in any order; step t is the one that metrics.jsonl records as step t + 1.
+        Raises StoreError if a shard cannot be read, ManifestMismatch if a shard differs from the manifest's digest.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         distinct_shards = np.unique(shard_of_row)
@@ -91,16 +91,16 @@ class Corpus:
 
     @checked
     def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
-        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
-        Numbers follow the shards in corpus.json from 0, and with `data.phases` go on from corpus to corpus. A run's
-        receipts are checksums of these numbers, which it records (`electra_dist.data.row_receipt`).
+        """Return the corpus-wide number of each row of a step, int64 [global_batch], in the order of `batch`.
+        Rows are numbered from 0 in the order of the shards in corpus.json; with `data.phases`, numbers go on from
+        corpus to corpus. A run records checksums of its rows' numbers (`electra_dist.data.row_receipt`).
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     @checked
     def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
-        """Yield the rows of one step after another, as `batch` returns them, without end; a thread reads ahead."""
+        """Yield without end the rows of each step from `first_step` on, as `batch` does; a thread reads ahead."""
         _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
@@ -110,7 +110,7 @@ class Corpus:
                     yield torch.from_numpy(loader.next().ids.astype(np.int64))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return how often each token id, [PAD] included, occurs, int64 [V]. The whole corpus is read for it."""
+        """Read the whole corpus, and return how often each token id, [PAD] included, occurs in it, int64 [V]."""
         with contextlib.closing(self._open_cache()) as cache:
             return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
 
@@ -133,7 +133,7 @@ class Corpus:
         return self._orders[global_batch]
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each row of a step its shard and its number in the shard, int64 [global_batch] each, from 0."""
+        """Return for each row of a step its shard's index and its index in the shard, int64 [global_batch] each."""
         first_position = _first_row(step, global_batch)
         positions = np.arange(first_position, first_position + global_batch)
         _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
@@ -161,16 +161,16 @@ def open_corpus(
     """Open a corpus, to read the rows of any step of a run on it.
 
     Args:
-        source: folder or s3:// prefix of a corpus; or a run, as its folder or its config. For a run, its corpus is
-            opened (with `data.phases`, all its corpora as one), and arguments that are None come from its config.
-        seed: config key `seed`; otherwise 42.
-        shuffle_window_shards: config key `data.shuffle_window_shards`; otherwise 64.
-        endpoint_url: URL of an S3 service; otherwise AWS.
-        cache_dir: folder for shards fetched from S3; otherwise ~/.cache/electra-dist.
+        source: a corpus (folder or s3:// prefix), a run folder, or a `Config`. With a run folder or a `Config`, the
+            run's corpora are opened as one, and arguments that are None come from the config.
+        seed: the config's `seed`; None without a config: 42.
+        shuffle_window_shards: the config's `data.shuffle_window_shards`; None without a config: 64.
+        endpoint_url: URL of an S3 service; None without a config: AWS.
+        cache_dir: folder for shards fetched from S3; None without a config: ~/.cache/electra-dist.
 
     Raises:
         UserError: there is no such corpus.
-        ManifestMismatch: it has changed since the run began, or corpus.json contradicts the vocabulary.
+        ManifestMismatch: the corpus has changed since the run began, or corpus.json contradicts the vocabulary.
     """
     config = None
     if isinstance(source, Config):
@@ -200,7 +200,7 @@ def open_corpus(
 
 
 def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
-    """Raise ManifestMismatch if a corpus has changed since a run began in `run_dir`, which may be missing."""
+    """Raise ManifestMismatch if a corpus has changed since the run in `run_dir` began; pass if it has not begun."""
     fingerprints = recorded_fingerprints(run_dir, len(corpora.phases))
     if fingerprints is None:
         return

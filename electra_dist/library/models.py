@@ -27,7 +27,7 @@ from electra_dist.scoring.text_scores import TextScore, TextScorer
 
 
 def build_towers(config: Config) -> ElectraTowers:
-    """Build generator and discriminator with their heads, with the weights that a run of this config starts from.
+    """Build generator and discriminator with their heads and the random weights that a run of this config starts from.
     Weights that `train.init_from` names are not loaded.
     """
     return initial_weights.build_towers(config.model, config.seed, config.objective)
@@ -35,8 +35,8 @@ def build_towers(config: Config) -> ElectraTowers:
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:
     """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
-    Call it with the result of `step_input`; `load_weights` puts the weights of a run into it. Weights that
-    `train.init_from` names are not loaded, but those of a frozen generator are.
+    Call the module with the result of `step_input`; `load_weights` loads the weights of a run. Weights that
+    `train.init_from` names are not loaded, but a frozen generator's weights are.
     Raises ManifestMismatch if the corpus has another vocabulary size than the config, UserError if the sections
     contradict each other or the weights of a frozen generator cannot be used.
     """
@@ -56,10 +56,10 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 
 
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
-    """Return the input of an objective for all rows of a step as one batch.
+    """Return what to call an objective with, so that it computes the losses of all rows of a step as one batch.
     `ids` are int64 [global_batch, seq_len] on the module's device. The losses are means over the tokens of these rows.
-    Masks, samples and dropout are those of a run with this seed at this step (counted from 0); scheduled values are
-    those of the first step. Raises UserError for another tensor, or an id that is not in the vocabulary.
+    Masks, samples and dropout are those of a run with this seed at this step (counted from 0). Values that follow a
+    schedule are those of the first step. Raises UserError for another tensor, or an id that is not in the vocabulary.
     """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
         raise UserError(
@@ -79,9 +79,9 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
 
 
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
-    """Copy the verified weights of a run's checkpoint into a module built from the run's config; return its step.
-    `step` names a checkpoint; None is the newest good one. Raises UserError if `run_dir` is not a run, has no
-    undamaged checkpoint (of that step), or has parameters of other names or shapes.
+    """Copy a checkpoint's verified weights into a module built from the run's config; return the checkpoint's step.
+    `step` selects the checkpoint; None selects the newest undamaged one. Raises UserError if `run_dir` is not a run,
+    has no undamaged checkpoint (of this step), or has parameters of other names or shapes.
     """
     run = load_run_weights(Path(run_dir), step)
     prefix = "" if isinstance(module, Objective) else "towers."
@@ -101,9 +101,9 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: N
 
 def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
     """Load the discriminator or the generator of a pretrained model, with its tokenizer.
-    `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
-    `model` is the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml. A Hugging Face folder
-    holds one tower, which may be a generator even by default. `step` is a run's checkpoint; None: the newest good one.
+    `.tokenizer.encode(texts)` of the result gives token ids; `.backbone()` is a torch module from ids to states.
+    `model` is a run folder, a Hugging Face folder, or "random:CONFIG.yaml" for random weights. A Hugging Face folder
+    holds one tower, which the default loads even if it is a generator. `step` is a run's checkpoint; None: the newest.
     """
     return load_pretrained(str(model), tower, step=step)
 

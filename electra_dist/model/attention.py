@@ -67,7 +67,7 @@ SDPA = AttentionChoice("sdpa", "default")
 
 
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> torch.Tensor | BlockMask:
-    """Return the mask of `backend` "sdpa" or "flex" that lets tokens attend to tokens of the same example only."""
+    """Return the mask for `backend` "sdpa" or "flex" that restricts attention to tokens of the same example."""
     if backend == "sdpa":
         return attention_bias(layout, dtype)
     assert backend == "flex", backend
@@ -97,9 +97,9 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
 
-    With `keep_BNSS` the attention probabilities are multiplied by these factors, 0 or 1 / (1 - p), and `dropout` is
-    ignored. This is for CPUs, where torch has no fused attention with dropout and needs 10 ns for each random bit.
-    Raises ValueError for `dropout` with flex, which has none.
+    `dropout` is the probability of dropping an attention probability. If `keep_BNSS` is given, the probabilities are
+    instead multiplied by these factors, 0 or 1 / (1 - p). This is for CPUs, where torch has no fused attention with
+    dropout. ValueError: `dropout` is not 0 and the mask is a BlockMask, because flex has no dropout.
     """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
@@ -121,7 +121,7 @@ def attend(
 
 
 def _is_short_bf16_on_cpu(query_BNSD: torch.Tensor) -> bool:
-    """Return whether plain operations are faster than torch's fused attention for these queries."""
+    """Return whether plain operations are faster than torch's fused attention: on a CPU, for short rows in bf16."""
     return (
         HAS_BF16_PRODUCTS
         and query_BNSD.device.type == "cpu"
@@ -153,7 +153,7 @@ def attend_with_plain_operations(
 
 @functools.cache
 def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return FlexAttention; not compiled, for tests on a CPU, it holds all scores and has no backward pass."""
+    """Return FlexAttention. If not compiled, for tests on a CPU, it stores all scores and has no backward pass."""
     if not compiled:
         return flex_attention
     keep_compiled_code(user_cache_folder() / "compiled")

@@ -47,9 +47,9 @@ _LEAST_SCATTER = 0.02
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """Choose "sdpa", "flash" or "flex" for this rank's device; UserError if the config demands what cannot run.
+    """Choose "sdpa", "flash" or "flex" for this rank. UserError: the config demands a backend that cannot run.
 
-    Not collective: ranks may come to different results, from which `agree_on_attention` makes one.
+    Each rank chooses for itself, so ranks may differ; `agree_on_attention` then makes one choice of all of them.
     """
     wanted = config.engine.attention
     if wanted == "sdpa":
@@ -92,7 +92,7 @@ def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
 
 
 def agree_on_attention(choices: Sequence[AttentionChoice]) -> AttentionChoice:
-    """Return the backend that all ranks use: the one that all have chosen (`choices`, by rank), otherwise sdpa."""
+    """Return the backend for all ranks: the one that every rank has chosen (`choices`, by rank), otherwise sdpa."""
     for choice in choices:
         if choice.backend == "sdpa":
             return choice
@@ -107,7 +107,7 @@ def agree_on_attention(choices: Sequence[AttentionChoice]) -> AttentionChoice:
 
 
 def attention_note(choice: AttentionChoice, config: Config, device: str) -> str:
-    """Return the line of a run's log about attention: backend, reason, dropout in effect and determinism."""
+    """Return the log line about attention: backend, reason, dropout, and whether gradients are deterministic."""
     gradients = "deterministic"
     if device == "cuda" and choice.backend == "sdpa":
         gradients = "not deterministic, because torch's kernel may add in any order"
@@ -158,9 +158,10 @@ def _flex_limit(dropout: float) -> str:
 
 
 def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: int, dropout: float) -> str:
-    """Run the trial of "flash" or "flex" on a device; return what is wrong, or "" if the backend may be used.
+    """Try "flash" or "flex" on a few random rows; return what is wrong, or "" if the backend may be used.
 
-    A fault is an exception, or a NaN or a difference above 0.05 from sdpa in the output or a gradient.
+    A fault is an exception, an output or a gradient that is NaN or differs from sdpa's by more than 0.05, or dropout
+    of "flash" that does not act as asked for.
     """
     shape = (4, _TRIAL_ROWS, _TRIAL_HEADS, _TRIAL_TOKENS, head_width)
     generator = torch.Generator(device).manual_seed(0)
@@ -183,7 +184,7 @@ def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: 
 def _output_and_gradients(
     backend: str, inputs_BNSD: Sequence[torch.Tensor], upstream_BNSD: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the attention output of a backend and the gradients of query, key and value, [B, N, S, D], no dropout."""
+    """Return a backend's output and the gradients of query, key and value, each [B, N, S, D], without dropout."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs_BNSD]
     query, key, value = leaves
     if backend == "flash":
@@ -202,7 +203,7 @@ def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch
 
 
 def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> str:
-    """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for."""
+    """Return what is wrong with FlashAttention's dropout, or "" if it drops about the share `dropout`."""
     query, key, value = inputs_BNSD
     # With values of one, each output is (sum of the kept attention probabilities) / (1 - p), whose expected value is
     # 1. If the outputs do not differ from one another (`_LEAST_SCATTER`), nothing was dropped. If their mean over
@@ -226,7 +227,7 @@ def _trial_layout(device: torch.device) -> RowLayout:
 
 
 def _trial_bounds(device: torch.device) -> ExampleBounds:
-    """Return where the examples of the trial's rows begin, followed by two empty sequences of padding."""
+    """Return where the examples of the trial begin; two empty sequences follow them, as real batches may have."""
     first_tokens = [
         row * _TRIAL_TOKENS + first
         for row in range(_TRIAL_ROWS)

@@ -27,7 +27,8 @@ from electra_dist.store.user_cache import keep_compiled_code
 def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = "inductor") -> None:
     """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called.
 
-    `cache` becomes TORCHINDUCTOR_CACHE_DIR, unless the user has set it. Tests pass a `backend` of their own.
+    `cache` is the folder for compiled code, unless the user has set TORCHINDUCTOR_CACHE_DIR; None changes no folder.
+    `backend` is an argument of torch.compile.
     """
     if cache is not None:
         keep_compiled_code(cache)
@@ -39,7 +40,7 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Let one compiled graph serve inputs with any number of sequences; runs before each forward of an `Encoder`."""
+    """Let one compiled graph serve any number of sequences; this hook runs before each forward of an `Encoder`."""
     attention_mask = inputs[1]
     if isinstance(attention_mask, ExampleBounds):
         torch._dynamo.maybe_mark_dynamic(attention_mask.cu_seqlens, 0)

@@ -1,10 +1,11 @@
 """The options with which FlexAttention and the layers of the towers are compiled.
 
-torch.compile keeps one graph for each combination of shapes, grad mode and kind of mask. By default the ninth is not
-compiled: torch warns once and runs that call eagerly from then on, for FlexAttention with all scores in memory. A run
-with towers of different head counts, evaluations and `train.micro_batch: auto` needs more than eight.
+torch.compile keeps one graph for each combination of shapes, grad mode and kind of mask. By default it compiles at
+most eight graphs of a function. For the ninth it warns once and runs that call eagerly from then on, FlexAttention
+with all scores in memory. A run with towers of different head counts, evaluations and `train.micro_batch: auto` needs
+more than eight.
 
-Guarantee: MOST_GRAPHS graphs of one function are compiled, and one more, or a graph break, raises an error.
+Guarantee: up to MOST_GRAPHS graphs of one function are compiled. One more graph, or a graph break, raises an error.
 """
 
 from __future__ import annotations

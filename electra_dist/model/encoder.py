@@ -45,7 +45,7 @@ class DropoutAddNorm(nn.LayerNorm):
     """LayerNorm(residual + dropout(x)) as one fused operation, with the parameter names of nn.LayerNorm."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """Create the module; `site`, 0 after attention and 1 after feed-forward, gives each its own dropout mask."""
+        """Create the module; `site` (0 after attention, 1 after feed-forward) selects separate random numbers."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
@@ -72,13 +72,13 @@ class DropoutAddNorm(nn.LayerNorm):
         return normed_BSH
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return the dropout of `forward`: its probability, which is 0 in evaluation mode, and its random key."""
+        """Return the dropout that `forward` applies: its probability, 0 in evaluation mode, and its random key."""
         probability = self.probability if self.training else 0.0
         return LayerDropout(probability, dropout_keys.key_3, self.site, SITES)
 
 
 class SmallEmbedding(nn.Embedding):
-    """Embedding table with few rows; on a GPU its gradient is a matrix product, without atomic additions."""
+    """Embedding table with few rows; on a GPU its gradient is a matrix product, instead of atomic additions."""
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Embeddings(nn.Module):
     dropout: float  # probability
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's table entries, [B, S, E]; positions are counted within an example."""
+        """Return the sum of the table entries of each token, [B, S, E]; positions are counted within an example."""
         raise NotImplementedError
 
     def forward(
@@ -104,10 +104,11 @@ class Embeddings(nn.Module):
         dropout_keys: DropoutKeys | None = None,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return dropout(layer_norm(sum of the tables' entries + base)), [B, S, E].
+        """Return the embeddings, [B, S, E]: dropout(layer_norm(sum of the table entries + base)).
 
-        `dropout_keys` are those of the network that reads the embeddings; evaluation needs none. `base_BSE` holds the
-        generator's entries if the tables here are only differences to them (`model.sharing: gdes`).
+        `dropout_keys` belong to the network that reads the embeddings; evaluation needs none. With `model.sharing:
+        gdes` the discriminator's tables hold only differences to the generator's, and `base_BSE` has the generator's
+        entries.
         """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
@@ -151,15 +152,16 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm."""
+        """Return the attention output after its output projection, [B, S, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_BSH).flatten(0, 1)
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
     def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return the attention output before its projection, [T, H] contiguous, for `qkv` [T, 3 H].
+        """Return the attention output before its output projection, contiguous [T, H].
 
-        Only views of `qkv` are read, so its gradient comes back in one tensor, without a further copy.
+        `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
+        either.
         """
         dropout = self.dropout if self.training else 0.0
         if isinstance(attention_mask, ExampleBounds):
@@ -200,7 +202,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H]; its input is the previous layer's states or the embeddings."""
+        """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
@@ -230,7 +232,7 @@ class EncoderLayer(nn.Module):
     def compose(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return what `forward` returns, by separate operations that define its values; torch.compile traces them."""
+        """Compute `forward` by separate operations; they define the layer, and torch.compile traces them."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
         attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)
@@ -258,15 +260,15 @@ class Encoder(nn.Module):
         self.recompute = False
 
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer of this tower, the `number`-th from 0."""
+        """Return a new layer; `number` is its place in the tower, from 0."""
         return EncoderLayer(model, tower)
 
     def layer_inputs(self, attention_mask: AttentionMask, dropout_keys: DropoutKeys) -> Iterable[tuple[Any, Any]]:
-        """Return for each layer the two further arguments of its `forward`: its mask and its dropout keys."""
+        """Return, for each layer, the arguments of its `forward` after the hidden states: mask and dropout keys."""
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Make the output, [T, H], from the last layer's states: here the same, as it ends with a LayerNorm."""
+        """Return the output, [T, H]: the last layer's states, which need no further LayerNorm in this architecture."""
         return hidden_TH
 
     def forward(

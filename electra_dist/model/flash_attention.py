@@ -40,14 +40,14 @@ class _Saved(NamedTuple):
 
 
 def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v inside each sequence that the bounds delimit, [T, N, D] contiguous."""
+    """Return softmax(q k^T / sqrt(D)) v within each sequence of `bounds`, contiguous [T, N, D]."""
     num_tokens, _, num_heads, head_width = qkv_T3ND.shape
     context_TH = flash_context(qkv_T3ND.reshape(num_tokens, -1), num_heads, bounds, dropout)
     return context_TH.view(num_tokens, num_heads, head_width)
 
 
 def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return the result of `flash_attention` as [T, N D] contiguous, for `qkv` [T, 3 N D] contiguous."""
+    """Return the result of `flash_attention` as [T, N * D] for `qkv` of [T, 3 * N * D], both contiguous."""
     if torch.compiler.is_compiling():
         qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
         out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)[0]
@@ -57,7 +57,7 @@ def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, drop
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Autograd function for eager mode; the views by heads are made inside it, where autograd does not record them."""
+    """FlashAttention for eager mode; it splits `qkv` into heads itself, so that autograd does not record the views."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ def _run_backward(
 
 @contextlib.contextmanager
 def _in_fixed_order() -> Iterator[None]:
-    """Make torch's deterministic mode strict for this one operator, if the run has set it with `warn_only`."""
+    """Within this context, make torch's deterministic mode strict if the run has set it to only warn."""
     # The run sets `warn_only`, because operations without a deterministic version must still run. With it, however,
     # torch also uses FlashAttention's atomic additions, and only warns
     # (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
@@ -150,7 +150,7 @@ def _in_fixed_order() -> Iterator[None]:
 def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `_run_forward` as a custom operator; return the fields of `_Saved`."""
+    """Run `_run_forward` as a custom operator for torch.compile; return the fields of `_Saved`."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
@@ -180,7 +180,7 @@ def _compiled_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Run `_run_backward` as a custom operator; the fields of `_Saved` are arguments."""
+    """Run `_run_backward` as a custom operator for torch.compile; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
     return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)

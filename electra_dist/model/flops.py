@@ -29,19 +29,19 @@ BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head."""
+    """Training FLOPs per token (forward and backward) of discriminator and generator, each with its head."""
 
     discriminator: float  # 0 while the generator trains alone
     generator: float  # 0 without a generator network; its forward pass only while it is frozen
 
     @property
     def total(self) -> float:
-        """Sum of generator and discriminator."""
+        """Training FLOPs per token of generator and discriminator together."""
         return self.discriminator + self.generator
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return training FLOPs per token; in two-stage training, of the stage of `step`, where None means the second."""
+    """Return the training FLOPs per token; `step` selects the training stage, and None stands for the second one."""
     tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
@@ -81,7 +81,7 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the FLOPs of a step in the first and in the second stage of two-stage training."""
+    """Return the training FLOPs of a step in the first and in the second stage; without stages, both are equal."""
     objective = config.objective
     seq_len = config.data.seq_len
     generator_only_per_token = token_flops(config.model, seq_len, objective, step=0).total
@@ -188,9 +188,10 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "b
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the share of the GPUs' peak that the run's matrix products use, 0 to 1.
+    """Return the model FLOPs utilisation, in [0, 1]: the share of the GPUs' peak that the run uses.
 
-    `tokens_per_s` counts all GPUs together; `peak` is that of one GPU, in FLOP/s, and None if it is not known.
+    `tokens_per_s` counts all GPUs together. `peak` is the peak of one GPU in FLOP/s; if it is None, the result is
+    None.
     """
     if peak is None:
         return None

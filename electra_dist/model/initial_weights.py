@@ -76,7 +76,7 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _standard_deviation(model: ModelConfig, module_name: str) -> float:
-    """Return a matrix's deviation: `initializer_range`, less at the end of a `modern` sub-layer, as in ModernBERT."""
+    """Return the standard deviation for a weight matrix; it is smaller for the last matrix of a `modern` sub-layer."""
     # The outputs of these matrices are added to the residual stream, whose variance would otherwise grow with the
     # depth.
     writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
@@ -87,7 +87,7 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
 
 
 def _is_glorot(module_name: str) -> bool:
-    """Return whether a module has Glorot-uniform weights, by the last part of its name; attention.out has none."""
+    """Return whether a module's initial weights are Glorot-uniform, judged by the last part of its name."""
     if module_name.endswith("attention.out"):
         return False
     last_component = module_name.rpartition(".")[2]

@@ -15,7 +15,7 @@ HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whethe
 
 
 class Linear(nn.Linear):
-    """Drop-in nn.Linear, with the same parameter names, that computes by `linear` of this module."""
+    """nn.Linear, with the same parameter names, that computes its product with `linear` of this module."""
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,10 +41,11 @@ def input_gradient(
     other_grad_TI: torch.Tensor | None = None,
     out_TI: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the input of `linear`, [T, in]: grad W plus `other_grad_TI`, in one product.
+    """Return the gradient of the input of `linear`, [T, in]: `grad_TO` @ `weight_OI` + `other_grad_TI`.
 
-    `other_grad_TI` is a gradient that the input has from elsewhere, such as a residual connection. The sum is rounded
-    once. All arguments have one dtype. The result may overwrite `out_TI`, so that no memory is allocated.
+    `other_grad_TI` is a gradient that the input has from elsewhere, such as a residual connection. It is added inside
+    the product, and the sum is rounded once. All arguments have one dtype. `out_TI`, if given, may be overwritten by
+    the result, so that no memory is allocated.
     """
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
@@ -64,7 +65,7 @@ def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix product of `x` is computed: that of autocast, or its own."""
+    """Return the dtype in which a matrix product of `x` is computed: that of autocast, or else the dtype of `x`."""
     device_type = x.device.type
     has_autocast = torch.amp.is_autocast_available(device_type)  # `meta` has none
     if has_autocast and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
@@ -73,7 +74,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _emulates_bf16(x: torch.Tensor) -> bool:
-    """Return whether a product of `x` would be in bf16 on a CPU that has no instructions for it."""
+    """Return whether a matrix product of `x` would run in bf16 on a CPU without bf16 instructions."""
     return x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
 
 

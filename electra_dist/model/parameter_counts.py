@@ -12,19 +12,19 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters; one that generator and discriminator share counts for the discriminator."""
+    """Numbers of trainable parameters; those that both networks share count for the discriminator."""
 
     discriminator: int  # with its head and the embeddings that it trains
     generator_only: int  # parameters that only the generator's loss trains
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; one that generator and discriminator share counts once."""
+        """Number of all trainable parameters; those that both networks share count once."""
         return self.discriminator + self.generator_only
 
 
 def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
-    """Return the numbers of trainable parameters; without an objective, for replaced-token detection."""
+    """Return the numbers of trainable parameters; `objective` None stands for replaced-token detection."""
     if objective is None:
         objective = ObjectiveConfig()
     width = model.embedding_size
@@ -77,7 +77,7 @@ def _embeddings(model: ModelConfig, width: int) -> int:
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
-    """Count a head that predicts tokens, without its output matrix: the token table, counted with the embeddings."""
+    """Count the parameters of a head that predicts tokens; `_embeddings` counts its output matrix, the token table."""
     return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
 
 

@@ -87,7 +87,7 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ExampleBounds(NamedTuple):
-    """Places where examples begin if all rows form one line of T = B * S tokens, in FlashAttention's format."""
+    """Where each example begins in the T = B * S tokens of all rows, one row after another, for FlashAttention."""
 
     cu_seqlens: torch.Tensor  # int32 [L + 1]: first token of each of L sequences in the line, then T; never decreases
     longest: int  # upper bound of the tokens of a sequence: the row length
@@ -103,7 +103,7 @@ class ExampleBounds(NamedTuple):
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     """Return where the examples of rows begin, from their original token ids in host memory.
 
-    Empty sequences, which begin and end at T, fill up their number to a power of two per row.
+    Empty sequences at the end raise the number of sequences to a power of two times the number of rows.
     """
     num_rows, row_length = ids_BS.shape
     is_pad_BS = ids_BS == special.pad

@@ -26,7 +26,8 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's log-probability of its target, [M] nats, and its most probable token, int64 [M].
 
-    Log-probabilities are fp32 or wider. `vocab_size` excludes the rows that pad the table; the bias has no pads.
+    Log-probabilities are fp32 or wider. The table may have padding rows after the first `vocab_size`; the bias has
+    none.
     """
     device_type = x_MD.device.type
     under_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -87,7 +88,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_M: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of log softmax(z)[t] by the logits z is onehot(t) - softmax(z)."""
+        """Return the gradients; that of log softmax(z)[t] by the logits z is onehot(t) - softmax(z)."""
         x_MD, table_VD, bias_V, target_M, log_sum_exp_M = ctx.saved_tensors
         products_table_VD = _for_products(table_VD)
         products_dtype = products_table_VD.dtype
@@ -114,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _for_products(table_VD: torch.Tensor) -> torch.Tensor:
-    """Return the table in fp32 or wider on a CPU, where products in bf16 or fp16 are six times slower."""
+    """Return the table for matrix products: on a CPU in fp32 or wider, because bf16 and fp16 are six times slower."""
     if table_VD.device.type == "cpu":
         return table_VD.to(torch.promote_types(table_VD.dtype, torch.float32))
     return table_VD

@@ -43,7 +43,7 @@ def detects_replacements(objective: ObjectiveConfig) -> bool:
 
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Return whether the discriminator has embedding tables of its own: whole ones or differences (`gdes`)."""
+    """Return whether the discriminator has its own tables: full ones, or differences to the generator's (`gdes`)."""
     return model.sharing in ("none", "gdes") and objective.trains_generator
 
 
@@ -60,7 +60,7 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: Embeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create submodules in the order of the parameters, on which the optimizer's state in a checkpoint depends."""
+        """Create the submodules. Their order must not change: optimizer states in checkpoints depend on it."""
         super().__init__()
         if objective is None:
             objective = ObjectiveConfig()
@@ -111,7 +111,7 @@ class ElectraTowers(nn.Module):
         return name.partition(".")[0] in parts
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the embeddings of the rows by the generator's tables, [B, S, E]; the ids may be masked ones."""
+        """Return the embeddings of rows, masked or not, from the generator's tables, [B, S, E]."""
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
 
     def embed_discriminator(
@@ -126,7 +126,7 @@ class ElectraTowers(nn.Module):
         return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
-        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.
+        """Return the discriminator's token table, [V, E], which is also the output matrix of its token head.
 
         With `model.sharing: gdes` it is the generator's table, without gradient, plus the discriminator's difference.
         """

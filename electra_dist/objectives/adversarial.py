@@ -71,9 +71,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
         weight_M: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Return the sum over the M masked positions of the generator's REINFORCE loss and the baseline's own loss.
+        """Add up the generator's REINFORCE loss and the loss of its reward baseline over the M masked positions.
 
-        Only its gradient has a meaning. `right_logit_M` are the discriminator's logits of the right labels.
+        Only the sum's gradient is meaningful. `right_logit_M` has the discriminator's logits for the right labels.
         """
         # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.
         head = self.towers.generator_head

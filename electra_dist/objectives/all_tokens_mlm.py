@@ -24,7 +24,7 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 
 class AllTokensMlm(CorruptingObjective):
-    """Objective that predicts the original token at every position of corrupted text, with a learned copy gate."""
+    """Objective that predicts every original token; a learned gate decides how far to copy the token that is read."""
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:

@@ -47,8 +47,9 @@ REVERSE = 2**32 - 3
 class Sums(NamedTuple):
     """Sums over the tokens of a batch, from which metrics are computed; losses are in nats.
 
-    Add them over micro-batches and ranks before dividing: the mean MLM loss is mlm_loss_sum / mlm_weight. Sums that an
-    objective lacks are 0. The predicted positions are the masked ones; with `electric`, all that may be masked.
+    Add up the sums of all micro-batches and ranks before dividing: the mean MLM loss is mlm_loss_sum / mlm_weight.
+    Sums that an objective does not compute are 0. The predicted positions are the masked ones; with `electric`, all
+    positions that may be masked.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
@@ -73,9 +74,9 @@ class Sums(NamedTuple):
 class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    An objective has one or two losses, each a sum over tokens, which two scales turn into means. `first_scale` is
-    1 / (sum of column 0 of `loss_counts` over all rows that the mean covers, usually the global batch);
-    `second_scale` is the same of column 1.
+    An objective has one or two losses. Each is a sum over tokens, and a scale turns the sum into a mean. `first_scale`
+    is 1 / n, where n is the sum of column 0 of `loss_counts` over all rows of the mean, usually the global batch.
+    `second_scale` is computed from column 1 in the same way.
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
@@ -113,7 +114,7 @@ class StepOutput(NamedTuple):
 
 
 def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
-    """Copy seed (below 2**63) and step to `device` as int64 [2], where kernels read them; the host does not wait."""
+    """Return [seed, step] as an int64 tensor on `device`; the host does not wait for the copy. seed is below 2**63."""
     return copy_to_device(torch.tensor([seed, step]), device)
 
 
@@ -127,14 +128,15 @@ class Batch(StepInput):
 
     @property
     def step_on_device(self) -> torch.Tensor:
-        """Return the number of the step, int64 [1] on the device of the ids, where dropout kernels read it."""
+        """Return the step number as an int64 [1] tensor on the device of the ids, where dropout kernels read it."""
         assert self.key_2 is not None, "`Objective.batch` makes the key"
         return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Number the places for masked positions of the global batch, num_slots in each row; int64 [B * num_slots].
+        """Number the slots of the global batch, each a place for one masked position; return int64 [B * num_slots].
 
-        Place n of row r has number r * num_slots + n, which keys the random draw of its token.
+        Slot n of row r has number r * num_slots + n. The number is part of the random key for drawing the slot's
+        token.
         """
         slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
         first_slot_of_row_B1 = self.row_B[:, None] * num_slots
@@ -144,11 +146,11 @@ class Batch(StepInput):
 def loss_counts(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
-    """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
+    """Return how many tokens of each row count in the means of the objective's two losses, int64 [B, 2].
 
-    Column 0 is for the generator's or the only loss, column 1 for the discriminator's. The counts follow from the ids
-    alone, so a step can sum them over all ranks before its first forward pass. `mask_prob` is the value of a scheduled
-    `objective.mask_prob` at this step; None means its value at the first step.
+    Column 0 is for the generator's loss (or the only loss), column 1 for the discriminator's. Only the ids are needed,
+    so a step can add up the counts of all ranks before its first forward pass. `mask_prob` is the present value of
+    `objective.mask_prob`, if that follows a schedule; None stands for the value at the first step.
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B
@@ -162,7 +164,7 @@ def loss_counts(
 
 
 class Objective(nn.Module, ABC):
-    """Base class of the objectives: holds the networks, and returns a `StepOutput` when called with a `StepInput`."""
+    """Base class of the pretraining objectives: it holds the networks and maps a `StepInput` to a `StepOutput`."""
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
@@ -175,17 +177,17 @@ class Objective(nn.Module, ABC):
         self.attention = SDPA  # until the caller chooses another backend
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Run `compute_loss` on the input, or `score_shown` if the input has `shown_BS`, rows corrupted beforehand."""
+        """Compute the loss; if the rows were corrupted beforehand (`shown_BS`), only score their tokens instead."""
         batch = self.batch(step_input)
         if batch.shown_BS is not None:
             return self.score_shown(batch, batch.shown_BS)
         return self.compute_loss(batch)
 
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
-        """Run only the discriminator, on the ids `shown_BS`; return its logits of "replaced", and a loss of 0.
+        """Run only the discriminator, on corrupted ids, `shown_BS`; return its logits of "replaced", and loss 0.
 
-        The objective must have a discriminator. With `electric` the logits are its energies alone, without the noise
-        model's term.
+        The objective must have a discriminator. With `electric` the logits are the discriminator's energies, without
+        the log-probabilities of the noise model.
         """
         label_BS = shown_BS != batch.ids_BS
         hidden_BSH = self.read(batch, shown_BS)
@@ -194,14 +196,14 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss, the metric sums and the outputs per token of a batch; `forward` calls it.
+        """Compute the loss, the sums for metrics and the outputs per token of a batch; each subclass implements this.
 
-        The loss is the sum of the objective's one or two losses. Each is a sum over tokens, times its weight and its
-        scale (`batch.first_scale` or `batch.second_scale`). Build the result with `output`.
+        The loss is a sum of terms. Each term is a sum over tokens, times a weight from the config and a scale
+        (`batch.first_scale` or `batch.second_scale`). Build the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Add examples, positions and attention mask of its rows to an input; "flash" attention needs its `bounds`."""
+        """Return the input with the examples, positions and attention mask of its rows; "flash" needs `bounds`."""
         layout = derive(step_input.ids_BS, self.special)
         values = step_input.scheduled
         if values is None:
@@ -250,7 +252,7 @@ class Objective(nn.Module, ABC):
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the random keys for dropout of a network (GENERATOR, DISCRIMINATOR or REVERSE) on this batch."""
+        """Return the random keys for dropout in one network; `tower` is GENERATOR, DISCRIMINATOR or REVERSE."""
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
         return DropoutKeys(
             seed=tower_seed,
@@ -263,8 +265,8 @@ class Objective(nn.Module, ABC):
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
         """Run the discriminator (with `mlm`: the only network) on changed ids; return its states, [B, S, H].
 
-        `ids_BS` are masked or corrupted. Examples, positions and padding are still those of the original ids, since a
-        replacement could be a [SEP] or a [PAD].
+        `ids_BS` are masked or corrupted. Examples, positions and padding are those of the original ids, kept in
+        `batch`, because a replacement could be a [SEP] or a [PAD].
         """
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
@@ -281,9 +283,9 @@ class Objective(nn.Module, ABC):
     ) -> StepOutput:
         """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
-        `sums` has scalars by the names of `Sums`, without `loss` and `tokens`. `rtd_logit_BS` has B * S logits in any
-        shape; None if the objective detects no replaced tokens. `shown_BS` is None if the discriminator has read the
-        batch's own ids.
+        `sums` maps names of fields of `Sums` to scalars, without `loss` and `tokens`. `rtd_logit_BS` has B * S logits
+        in any shape; None means that the objective detects no replaced tokens. `shown_BS` are the ids that the
+        discriminator has read; None stands for the batch's own ids.
         """
         is_real_BS = batch.layout.is_real_BS
 
@@ -312,7 +314,7 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of the generator's head (with `mlm`: the only network's head) by their names in `Sums`."""
+    """Return the results of the generator's head (with `mlm`: of the only head) under their names in `Sums`."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,
@@ -322,7 +324,7 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of the discriminator's head by their names in `Sums`."""
+    """Return the results of the head that detects replaced tokens under their names in `Sums`."""
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

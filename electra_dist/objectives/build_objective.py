@@ -47,8 +47,9 @@ def build_objective(
 ) -> Objective:
     """Return the objective that the config names, with initial weights drawn by `seed`, in fp32 on the host.
 
-    The caller moves it to the device, sets its `attention` and, with `objective.generator: frozen`, loads the weights
-    of its `frozen_generator`. `count_V` says how often each token occurs in the corpus; see `needs_token_counts`.
+    The caller moves the objective to the device and sets its `attention`. With `objective.generator: frozen`, the
+    caller also loads the weights of `frozen_generator`. `count_V` has the number of occurrences of each token in the
+    corpus; None is allowed where `needs_token_counts` returns False.
     """
     towers = build_towers(model, seed, objective)
     if objective.name == "mlm":
@@ -79,7 +80,7 @@ def _random_replacements(
 
 
 def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
-    """Return the special ids that are never drawn by token frequency: all but [UNK], which stands for rare words."""
+    """Return the ids of [PAD], [CLS], [SEP] and [MASK], which are never drawn when tokens are drawn by frequency."""
     return (special.pad, special.cls, special.sep, special.mask)
 
 

@@ -4,12 +4,12 @@ Guarantee: the tokens that are compared form two classes, replaced and original,
 equally often. A score that depends on the token alone, such as its frequency, therefore has a ROC-AUC of exactly 0.5
 (ties count one half), whatever the corpus is. The result is a function of the arguments only.
 
-How: a place is a position of a row whose token may be masked. The places of all rows are put into one random order,
-which is treated as a ring and divided into parts of the share `mask_prob`. In one copy of the rows one part is masked:
-each of its places shows the token of the place that lies one part further on the ring. The masked place has label 1,
-and the other place, which keeps its token, has label 0. Where both places have the same token, nothing is replaced,
-and neither is compared. If one part gives too few replaced tokens, the next parts are masked in further copies of the
-rows. No place is masked twice.
+How: a place is a position of a row whose token may be masked. The places of all rows are put into a random order,
+which is treated as a ring and cut into parts; each part has the share `mask_prob` of the places. A copy of the rows
+masks one part: each place of the part shows the token of its partner, the place one part further on the ring. The
+place has label 1. Its partner keeps its token and has label 0. Where both have the same token, nothing is replaced,
+and neither is compared. If one part gives too few replaced tokens, further copies mask the next parts. No place is
+masked twice.
 
 Limits: the score may also rise because a word occurs twice in a document; this counts as context.
 
@@ -35,7 +35,7 @@ NOT_COMPARED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRows:
-    """Copies of the held-out rows with replaced tokens, and labels of the places whose scores are compared."""
+    """Copies of held-out rows in which some tokens are replaced, with a label for each token."""
 
     original_QS: np.ndarray  # int64 ids; examples and positions follow from these
     shown_QS: np.ndarray  # int64 ids with the replacements in place
@@ -44,22 +44,22 @@ class ContextRows:
 
     @property
     def num_replaced(self) -> int:
-        """Return the number of replaced tokens, which is also the number of original tokens that are compared."""
+        """Return the number of replaced tokens; they are compared with as many tokens that are not replaced."""
         return int((self.label_QS == REPLACED).sum())
 
 
 def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
-    """Return how many rows have about `num_wanted` masked tokens, with a margin of 10 % for pads and equal tokens."""
+    """Return how many rows to read to mask about `num_wanted` tokens; 10 % are added for pads and equal tokens."""
     return math.ceil(1.1 * num_wanted / (mask_prob * seq_len))
 
 
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Copy the rows until `num_wanted` tokens are replaced by tokens from elsewhere in the rows; label these copies.
+    """Replace tokens by tokens from elsewhere in the rows, in as many copies of the rows as `num_wanted` takes.
 
-    Fewer are replaced if the rows have too few tokens that may be masked. `mask_prob` is the share of these that each
-    copy masks; above 0.5 it counts as 0.5.
+    `num_wanted` is the number of replaced tokens. Fewer are replaced if the rows have too few tokens that may be
+    masked. Each copy masks the share `mask_prob` of the tokens that may be masked, at most half of them.
     """
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)
@@ -96,7 +96,7 @@ def replace_by_other_tokens(
 
 
 def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.ndarray:
-    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a random order."""
+    """Return the tokens that may be masked, in random order, as indices into the flattened rows, int64 [n]."""
     num_rows, seq_len = ids_RS.shape
     bits_RS = bits_grid(seed, Purpose.MASK_POSITION, 0, torch.arange(num_rows), seq_len).numpy()
     places = np.flatnonzero(is_candidate(ids_RS, special).numpy())
@@ -104,7 +104,7 @@ def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.nd
 
 
 def _copies_needed(is_replaced_n: np.ndarray, places_per_copy: int, num_wanted: int) -> int:
-    """Return how many copies of the rows give `num_wanted` replaced tokens, or how many are possible, if fewer."""
+    """Return the least number of copies with `num_wanted` replaced tokens, or else the largest number possible."""
     most_copies = len(is_replaced_n) // places_per_copy
     places_used = np.arange(1, most_copies + 1) * places_per_copy
     num_replaced = np.cumsum(is_replaced_n)[places_used - 1]

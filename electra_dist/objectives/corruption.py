@@ -42,7 +42,7 @@ class CorruptingObjective(Objective):
     """Base class of objectives whose discriminator reads text in which a generator replaced tokens.
 
     `fixed_generator` or `frozen_generator`, if given, draws the replacements in place of a generator that is trained.
-    `random_replacements`, if given, draws the share `objective.random_share` of them.
+    `random_replacements`, if given, draws a share of the replacements at random (`objective.random_share`).
     """
 
     frozen_generator: FrozenGenerator | None
@@ -83,7 +83,7 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Replace some of the generator's tokens by random ones; int64 [B, N], or [M] unchanged if the share is 0."""
+        """Replace some sampled tokens by random ones; return int64 [B, N], or [M] unchanged if the share is 0."""
         share = batch.values.random_share
         if self.random_replacements is None or share == 0:
             return sampled_M
@@ -120,7 +120,7 @@ class CorruptingObjective(Objective):
         )
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
-        """Return the module with the generator: `towers` or, if given, the frozen generator, on the batch's device."""
+        """Return the module that holds the generator: the frozen generator, on the batch's device, or `towers`."""
         if self.frozen_generator is None:
             return self.towers
         return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
@@ -141,7 +141,7 @@ class CorruptingObjective(Objective):
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Compute the generator's loss and draw a token at N positions of each row; weight 0 leaves out a loss."""
+        """Compute the generator's loss and draw a token at N positions of each row; weight 0 excludes a position."""
         network = self.generator_network(batch)
         return network.generator_head(
             hidden_MH,
@@ -158,9 +158,10 @@ class CorruptingObjective(Objective):
         )
 
     def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return, as "entropy_sum", the weighted sum of the generator's entropies at temperature 1, in nats.
+        """Return {"entropy_sum": s}, the weighted sum of the entropies of the generator's distributions, in nats.
 
-        In training the dict is empty, because the logits would have to be computed once more at every step.
+        The distributions are those of temperature 1. In training mode the dict is empty, because entropies would take
+        another computation of the logits in every step.
         """
         if self.training:
             return {}
@@ -172,9 +173,9 @@ class CorruptingObjective(Objective):
         return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put sampled tokens, [B, N] or [M], at the masked positions; return rows, and where ids changed, bool [B, S].
+        """Put sampled tokens, [B, N] or [M], at the masked positions; return new ids and which ids changed, [B, S].
 
-        A position that `masking: reference` has drawn twice gets the mean of its two sampled ids, rounded down, as in
-        Google's code.
+        If `masking: reference` has drawn a position twice, its new id is the mean of the two sampled ids, rounded
+        down, as in Google's code.
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

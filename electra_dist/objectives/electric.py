@@ -74,7 +74,7 @@ class Electric(CorruptingObjective):
         }
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return the noise model's states of the text left and right of each token, concatenated, [B, S, 2 H]."""
+        """Return two states of each token, one for the text to its left and one for that to its right, [B, S, 2 H]."""
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]

@@ -34,7 +34,7 @@ class FixedGenerator(nn.Module):
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Make probabilities proportional to `weight_V`, whose numbers are at least 0 and need not sum to 1."""
+        """Give each token a probability proportional to its weight; weights are at least 0 and need not sum to 1."""
         super().__init__()
         self.disallow_correct = disallow_correct
         cumulative_probability_V = np.cumsum(weight_V / weight_V.sum())
@@ -45,7 +45,7 @@ class FixedGenerator(nn.Module):
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Draw a token for each slot, int64 [B, N]; with `disallow_correct`, never the original, `target_BN`."""
+        """Draw a token for each masked position, int64 [B, N]; `disallow_correct` excludes originals, `target_BN`."""
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
@@ -81,7 +81,7 @@ class RandomReplacements(FixedGenerator):
         step: int,
         seed: int,
     ) -> torch.Tensor:
-        """Replace each sampled token with probability `share` by a random one, [B, N]; `target_BN` is the original."""
+        """Replace each sampled token with probability `share` by a random one, [B, N]; `target_BN` are originals."""
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
         is_random_BN = word_BN.double() < share * float(_RANGE)
         return torch.where(is_random_BN, self(target_BN, row_B, step, seed), sampled_BN)

@@ -25,7 +25,7 @@ from electra_dist.model.row_layout import RowLayout
 
 
 class FrozenGenerator(nn.Module):
-    """Generator with embeddings and a head of its own, whose submodules are named as in `ElectraTowers`."""
+    """Generator that learns no more, with its own embeddings and head; submodules are named as in `ElectraTowers`."""
 
     def __init__(self, model: ModelConfig) -> None:
         """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
@@ -43,14 +43,14 @@ class FrozenGenerator(nn.Module):
         self.eval()
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Embed masked rows by the generator's own tables, [B, S, E]; dropout is not applied."""
+        """Return the embeddings of masked rows, [B, S, E], from the generator's own tables, without dropout."""
         embedded: torch.Tensor = self.embeddings(
             ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
         )
         return embedded
 
     def placed_like(self, ids_BS: torch.Tensor, dtype: torch.dtype) -> FrozenGenerator:
-        """Move this module to the device of `ids_BS` and cast it to `dtype` where needed, and return it."""
+        """Move this module to the device of `ids_BS` and cast it to `dtype`, where needed; return this module."""
         table = self.embeddings.word.weight
         if table.device != ids_BS.device or table.dtype != dtype:
             self.to(ids_BS.device, dtype)

@@ -50,22 +50,22 @@ class Masking(NamedTuple):
     input_BS: torch.Tensor  # int64 ids, with [MASK] in `mask_token_prob` (85 %) of the used slots
 
     def slots_BS(self) -> torch.Tensor:
-        """Return how often each position was drawn, float32 [B, S]: 0 or 1, or more with `masking: reference`."""
+        """Return how often each position was drawn, float32 [B, S]; above 1 only with `masking: reference`."""
         zeros_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
-    """Return how many masked positions a row has room for: 130 for 25 % of 512 tokens; a row without pads uses 128.
+    """Return the largest number of masked positions of a row, max_predictions_per_seq in Google's code.
 
-    Google's code calls this number max_predictions_per_seq. If `mask_prob` is a schedule, its largest value counts.
+    For 25 % of 512 tokens it is 130, of which a row without pads uses 128. For a schedule, the largest value counts.
     """
     most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # as in Google's code
     return min(max(1, most_masked), seq_len)
 
 
 def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
-    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]; [UNK] may."""
+    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
     return _mask_ids(special).is_candidate(ids_BS)
 
 
@@ -76,9 +76,9 @@ def _mask_ids(special: SpecialIds) -> MaskIds:
 def num_masked(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
-    """Return the number n of masked positions of each row, int64 [B]; 0 in a row that has only padding.
+    """Return the number of masked positions of each row, int64 [B]; it is 0 for a row of pads only.
 
-    `mask_prob` is the value of a scheduled `objective.mask_prob` at this step; None means its value at the first step.
+    `mask_prob` is the present value of `objective.mask_prob`, if that follows a schedule; None stands for the first.
     """
     if mask_prob is None:
         mask_prob = first_values(objective).mask_prob
@@ -98,10 +98,9 @@ def wanted_counts(
 ) -> torch.Tensor:
     """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
 
-    Element r is clamp(round(mask_prob * r), 1, most_masked). `num_masked` and the kernel that draws the positions both
-    read the table, so that they cannot round differently. `in_float32` rounds as Google's code does: 15 % of 190
-    tokens are 29 positions in float32 and 28 in float64, since 0.15 is above 15 % in the first and below it in the
-    second.
+    Element r is clamp(round(mask_prob * r), 1, most_masked). `num_masked` and the kernel that draws the positions read
+    the same table, so both round alike. With `in_float32` the product is computed in float32 as in Google's code: 15 %
+    of 190 tokens are then 29 positions, and 28 in float64.
     """
     dtype = np.dtype(np.float32 if in_float32 else np.float64)
     product_R = np.arange(seq_len + 1, dtype=dtype) * np.array(mask_prob, dtype)
@@ -160,7 +159,7 @@ def mask_rows(
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Draw N of each row's candidates with replacement; return positions, int64 [B, N], from its first N words."""
+    """Draw N candidates of each row with replacement, by its first N random words; return positions, int64 [B, N]."""
     # A random word / 2**32 is uniform in [0, 1). Times the number of candidates, rounded down, it is a rank.
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]

@@ -30,7 +30,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of a discriminator that predicts original tokens, by their names in `Sums`."""
+    """Return the results of the head with which a discriminator predicts tokens under their names in `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,
@@ -39,7 +39,7 @@ def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Predict the original tokens at the masked positions from the states of the discriminator; return the loss."""
+    """Predict the original tokens at the masked positions from the discriminator's states; return loss and counts."""
     hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
     target_BN = batch.ids_BS.gather(1, masking.position_BN)
     return objective.towers.token_head(

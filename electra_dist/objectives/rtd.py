@@ -53,5 +53,5 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return each token's factor in the discriminator's loss sum, [B, S], bool or float; it is 0 for pads."""
+        """Return the weight of each token in the discriminator's loss, [B, S], bool or float; pads have weight 0."""
         return batch.layout.is_real_BS

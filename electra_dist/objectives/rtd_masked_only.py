@@ -18,5 +18,5 @@ class MaskedOnlyDetection(ReplacedTokenDetection):
     """Replaced-token detection in which only masked positions count in the discriminator's loss."""
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return how often masking drew each position, float32 [B, S], which is how often its loss counts."""
+        """Return the weight of each token in the loss, float32 [B, S]: how often masking has drawn its position."""
         return corruption.masking.slots_BS()

@@ -20,7 +20,7 @@ _LAST = 1.0  # progress at the end of a run
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledValues:
-    """Values, at one step, of the config keys of the objective that may follow a schedule."""
+    """Values at one step of those settings of the objective that may follow a schedule."""
 
     # Not a NamedTuple, for the reason that StepInput gives: DeepSpeed's hooks rebuild tuples.
 
@@ -32,7 +32,7 @@ class ScheduledValues:
 
     @classmethod
     def at(cls, objective: ObjectiveConfig, progress: float) -> ScheduledValues:
-        """Return the values once the share `progress`, in [0, 1], of the run's steps is done."""
+        """Return the values at the point of a run where the share `progress`, in [0, 1], of its steps is done."""
         return cls(
             temperature=value_at(objective.temperature, progress),
             mask_prob=value_at(objective.mask_prob, progress),
@@ -43,25 +43,25 @@ class ScheduledValues:
 
 
 class Schedules:
-    """The schedules of a run's objective, without state that a checkpoint would have to hold."""
+    """Schedules of a run's objective; they have no state, so a checkpoint need not save them."""
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int) -> None:
-        """Take the number of steps of the whole run; a schedule is a function of t / num_steps."""
+        """Take the settings and the number of steps of the whole run; schedules depend on step / num_steps."""
         self._objective = objective
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
 
     def values(self, step: int) -> ScheduledValues:
-        """Return the values at a step, counted from 0."""
+        """Return the values at a step; steps count from 0."""
         return ScheduledValues.at(self._objective, step / self._num_steps)
 
     @property
     def change_weights(self) -> bool:
-        """Return whether a loss's weight is scheduled, so that different steps' total losses are not comparable."""
+        """Return whether a loss weight follows a schedule; total losses of different steps are then not comparable."""
         return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
-        """Return whether a schedule of shape "step" jumps here, so that losses do not compare with earlier ones."""
+        """Return whether a schedule of shape "step" jumps at this step; earlier losses are then not comparable."""
         if step == 0:
             return False
         before = (step - 1) / self._num_steps
@@ -71,13 +71,13 @@ class Schedules:
 
 
 def first_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values of the first step; without schedules they are those of every step."""
+    """Return the values of the first step; without schedules, every step has these values."""
     return ScheduledValues.at(objective, 0.0)
 
 
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values for evaluation: those at the run's end, but temperature 1 and no random tokens.
+    """Return the values for evaluations: those at the end of the run, but temperature 1 and no random tokens.
 
-    So evaluations of all steps, and of runs with different schedules, can be compared.
+    With these values, evaluations can be compared between steps, and between runs with different schedules.
     """
     return replace(ScheduledValues.at(objective, _LAST), temperature=1.0, random_share=0.0)

@@ -64,7 +64,7 @@ def activation_bytes_per_row(
     precision: str = "bf16",
     recompute: bool = False,
 ) -> float:
-    """Return the bytes by which the peak of a forward and backward pass grows with every row of `seq_len` tokens.
+    """Return the bytes by which the peak memory of forward and backward grows with every row of `seq_len` tokens.
 
     ELECTRA-Large at 512 tokens takes 0.52 GB in bf16, 0.41 GB of it for the discriminator. With `recompute`
     (`engine.activation_checkpointing`) only the layers' inputs are kept, and the backward pass computes one layer's
@@ -98,9 +98,9 @@ def activation_bytes_per_row(
 
 
 def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None = None) -> MicroBatchLimit:
-    """Return the largest micro-batch that fits on a GPU with `memory_gb` x 1e9 bytes, in a run on `plan.num_gpus`.
+    """Return the largest micro-batch for a GPU with `memory_gb` x 1e9 bytes, in a run on `plan.num_gpus` GPUs.
 
-    The state of the config's ZeRO stage, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
+    The training state per GPU, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
     `FREE_FRACTION` of the memory are subtracted first. `recompute` replaces the config's
     `engine.activation_checkpointing` unless it is None.
     """
@@ -138,7 +138,7 @@ def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recom
     keeps 4 x intermediate: inner values, gates, the inner values after GELU and their product with the gates.
 
     The embeddings keep the sum of the three tables' entries, and the input of a projection to `hidden` if there is
-    one. The factors of their dropout are drawn again.
+    one. Their dropout factors are not kept: the backward pass draws them again.
     """
     hidden = tower.hidden_size
     per_layer = hidden if recompute else 8 * hidden + _num_inner(model) * tower.intermediate_size
@@ -151,8 +151,8 @@ def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recom
 def _statistics(tower: TowerConfig, recompute: bool) -> int:
     """Return the bytes per token of the fp32 statistics that a network's layers keep for the backward pass.
 
-    A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms; with recomputation
-    none.
+    A layer keeps the log-sum-exp of each attention head, and mean and variance of two LayerNorms. With `recompute` it
+    keeps none.
     """
     if recompute:
         return 0
@@ -160,11 +160,11 @@ def _statistics(tower: TowerConfig, recompute: bool) -> int:
 
 
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
-    """Return how many values per token the backward pass of one layer needs beside those that were kept.
+    """Return how many values per token the backward pass of one layer needs in addition to the kept activations.
 
-    The peak is in the second matrix product of the feed-forward network. Three gradients are alive there: those of the
-    product's output and of the residual (hidden values each), and that of the product's input (intermediate values).
-    The output itself (hidden values), which counts among the values that were kept, is already freed.
+    The peak is in the second matrix product of the feed-forward network, where three gradients are alive: of the
+    product's output, of the residual (hidden values each) and of the product's input (intermediate values). The
+    product's output (hidden values), which is counted as kept, is already freed.
     """
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
@@ -180,7 +180,7 @@ def _num_inner(model: ModelConfig) -> int:
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return how many places for a masked position a row has, per position of the row (`masking.num_slots`)."""
+    """Return the places that a row reserves for masked tokens, as a share of its positions (`masking.num_slots`)."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
@@ -204,7 +204,7 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
     """Return how many values per token the discriminator's head keeps while its layers run their backward pass.
 
-    Heads are done by then, except for what a head that predicts tokens still holds. With `mlm` it is the only network.
+    Only a head that predicts tokens still holds values then. With `mlm` the discriminator is the only network.
     """
     if objective.name == "all_tokens_mlm":
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))

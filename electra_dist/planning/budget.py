@@ -49,7 +49,7 @@ class Budget:
 
 
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
-    """Return the budget of a run; without the manifest `corpus` its `epochs` is None.
+    """Compute the budget of a run; `corpus`, the manifest of its corpus, is needed for the field `epochs` only.
 
     Raises UserError if the peak of `plan.gpu` is not known.
     """
@@ -74,7 +74,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Return the time of a run at `plan.utilisation` times the GPUs' dense 16-bit peak; None in fp32."""
+    """Predict the time of a run at the share `plan.utilisation` of its GPUs' dense 16-bit peak; None in fp32."""
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(

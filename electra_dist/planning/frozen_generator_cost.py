@@ -10,9 +10,9 @@ from electra_dist.run.folder import is_run_folder, open_run
 
 
 def generator_training(config: Config) -> tuple[str, str]:
-    """Return the FLOPs of a frozen generator's own training as text, and where the number comes from.
+    """Return two texts: the FLOPs that a frozen generator's own training took, and where this number comes from.
 
-    The number is for all steps of the run that trained the generator; one in a Hugging Face folder gives "not known".
+    All steps of the run that trained the generator are counted. For a Hugging Face folder the number is "not known".
     """
     folder = Path(config.train.init_generator_from or "")
     if not is_run_folder(folder):

@@ -55,11 +55,11 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    Each element takes 4 bytes in fp32. In bf16 parameters take 2 bytes, and gradients 2 or, with `exchanges_fp32` (as
-    `engine.py` configures it on GPUs), 4. In fp16 parameters take 2 bytes and gradients 4. At stage 0 gradients always
-    take 4, because 16-bit precision is autocast with fp32 gradients there. In a ring reduce-scatter or all-gather of n
-    bytes over W ranks, each rank sends n (W - 1) / W bytes, and in an all-reduce twice as many (Patarasuk and Yuan,
-    "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
+    A parameter takes 4 bytes in fp32, otherwise 2. A gradient takes 4 bytes, except in bf16 above stage 0: there it
+    takes 2, unless `exchanges_fp32` is set (as `engine.py` configures it on GPUs). At stage 0 16-bit precision is
+    autocast with fp32 gradients. In a ring reduce-scatter or all-gather of n bytes over W ranks, each rank sends
+    n (W - 1) / W bytes; in an all-reduce it sends twice as many (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms", JPDC 2009). In one step DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
@@ -85,14 +85,14 @@ def bytes_on_wire(
 
 
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring reduce-scatter or all-gather: all pieces but one."""
+    """Return the bytes that a rank sends in a ring reduce-scatter or all-gather: all but one of `ranks` pieces."""
     return num_elements * element_size * (ranks - 1) / ranks
 
 
 def persistent_parameters(sizes: Sequence[int]) -> int:
     """Return how many parameters are in tensors of less than 100,000 elements, which ZeRO-3 keeps whole on every rank.
 
-    DeepSpeed gathers them once per step only.
+    DeepSpeed gathers these tensors only once per step, however many micro-batches the step has.
     """
     return sum(size for size in sizes if size < _PERSISTENT)
 
@@ -106,7 +106,7 @@ def parse_fabric(text: str) -> float:
     """Return the bandwidth of a node in bytes per second, from the text of the option `--fabric`.
 
     The text is `400Gb` (gigabits per second), `8x400Gb` (eight links of a node) or `50GB` (gigabytes per second); the
-    prefixes are M, G and T, powers of 1000. Another form is a UserError.
+    prefixes are M, G and T, powers of 1000. Raises UserError for any other text.
     """
     match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(M|G|T)(b|B)(?:/s|it)?", text)
     if match is None:
@@ -162,11 +162,10 @@ class Scaled:
 
 
 def scale(config: Config, cluster: Cluster) -> list[Scaled]:
-    """Return predictions of the run for numbers of nodes that are powers of two, and for `cluster.nodes`.
+    """Predict the run on 1, 2, 4, ... and `cluster.nodes` nodes; 6 nodes give predictions for 1, 2, 4 and 6.
 
-    For 6 nodes, these are 1, 2, 4 and 6. A number of nodes is left out if its GPUs cannot share the global batch
-    evenly in whole micro-batches. Raises UserError if this is so for `cluster.nodes`, or if the links or the peak of
-    the GPU are not known.
+    A number of nodes is left out if its GPUs cannot share the global batch evenly in whole micro-batches. Raises
+    UserError if `cluster.nodes` is such a number, or if the bandwidth of the GPU's links or its peak is not known.
     """
     node_counts = []
     power_of_two = 1
@@ -194,7 +193,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
-    """Return the tokens per second that one GPU trains at `plan.utilisation` of its peak."""
+    """Return how many tokens per second one GPU trains on at the share `plan.utilisation` of its peak FLOP/s."""
     one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
     one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
     compute = make_budget(one_gpu_config).compute
@@ -207,7 +206,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Predict the run on `nodes` nodes whose GPUs each train `gpu_tokens_per_s` tokens per second."""
+    """Predict the run on `nodes` nodes, where one GPU alone would train on `gpu_tokens_per_s` tokens per second."""
     gpu_model = cluster.gpu.upper()
     if gpu_model not in _NODE_LINK:
         raise UserError(

@@ -15,7 +15,7 @@ from electra_dist.planning.paper_flops import Network, PaperFlops
 def run_flops_by_paper(config: Config) -> float | None:
     """Return the training FLOPs of a whole run as the ELECTRA paper counts; None if its method does not cover the run.
 
-    It covers `mlm` (one network) and `rtd` (the discriminator, and the generator if it is trained). It does not cover
+    The method covers `mlm` (one network) and `rtd` (the discriminator, and the generator if it is trained), but not
     `model.architecture: modern`, other objectives, a frozen generator, two-stage training and joint MLM.
     """
     model = config.model
@@ -38,7 +38,7 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
-    """Return the sizes of one network with a head over the vocabulary; `embedding_size` is the width of its tables."""
+    """Return one network with a head over the vocabulary; `embedding_size` is the width of its embedding tables."""
     return Network(
         hidden=tower.hidden_size,
         layers=tower.num_layers,

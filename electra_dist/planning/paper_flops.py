@@ -37,7 +37,7 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 class Network:
     """Sizes of one transformer, and its forward FLOPs per token by two methods of counting.
 
-    A field of 0 stands for the default that its comment names.
+    A field may be 0; its comment says which value is then used.
     """
 
     hidden: int  # width of the states
@@ -74,11 +74,11 @@ class Network:
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
-        """Return the forward FLOPs of a token by the paper's method: matrix products and small operations."""
+        """Return the forward FLOPs per token by the paper's method: matrix products and small operations."""
         return self.layers * self._paper_layer() + self._paper_embeddings() + self._paper_head()
 
     def _paper_layer(self) -> int:
-        """Return the forward FLOPs of one transformer layer per token.
+        """Return the forward FLOPs per token of one transformer layer by the paper's method.
 
         The terms are those of the function get_block_flops in the paper's script. A token attends to all tokens of its
         row.
@@ -101,7 +101,7 @@ class Network:
         return one_attention * self._num_attentions + expand + contract
 
     def _paper_embeddings(self) -> int:
-        """Return the forward FLOPs of the embeddings per token: get_embedding_flops in the paper's script."""
+        """Return the forward FLOPs per token of the embeddings, as get_embedding_flops in the paper's script."""
         hidden = self.hidden
         width = self._embedding_width
         num_segments = 2
@@ -114,7 +114,7 @@ class Network:
         return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token; one over the vocabulary runs at `output_share` of them."""
+        """Return the forward FLOPs per token of the head; a vocabulary head runs on the share `output_share`."""
         hidden = self.hidden
         embedding = self._embedding_width
         if self.detects:
@@ -127,9 +127,9 @@ class Network:
         return self.output_share * (dense + logits + softmax)
 
     def matmul(self) -> float:
-        """Return the matrix products' forward FLOPs of a token, as MFU counts them.
+        """Return the forward FLOPs per token of the matrix products, as MFU counts them.
 
-        A head that predicts tokens is counted at the share `masked` of the positions.
+        A head over the vocabulary is counted at the share `masked` of the positions.
         """
         hidden = self.hidden
         embedding = self._embedding_width
@@ -162,7 +162,7 @@ class PaperFlops:
         return 2 * (self.profiled + forward_per_row * self.rows)
 
     def mfu(self) -> float | None:
-        """Return the training FLOPs by MFU's method, 3 x the forward FLOPs; None for a model with a profile only."""
+        """Return the training FLOPs by MFU's method: 3 x the forward FLOPs; None if only a profile is known."""
         if not self.networks:
             return None
         forward_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
@@ -170,7 +170,7 @@ class PaperFlops:
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
-    """Return the discriminator with its detection head, and a generator, equal to it but for width and head."""
+    """Return the discriminator with a detection head, and a generator of equal sizes except its width `generator`."""
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 
 

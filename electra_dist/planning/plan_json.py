@@ -18,7 +18,7 @@ from electra_dist.planning.multi_node_scaling import Cluster, scale
 def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
     """Return what a run would take: parameters, rows, tokens, FLOPs, memory and time, as numbers that are not rounded.
 
-    Memory is in bytes, the time of a step in seconds, and that of the whole run in days and GPU-hours. `compute` is
+    Memory is in bytes, the time of a step in seconds, the time of the run in days and GPU-hours. `compute` is
     null in fp32, for which no peak of a GPU is known. `cluster` adds predictions for 1, 2, 4, ... of its nodes. Raises
     UserError if the GPU is not known, or if the nodes cannot share the global batch.
     """
@@ -47,7 +47,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def _phases(config: Config) -> list[dict[str, Any]]:
-    """Return corpus, first step, steps and tokens (padding included) for `data.corpus` and each of `data.phases`."""
+    """Return for each training corpus its name, first step, number of steps and number of tokens with padding."""
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -63,7 +63,7 @@ def _phases(config: Config) -> list[dict[str, Any]]:
 
 
 def _state_bytes(config: Config, stage: int) -> dict[str, float]:
-    """Return the bytes per GPU of weights, gradients, master copy and moments at a ZeRO stage, on `plan.num_gpus`."""
+    """Return the bytes per GPU at a ZeRO stage, separately for weights, gradients, fp32 master copy and moments."""
     layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
     num_parameters = make_budget(config).parameters.total
     return {part: layout.bytes_per_gpu(part, num_parameters, config.plan.num_gpus) for part in PARTS}

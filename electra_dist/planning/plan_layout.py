@@ -59,7 +59,7 @@ def _plain(section: PlanSection) -> str:
 
 
 def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
-    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right."""
+    """Return one line of a table: `marker`, then the cells, with text aligned left and numbers aligned right."""
     aligned_cells = []
     for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         if _is_text(section, column):

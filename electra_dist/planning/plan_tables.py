@@ -41,7 +41,7 @@ def print_plan(
     stream: TextIO | None = None,
     cluster: Cluster | None = None,
 ) -> None:
-    """Print the plan of a run to `stream` (None: stdout); without the manifest `corpus` no epochs are shown.
+    """Print what a run would take, as tables, to `stream` (None: stdout). Epochs are shown only if `corpus` is given.
 
     `cluster` adds a table of how the run scales over its nodes. Raises UserError if the GPU is not known, or if the
     nodes cannot share the global batch.
@@ -53,7 +53,7 @@ def print_plan(
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """Return the plan as tables, in the order in which they are printed; without `corpus` no epochs are shown."""
+    """Return the plan of a run as tables, in the order of printing. Epochs are shown only if `corpus` is given."""
     budget = make_budget(config, corpus)
     return [
         _model(config, budget),
@@ -68,7 +68,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """Return the table of predictions for 1, 2, 4, ... and `cluster.nodes` nodes; with a GPU-hour price also costs."""
+    """Return the table that predicts the run on 1, 2, 4, ... and `cluster.nodes` nodes; a price adds the costs."""
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
     header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
@@ -87,7 +87,7 @@ def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
 
 
 def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
-    """Return the cells of one row of the table of `scaling_section`, in the order of its header."""
+    """Return the cells of one row of the scaling table, in the order of the header in `scaling_section`."""
     cells = [
         str(prediction.nodes),
         str(prediction.ranks),
@@ -133,7 +133,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens, and epochs or (with `data.phases`) the tokens from each corpus."""
+    """Return the table of steps, rows, tokens and epochs; with `data.phases`, each corpus's tokens replace epochs."""
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -168,7 +168,7 @@ def _phase_rows(config: Config) -> list[list[str]]:
 
 
 def _describe_learning_rate(config: Config) -> str:
-    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
+    """Return as text the warm-up, the highest learning rate that is reached, its step, and `optimizer.lr`.
 
     With `shape: polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0.
     """
@@ -246,9 +246,9 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _largest_micro_batch(config: Config) -> PlanSection:
-    """Return the table of the largest micro-batch per type of GPU, with all activations kept and with them recomputed.
+    """Return the table of the largest micro-batch for each size of GPU memory, with and without recomputation.
 
-    The column of the config's setting is marked in the header.
+    The header marks the column that the config has chosen (`engine.activation_checkpointing`).
     """
     engine = config.engine
     settings = [False, True]
@@ -271,7 +271,7 @@ def _largest_micro_batch(config: Config) -> PlanSection:
 
 
 def _with_precisions(gpu: str) -> str:
-    """Return the name of a GPU model, followed by its usable values of `train.precision` if it has no bf16."""
+    """Return the name of a GPU model; if it has no bf16, followed by the precisions that it supports."""
     return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 

@@ -36,7 +36,7 @@ ASSUMPTIONS = (
 
 
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
-    """Return the seconds of one micro-batch, forward and backward: its compute or its launches, whichever is longer.
+    """Return the seconds of one micro-batch, forward and backward: to compute it or to launch it, if that is longer.
 
     `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
     """
@@ -47,7 +47,7 @@ def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
 def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    They are proportional to the number of layers, which includes the generator's layers if the objective runs it.
+    The time is proportional to the number of layers, with the generator's layers if the objective runs a generator.
     """
     model = config.model
     num_layers = model.discriminator.num_layers
@@ -59,8 +59,8 @@ def launch_seconds(config: Config) -> float:
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
     """Return the seconds of a step that are spent neither in the model nor in collectives.
 
-    They are memory traffic (adding up gradients in every micro-batch, the norm, the update), and the wait of the
-    device for the host, which launches the update only after it has read the norm. From ZeRO stage 1 on each rank
+    In this time the GPU reads and writes memory (to add up gradients per micro-batch, for the norm and the update), or
+    waits for the host, which launches the update only after it has read the norm. From ZeRO stage 1 on, each rank
     updates only its share of the parameters. `gpu` is a key of `_MEMORY_BYTES_PER_S`, such as "H100".
     """
     num_updated = num_parameters / ranks if stage > 0 else num_parameters

@@ -41,8 +41,8 @@ class Backbone(nn.Module):
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
         """Return the input of the first layer and the output of each of the L layers, L + 1 tensors [B, S, H].
 
-        The last one is what `forward` returns; with the architecture `modern` this is after the final LayerNorm. Call
-        it in evaluation mode only.
+        The last tensor is what `forward` returns; with the architecture `modern` it is after the final LayerNorm. Call
+        this in evaluation mode only.
         """
         states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
 

@@ -98,7 +98,7 @@ def export_run(
 
 
 def _refuse_model_of_others(folder: Path) -> None:
-    """Raise UserError if a folder holds files of a model that no export wrote, so that they are not replaced."""
+    """Raise UserError if a folder holds a model that no export wrote, so that its files are not replaced."""
     if (folder / PRETRAINING_FILE).exists():
         return
     for name in (*TOKENIZER_FILES, *_OTHER_FILES):

@@ -43,8 +43,8 @@ def with_generator_digest(config: Config) -> Config:
 def read_frozen_generator(config: Config) -> State:
     """Read the weights of the frozen generator, in fp32 on the host, by their parameter names in `FrozenGenerator`.
 
-    Raises UserError if their shape is not that of `model.generator`, or their digest is not
-    `objective.generator_sha256`, if that is set.
+    Raises UserError if their shape differs from `model.generator`, or if `objective.generator_sha256` is set and their
+    digest differs from it.
     """
     folder = Path(config.train.init_generator_from or "")
     if is_run_folder(folder):
@@ -79,7 +79,7 @@ def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:
-    """Return the network of an mlm run, from its newest good checkpoint, with the parameter names of a generator."""
+    """Read the only network of an `mlm` run from its newest good checkpoint; name its parameters as a generator's."""
     run = load_run_weights(run_dir)
     objective_name = run.config.objective.name
     if objective_name != "mlm":

@@ -1,8 +1,8 @@
 """Convert weights to and from the parameter names of Hugging Face's ELECTRA and ModernBERT models.
 
 Guarantee: `from_hf_discriminator` and `from_hf_generator` invert `to_hf_discriminator` and `to_hf_generator` exactly.
-Weights are in fp32. This project rounds the size of the token table up by rows of padding, which Hugging Face's table
-does not have: they are left out of an export, and rows of zeros are added to weights that are read.
+Weights are in fp32. This project's token table ends with rows of padding, which Hugging Face's table does not have.
+An export leaves them out, and rows of zeros are added to weights that are read.
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
 has one fused parameter for query, key and value; it is split and joined. The table of names for the architecture
@@ -57,8 +57,8 @@ TowerName = Literal["discriminator", "generator"]
 def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the discriminator's weights under Hugging Face's names, in fp32 on the host.
 
-    They are a state dict of ElectraForPreTraining or, if the discriminator was trained to predict tokens (objective
-    `mlm`, for example), of ElectraForMaskedLM. With the architecture `modern` they are for ModernBERT's counterparts.
+    The result is a state dict of ElectraForPreTraining or, if the discriminator was trained to predict tokens (as by
+    the objective `mlm`), of ElectraForMaskedLM. With the architecture `modern` it is for ModernBERT's counterparts.
     """
     return _to_hf(state, model, "discriminator")
 
@@ -85,10 +85,10 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 
 
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return the weights of a model with all parameters of one tower present, even if shared; fp32 on the host.
+    """Return a model's weights, completed so that one tower has all its parameters; in fp32 on the host.
 
     Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
-    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other
+    holds what this tower reads, and `discriminator.` or `generator.` holds its layers, even if they are shared. Other
     parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
@@ -120,7 +120,7 @@ def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
 
 
 def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
-    """Return Hugging Face's names of all parameters of embeddings and layers, for a generator or discriminator."""
+    """Return Hugging Face's names for all parameters in the embeddings and layers of a generator or discriminator."""
     if model.architecture == "modern":
         return hf_modernbert.backbone_names(model, tower)
     names = {theirs for _, theirs in _parameter_names(model, tower) if theirs.startswith("electra.")}

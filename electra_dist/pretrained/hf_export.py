@@ -57,7 +57,7 @@ def export_towers(
 
 
 def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[str, Path]:
-    """Return which folders `export_towers` writes for these weights, by the names "discriminator" and "generator"."""
+    """Return the folders that `export_towers` writes for these weights, by name ("discriminator", "generator")."""
     folders = {"discriminator": out_dir / "discriminator"}
     # "towers.generator_head.bias" is in the module "generator_head".
     modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
@@ -105,7 +105,7 @@ def export_generator(
 
 
 class TaskHead(NamedTuple):
-    """Head that a task adds to an encoder, in the form in which a class of Hugging Face loads it."""
+    """Head that a task such as classification adds to an encoder, as a class of Hugging Face loads it."""
 
     architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
     weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host

@@ -119,13 +119,13 @@ def from_hf(
 
 
 def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights named as in a model with a head: those of a headless ModernBertModel get the prefix `model.`."""
+    """Return weights with the names of a model with a head: add `model.` to those of a headless ModernBertModel."""
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
 
 
 def backbone_names(model: ModelConfig, tower: str) -> set[str]:
-    """Return Hugging Face's names of all parameters of embeddings and layers, for a generator or discriminator."""
+    """Return Hugging Face's names for all parameters in the embeddings and layers of a generator or discriminator."""
     return {their_name for _, their_name in _backbone_names(_shape(model, tower), tower)}
 
 
@@ -151,7 +151,7 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 
 
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
+    """Return `settings` (a ModernBERT's config.json), completed so that all keys of `shape_of_modern` exist.
 
     Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
     of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. A setting
@@ -213,15 +213,15 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
 def is_of_a_task(settings: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a ModernBERT that was fine-tuned to classify whole texts.
 
-    The head of such a model must not be read as a pretraining head: with one output, as for a regression, its
-    parameters have the same names and shapes as those of a discriminator's head.
+    The head of such a model must not be read as a pretraining head. If it has a single output, as for a regression,
+    its parameters have the same names and shapes as in the head of a discriminator.
     """
     architectures = settings.get("architectures")
     return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return `rope_parameters` of config.json by layer type; refuse rotary positions other than the default."""
+    """Return the parameters of rotary positions in config.json by layer type; refuse types other than "default"."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}
@@ -272,7 +272,7 @@ def _shape(model: ModelConfig, tower: str) -> TowerConfig:
 
 
 def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]:
-    """Yield (our name, Hugging Face's name) of every parameter of the embeddings and the layers of a tower."""
+    """Yield (our name, Hugging Face's name) of every parameter in the embeddings and the layers of a tower."""
     yield _TABLE, TOKEN_TABLE
     yield "embeddings.layer_norm.weight", "model.embeddings.norm.weight"
     for layer in range(shape.num_layers):
@@ -285,7 +285,7 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
 
 
 def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return the n for which the layers 0, n, 2n and so on have global attention and all others have windows."""
+    """Return the n for which the layers 0, n, 2n, ... have global attention, and all other layers local windows."""
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise UserError(
             f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "

@@ -39,8 +39,8 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the content of a Hugging Face model's config.json; missing keys get the values that transformers assumes.
 
-    The key `dtype` is what transformers rounds the weights to, or None. Raises UserError if the model is of another
-    type, or if a setting makes it compute something that this project does not support.
+    The key `dtype` names the type to which transformers rounds the weights, or is None. Raises UserError if the model
+    is of another type, or if a setting makes it compute something that this project does not support.
     """
     where = f"{folder}/config.json"
     given = read_json_object(folder / "config.json", _AGAIN)

@@ -43,7 +43,7 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class _Folder(NamedTuple):
-    """Content of the files of a tokenizer; a file that is missing is {}."""
+    """Parsed JSON files in a model's folder that describe its tokenizer; a missing file is {}."""
 
     path: Path
     model: dict[str, Any]  # config.json
@@ -58,10 +58,10 @@ class _Folder(NamedTuple):
 def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
-    If the tokenizer is not exactly BERT's, the vocabulary is a tokenizer.json. That file itself decides about
-    lower-casing, and the second result is False. The files of an export are verified against the digests in its
-    pretraining.json. A model of another program names none; then vocab.txt, if it is beside a tokenizer.json of
-    WordPiece, must have the same tokens.
+    If the tokenizer is not exactly BERT's, the vocabulary is a tokenizer.json, which itself decides about lower case;
+    the second result is then False. The files of an export are verified against the digests in its pretraining.json.
+    In models of other programs, which have no such digests, a vocab.txt beside the tokenizer.json of a WordPiece must
+    have the same tokens.
     """
     check_tokenizer_files(path)
     folder = _read_folder(path)
@@ -105,7 +105,7 @@ def _read_folder(path: Path) -> _Folder:
 
 
 def _is_general(folder: _Folder) -> bool:
-    """Return whether transformers takes tokenizer.json as it is, and does not build BERT's tokenizer."""
+    """Return whether transformers uses tokenizer.json as it is, instead of building BERT's tokenizer."""
     is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE
     name = folder.settings.get("tokenizer_class") or folder.model.get("tokenizer_class")
     if not isinstance(name, str | None):
@@ -165,7 +165,7 @@ def _bert_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
 
 
 def _bert_ids(folder: _Folder) -> dict[str, int]:
-    """Return token -> id of BERT's tokenizer: the vocabulary of tokenizer.json or, without that file, vocab.txt."""
+    """Return token -> id of BERT's tokenizer, from tokenizer.json or, if that is missing, from vocab.txt."""
     if not folder.tokenizer:
         vocab_file = folder.file(VOCAB_FILE)
         with readable(vocab_file):
@@ -188,7 +188,7 @@ def _bert_ids(folder: _Folder) -> dict[str, int]:
 
 
 def _check_same_tokens(folder: _Folder, ids: dict[str, int]) -> None:
-    """Raise UserError if there is a vocab.txt whose tokens and ids are not `ids`, those of tokenizer.json."""
+    """Raise UserError if the folder has a vocab.txt with other tokens or ids than tokenizer.json (`ids`)."""
     vocab_file = folder.file(VOCAB_FILE)
     if vocab_file.exists() and _without_blank(Vocabulary.read(vocab_file).ids) != _without_blank(ids):
         raise UserError(
@@ -203,7 +203,7 @@ def _without_blank(ids: dict[str, int]) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
-    """Add the tokens that the folder names beside its vocabulary, in transformers' order, which decides their ids."""
+    """Add the tokens that the folder names beside its vocabulary, in transformers' order, so that ids are equal."""
     named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
     extra = folder.settings.get("extra_special_tokens") or folder.settings.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -222,7 +222,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the special tokens in the settings by keys such as "cls_token"; BERT's classes have default ones."""
+    """Return the special tokens that the settings name, by keys such as "cls_token", with BERT's defaults."""
     names = (*_ROLES, *_OTHER_NAMES)
     named = {key: settings[key] for key in settings if key in names or _is_token(key, settings[key])}
     if (settings.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast") in _BERT_CLASSES:
@@ -231,12 +231,12 @@ def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_token(key: str, value: object) -> bool:
-    """Return whether an entry of the settings names a token of the model's own, such as "entity_token"."""
+    """Return whether an entry of the settings names an extra token of this model, such as "entity_token"."""
     return key.endswith("_token") and isinstance(value, str | dict)
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return the added tokens that the folder declares, by id; `special` are the special ones of added_tokens.json."""
+    """Return the tokens that the folder adds to its vocabulary, by id; `special` says which are special tokens."""
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}
@@ -258,12 +258,12 @@ def _added_token(value: Any, special: bool) -> tokenizers.AddedToken:
 
 
 def _content(value: Any) -> str | None:
-    """Return the text of a token in a tokenizer's JSON file, where it is a string or an object with flags."""
+    """Return the text of a token from a tokenizer's JSON file, where a token is a string or an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise UserError, which names `source`, if a token has an id for which the model has no row of embeddings."""
+    """Raise UserError if the model has no embedding for a token's id. The message names the file `source`."""
     ids = _without_blank(tokenizer.get_vocab(with_added_tokens=True))
     num_rows = folder.model.get("vocab_size")
     outside = [token for token, token_id in ids.items() if not isinstance(num_rows, int) or token_id >= num_rows]
@@ -275,7 +275,7 @@ def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -
 
 
 def _lines_of_bert(content: dict[str, Any]) -> str | None:
-    """Return the content of the vocab.txt equivalent to a parsed tokenizer.json; None if it is not exactly BERT's."""
+    """Convert a parsed tokenizer.json to the text of a vocab.txt; None if it is not exactly BERT's tokenizer."""
     model = content["model"]
     normalizer = content["normalizer"] or {}
     ids: dict[str, int] = model["vocab"] if model["type"] == "WordPiece" else {}
@@ -317,7 +317,7 @@ def _check_roles(folder: _Folder, vocabulary: Vocabulary) -> None:
 
 
 def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]) -> None:
-    """Raise UserError if the tokenizer puts other tokens around texts than the rows of this project have."""
+    """Raise UserError if the tokenizer does not form rows `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`."""
     is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE  # it has no token types
     is_ours = folder.file(PRETRAINING_FILE).exists()  # older exports of byte-level BPE give all tokens type 0
     expected = tuple(vocabulary.tokens[vocabulary.special[role]] for role in ("[CLS]", "[SEP]"))

@@ -81,8 +81,8 @@ class Pretrained:
         """Take one tower, with the embeddings that it reads and its head, out of a state dict with both towers.
 
         `state` holds whole (not partitioned) parameters, with or without the objective's prefix `towers.`. `model` is
-        the config section that they were trained with. With `may_have_unused_rows` the embeddings may have more rows
-        than the vocabulary has tokens, as in models of other programs.
+        the section `model` of the training config. With `may_have_unused_rows` the embeddings may have more rows than
+        the vocabulary has tokens, as in models of other programs.
         """
         num_unused = model.vocab_size - vocabulary.size
         if num_unused < 0 or (num_unused and not may_have_unused_rows):
@@ -111,7 +111,7 @@ class Pretrained:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 over the vocabulary and the names and bytes of all weights, in hex, computed once.
+        """Return a SHA-256 in hexadecimal that covers the vocabulary and the names and bytes of all weights.
 
         Fine-tuning stores its results under this digest.
         """
@@ -164,9 +164,9 @@ def load_pretrained(
     """Load one tower of the model that `spec` names, with its vocabulary.
 
     `spec` is a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
-    with that config starts from. A Hugging Face folder holds one tower, and "discriminator" stands for it whichever it
-    is. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise. `step` is the number of
-    steps after which a run's checkpoint was taken (None: the newest); for other sources it must be None.
+    with that config starts from. A Hugging Face folder holds one tower, which "discriminator" loads even if it is a
+    generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise. `step` is the number
+    of steps after which a run's checkpoint was taken (None: the newest); for other sources it must be None.
     """
     folder = Path(spec)
     if not spec.startswith(_RANDOM) and is_run_folder(folder):
@@ -212,7 +212,7 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
 
 def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
-    """Return the head that the discriminator was pretrained with, including a `copy_gate.`; empty if there is none."""
+    """Return the weights of the discriminator's pretraining head, with `copy_gate.` if it has one; {} if no head."""
     # Most objectives train a head that detects replaced tokens. Otherwise it is the head that predicts tokens; the
     # objective `all_tokens_mlm` also has a gate between copying and predicting a token.
     detection_head = _submodule(weights, "discriminator_head")
@@ -248,7 +248,7 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
-    """Return the vocabulary of a config's corpus, verified against corpus.json unless the corpus is unfinished."""
+    """Return the vocabulary of a config's corpus; verify it against corpus.json if the corpus has one."""
     store = open_store(config.data.corpus, config.data.endpoint_url)
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)

@@ -8,8 +8,8 @@ as another epsilon of the LayerNorms) is refused, with the first difference in t
 How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, with `model.architecture: modern`
 those of ModernBertForTokenClassification, ModernBertForMaskedLM or ModernBertModel, from `model.safetensors`, from
 several such files with an index, or from `pytorch_model.bin` (without unpickling objects). Position tables longer than
-`max_positions` are cut. With `model.sharing: gdes` the discriminator reads the generator's table plus a trainable
-difference; the difference is set so that the sum equals the table of the source's discriminator.
+`max_positions` are cut. With `model.sharing: gdes` the discriminator reads the sum of the generator's table and a
+trainable difference, which is set so that the sum equals the table of the source's discriminator.
 
 Limits: the checkpoints that Google released hold no optimizer state, and some conversions of discriminators no head.
 """
@@ -76,9 +76,9 @@ def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, ge
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
     """Load the weights of two state dicts into the towers; return log lines (notes) about parts that both lack.
 
-    `large` holds the discriminator, its head and the `embeddings.` that it reads, `small` the same for the generator,
-    by parameter names of ElectraTowers. Either may be empty. `where` names the source in the notes. If the embeddings
-    of the two differ but the towers share one set, those of `large` are used, and a note says so.
+    `large` holds the discriminator, its head and the `embeddings.` that it reads; `small` holds the same for the
+    generator. Names are those of ElectraTowers, and either may be empty. `where` names the source in the notes. If
+    both have embeddings but the towers share one set, `large` decides; a note tells if the two differ.
     """
     large = cut_positions(large, towers.model.max_positions)
     small = cut_positions(small, towers.model.max_positions)
@@ -99,8 +99,8 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
     """Raise UserError if weights have another shape than the config's generator or discriminator, or fewer positions.
 
-    `given` is from `shape_of` or `read_settings`. It may have more positions than the tower. `where` is the file or
-    folder of the weights; the message names it and the first difference.
+    `given` describes the weights, as `shape_of` or `read_settings` returns it; it may have more positions than the
+    tower. The message names the first difference and `where`, the file or folder of the weights.
     """
     num_positions = given.get(_POSITIONS)
     has_longer_rows = isinstance(num_positions, int) and num_positions < model.max_positions
@@ -172,7 +172,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
-    """Return weights that are cut into several files, which an index lists."""
+    """Return the weights of a model that is stored in several files, which an index lists."""
     file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
@@ -186,7 +186,7 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _file_within(folder: Path, name: str) -> Path:
-    """Return the path of a file of weights; refuse a name or a link that leads out of the model's folder."""
+    """Return the path of a file with weights; refuse a name or link that leads out of the model's folder."""
     file = folder / name
     model_folder = Path(os.path.realpath(folder))
     places = [model_folder]
@@ -228,7 +228,7 @@ def _read_pytorch_file(file: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_sha256(state: State) -> str:
-    """Return the SHA-256 of weights in hexadecimal: of names, shapes and fp32 values, in the order of the names."""
+    """Return a SHA-256 in hexadecimal over the names, shapes and fp32 values of weights, in the order of names."""
     digest = hashlib.sha256()
     for name in sorted(state):
         values = state[name].detach().to("cpu", torch.float32).contiguous()
@@ -263,7 +263,7 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 
 
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
-    """Return both towers' embeddings; the discriminator has its own, or their difference from the generator's."""
+    """Return both towers' embeddings; with `is_difference`, the discriminator stores its tables minus the others."""
     if not is_difference:
         return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
     values = dict(small or large)
@@ -282,7 +282,7 @@ def _differ(large_embeddings: State, small_embeddings: State) -> bool:
 def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
     """Read a generator or discriminator from a Hugging Face folder; return its weights by names of ElectraTowers.
 
-    Raises UserError if config.json or a weight is missing, or if the shape or the function is not that of `tower`.
+    Raises UserError if config.json or a weight is missing, or if config.json describes another tower than `model`.
     """
     file = folder / "config.json"
     if not file.exists():
@@ -294,8 +294,8 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
 def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Convert the weights that `read_weights` found in a folder to the parameter names of ElectraTowers.
 
-    `model` gives the tower the shape in the folder's config.json. Raises UserError if a parameter of the embeddings or
-    the layers is missing or is one too many, has another shape, or is not what transformers reads in the folder.
+    `model` must describe the shape that the folder's config.json has. Raises UserError if a parameter of embeddings or
+    layers is missing, unknown or of another shape, or if transformers would load other values from the folder.
     """
     _check_read_alike(folder, weights)
     unknown = {name for name in weights if name.startswith(_BACKBONES)} - hf_backbone_names(model, tower)

@@ -42,7 +42,7 @@ class PretrainingRecord(BaseModel):
 def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
     """Write or replace FOLDER/pretraining.json atomically.
 
-    The digests of the tokenizer's files that are in the folder are added to the record, so write those files first.
+    Digests of the tokenizer's files in the folder are added to the record, so write these files first.
     """
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()]  # vocab.txt exists for WordPiece only
     digests = {name: file_sha256(folder / name) for name in names}

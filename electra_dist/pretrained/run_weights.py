@@ -30,7 +30,7 @@ from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
 
 
 class RunWeights(NamedTuple):
-    """Weights of a run, of one checkpoint or a mean of several, with the config and the tokenizer to use them."""
+    """Weights from a run's checkpoint, or a mean of several, with the config and the tokenizer to use them."""
 
     config: Config  # the run's config, resolved
     state: RunState  # state of the run at the checkpoint that was read, of a mean at the newest one
@@ -52,7 +52,7 @@ class RunWeights(NamedTuple):
 def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
 
-    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares all
+    Nothing is verified in the folder of an older run, which has no SHA256SUMS. `read_run_vocabulary` compares all
     settings with the vocabulary, except whether the tokenizer lower-cases.
     """
     file = run_dir / TOKENIZER_FILE
@@ -100,8 +100,8 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps; write nothing.
 
-    Raises UserError if `run_dir` is not a run, has no good checkpoint (after that many steps), or has one that another
-    run wrote.
+    Raises UserError if `run_dir` is not a run, has no such checkpoint that is good, or if another run wrote the
+    checkpoint.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))
@@ -117,7 +117,7 @@ def load_chosen_weights(
     num_averaged: int = 1,
     progress: CheckpointProgress = report_nothing,
 ) -> RunWeights:
-    """Read the weights of a chosen checkpoint of a run, or the mean of it and the checkpoints before it.
+    """Read the weights of a chosen checkpoint of a run, or their mean with the checkpoints before it.
 
     The arguments are those of `export_run`; errors are as for `load_run_weights`.
     """

@@ -86,9 +86,9 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
     """Raise UserError if the vocabulary in a folder of weights has other tokens than the corpus.
 
-    The vocabulary of the folder is its vocab.txt. If there is none and the vocabulary of the corpus is a
-    tokenizer.json, the folder's tokenizer.json is compared. A folder without such a file is accepted. `key` is the
-    config key that names the folder, for the message.
+    The folder's vocab.txt is compared. If there is none and the vocabulary of the corpus is a tokenizer.json, the
+    folder's tokenizer.json is compared. A folder without such a file is accepted. The message names `key`, the config
+    key of the folder.
     """
     vocab_file = folder / VOCAB_FILE
     if not vocab_file.exists() and vocabulary.tokenizer_json is not None:
@@ -115,10 +115,10 @@ def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
 def begin_with_source(
     towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store], run_dir: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """Load the weights that `train.init_from` names, unless the run has a checkpoint or names none. Collective.
+    """Load the weights that `train.init_from` names, if it is set and the run has no checkpoint yet. Collective.
 
     Rank 0 decides for all ranks, then every rank reads the weights. Returns and raises what `load_recorded_source`
-    does, and returns an empty list and dict if nothing is loaded.
+    does; if nothing is loaded, returns an empty list and an empty dict.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
     if not is_needed:
@@ -127,9 +127,9 @@ def begin_with_source(
 
 
 def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Path) -> tuple[list[str], dict[str, str]]:
-    """Load the weights of `train.init_from`; they must match a digest in the run folder, if any. Collective.
+    """Load the weights of `train.init_from`, and compare them with a digest in the run folder, if any. Collective.
 
-    Returns lines for the log, and {name of the source: digest of the initial weights}, to be recorded. Raises
+    Returns lines for the log, and {name of the source: digest of the initial weights} for the caller to record. Raises
     ManifestMismatch if the weights differ from those of an earlier start of the run, or between the ranks.
     """
     notes = load_source(towers, train)

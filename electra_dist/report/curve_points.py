@@ -35,9 +35,9 @@ class RunCurves:
 
 
 def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
-    """Collect the numbers that the diagrams show from records of metrics.jsonl, by kind: "train" and "eval".
-    Records are taken one by one, so that a stream is never held whole. `further_fields` of training records get a
-    column, too.
+    """Collect from records of metrics.jsonl the columns of numbers for the diagrams, by kind: "train" and "eval".
+    Records are read one by one, so a long file is never in memory as a whole. `further_fields` are training fields
+    that get a column, too.
     """
     columns = {}
     for kind in ("train", "eval"):
@@ -53,12 +53,12 @@ def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) ->
 
 
 def series(run: RunCurves, line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values, float64 [n] each, of the records in which a line's field is finite."""
+    """Return the points of a line: steps and values, float64 [n] each, of the records in which its field is finite."""
     return run.columns[line.kind].points(line.field)
 
 
 def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a smoothed curve of at most 2,400 points; a longer one is averaged over blocks of points first."""
+    """Return a smoothed curve of at most 2,400 points; a longer curve is first averaged over blocks of points."""
     if len(values) > MAX_SMOOTHED:
         steps = np.array([block.mean() for block in np.array_split(steps, MAX_SMOOTHED)])
         values = np.array([block.mean() for block in np.array_split(values, MAX_SMOOTHED)])
@@ -67,8 +67,8 @@ def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
     """Return the values [n] smoothed without lag: the mean of two exponential means, from the left and from the right.
-    Their lags are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) for each record further away; a
-    short curve uses n / 10 as span, at least 1, if that is less.
+    The lags of both means are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) per record of
+    distance; for a short curve, the span is at most n / 10, but at least 1.
     """
     used_span = min(span, max(1.0, len(values) / 10))
     decay = 1 - 2 / (used_span + 1)
@@ -78,7 +78,7 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return for each value the weighted mean of it and all earlier values; weights fall by `decay` per step back."""
+    """Return for each value the weighted mean of this and all earlier values; weights fall by `decay` per value."""
     means = np.empty(len(values))
     weighted_sum = 0.0
     weight_sum = 0.0
@@ -90,7 +90,7 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve but keep its shape: both ends, and the lowest and highest point of each of `num_buckets` pieces.
+    """Thin a curve: keep only both ends, and the lowest and the highest point of each of `num_buckets` pieces.
     A curve of at most 2 * `num_buckets` points is returned whole.
     """
     if len(values) <= 2 * num_buckets:

@@ -56,10 +56,10 @@ class DrawnPanel:
 
 
 def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
-    """Return a diagram of one run, or of up to `MAX_RUNS` laid over each other; None without a value to draw.
-    The <svg> element has no width, height and XML header, so that the page decides its size. Equal arguments give
-    equal text. With several runs, each has one color, curves of training steps are drawn smoothed only, and the lines
-    of resumes and baselines are left out.
+    """Draw a diagram of one run, or of up to `MAX_RUNS` runs together; return None if there is no value to draw.
+    The <svg> element has no width and height, so that the page decides its size. Equal arguments give equal text.
+    With several runs, each run has a color, training curves are drawn smoothed only, and neither resumes nor baselines
+    are shown.
     """
     lines = [line for line in panel.lines if not line.is_baseline]
     if not any(len(series(run, line)[0]) for run in runs for line in lines):
@@ -79,8 +79,8 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
-    """Return the <svg> element of a file that matplotlib wrote, without its size and with CSS variables as colors.
-    Screen readers read out `title`, which must need no HTML escaping.
+    """Return the <svg> element from matplotlib's text of an SVG, without its size and with CSS variables as colors.
+    `title` is for screen readers and is not escaped.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
     # Only the first tag, that of the whole diagram, loses its width and height.
@@ -92,7 +92,7 @@ def svg_for_page(svg_file: str, title: str) -> str:
 
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
-    """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels, and return its path.
+    """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels, and return the path of the PNG.
     They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
     value that the run did not record leaves its diagram empty.
     """
@@ -109,7 +109,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
-    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend.
+    """Draw a diagram of one run: curves, dotted lines at resumes, axes and, for several curves, a legend.
     `colors` maps placeholder colors to real ones; None keeps the placeholders, which `svg_for_page` replaces.
     """
     if colors is None:
@@ -152,13 +152,13 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
-    """Draw a dashed line at the value that a guess without knowledge reaches, if the diagram has such a value."""
+    """Draw a dashed line at `panel.chance`, the value that a random guess reaches, unless it is None."""
     if panel.chance is not None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 
 def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
-    """Draw one line of a diagram: evaluations as joined points, training steps unsmoothed, smoothed, or both."""
+    """Draw one line of a diagram: evaluations as joined points, training steps raw, smoothed, or both."""
     steps, values = series(run, line)
     if not values.size:
         return
@@ -178,7 +178,7 @@ def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
 
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Set title, ranges and ticks of both axes. Call it after everything is drawn, when the range of values is known.
+    """Set title, ranges and ticks of both axes. Call it last, because it needs the range of the drawn values.
     The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
     """
     last_step = max(run.last_step for run in runs)
@@ -191,7 +191,7 @@ def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _format_y_axis(axes: Axes, scale: str) -> None:
-    """Set scale, ticks and number format of the y axis for a `Panel.scale`. Call it after everything is drawn."""
+    """Set scale, ticks and number format of the y axis; `scale` is a `Panel.scale`. Call it after the drawing."""
     if scale == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
@@ -216,7 +216,7 @@ def _scientific(value: float) -> str:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return which multiples of each power of ten get a tick; a shorter axis gets more. Both ends must be above 0."""
+    """Return the multiples of each power of ten that get a tick, more on a shorter axis. Both ends must be above 0."""
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)

@@ -18,7 +18,7 @@ _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 
 
 def axis_positions(axes: Axes) -> dict[str, Any]:
-    """Return the positions of the ends of both axes in the SVG, and the values at these ends, after drawing.
+    """Return where both axes of a drawn diagram end in the SVG, and the values at these ends.
     "x" is [left, right, value at the left end, value at the right end], and "y" is the same for the bottom and the
     top. Positions are in the units of the viewBox, whose origin is the upper left corner.
     """
@@ -32,8 +32,8 @@ def axis_positions(axes: Axes) -> dict[str, Any]:
 
 
 def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
-    """Return the values that a page shows under the pointer: of each line, at most 300 evenly spaced ones.
-    "color" is the name of a CSS variable. A line that is also drawn smoothed has "smooth", at the same steps.
+    """Return the values that a page shows under the pointer: at most 300 evenly spaced points of each line.
+    "color" is the name of a CSS variable. A line that is drawn smoothed has also "smooth", the smoothed values.
     """
     lines = []
     for number, run in enumerate(runs):

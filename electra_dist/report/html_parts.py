@@ -25,7 +25,7 @@ def page(title: str, body: str) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write an HTML page, and its folder if that is missing; an existing file is replaced atomically."""
+    """Write an HTML page atomically; create a missing folder, and replace an existing file."""
     with replacing(path) as file:
         file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
 
@@ -45,8 +45,8 @@ def curves(runs: Sequence[RunCurves], note: str) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
-    """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
-    With `left` all columns are aligned to the left, otherwise only the first one.
+    """Return an HTML table that scrolls sideways on a narrow screen; the text of the cells is escaped here.
+    With `left`, all columns are aligned to the left, otherwise only the first column.
     """
     lines = []
     if head:
@@ -59,7 +59,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = 
 
 
 def omitted(count: int, name: str) -> str:
-    """Return the note "12 earlier events are not shown" for `count` rows called `name`; "" if `count` is 0."""
+    """Return a note such as "12 earlier events are not shown", where `name` is "events"; "" if `count` is 0."""
     if count <= 0:
         return ""
     return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'

@@ -52,7 +52,7 @@ _MEASURES = {
 
 
 def check_license(license_id: str) -> None:
-    """Raise UserError unless a text has the form of a licence identifier of Hugging Face's hub, such as apache-2.0.
+    """Raise UserError if a text does not look like a licence identifier of Hugging Face's hub, such as apache-2.0.
     Only the form is checked: lower-case letters, digits, dots and hyphens.
     """
     if not _LICENSE_ID.fullmatch(license_id):
@@ -63,8 +63,8 @@ def check_license(license_id: str) -> None:
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
     """Write README.md and, if the run has recorded steps, curves.png into each folder of an export; return the paths.
-    `license_id` is the licence of the weights on Hugging Face's hub. Raises UserError if it is no identifier,
-    metrics.jsonl is damaged, or a folder cannot be written.
+    `license_id` is the hub's identifier of the weights' licence, such as apache-2.0. Raises UserError for a malformed
+    identifier, a damaged metrics.jsonl, or a folder that cannot be written.
     """
     check_license(license_id)
     records = _shown_records(run_dir)
@@ -109,9 +109,9 @@ def model_card(
     phases: Sequence[Record] = (),
     sources: Mapping[str, Record] = MappingProxyType({}),
 ) -> str:
-    """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
-    `records` of metrics.jsonl are oldest first, with at least all evaluations and the newest training record.
-    `versions`, `phases` and `sources` (with "tokens" and "licence") come from environment.json. All may be empty.
+    """Return the model card of one exported tower (the "discriminator" or the "generator"), in Markdown.
+    `records` are from metrics.jsonl, oldest first: at least all evaluations and the newest training record.
+    `versions`, `phases` and `sources` are from environment.json. All these may be empty.
     """
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
@@ -145,7 +145,7 @@ def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) ->
 
 
 def _introduction(tower: str, export: Export) -> str:
-    """Return the first paragraph: objective, layers, width, vocabulary, and the steps of the weights."""
+    """Return the first paragraph: objective, layers, width, vocabulary, and the step (or steps) of the weights."""
     model = export.config.model
     shape = model.generator if tower == "generator" else model.discriminator
     if len(export.steps) == 1:
@@ -237,7 +237,7 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
-    """Estimate the tokens, without padding, in `rows_seen` rows from the newest training record; None without any."""
+    """Estimate from the newest training record the tokens, without padding, in `rows_seen` rows; None without any."""
     for record in reversed(records):
         if record["kind"] == "train" and record.get("rows_seen"):
             return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
@@ -245,8 +245,8 @@ def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
 
 
 def _evaluation(export: Export, records: Sequence[Record]) -> str:
-    """Return the section on the newest evaluation with held-out rows up to the exported step; "" if there is none.
-    For a mean of several checkpoints, it says that the figures belong to the weights of one step and not to the mean.
+    """Return the section on the newest evaluation up to the exported step; "" if there is none.
+    If the weights are a mean of several steps, a note says that the figures belong to one step and not to the mean.
     """
     evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
     if not evaluations:
@@ -289,6 +289,6 @@ def _how_to_push() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; its cells are Markdown themselves, so text from a record is escaped by the caller."""
+    """Return a Markdown table. Cells are used as Markdown, so the caller must escape text that comes from a record."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

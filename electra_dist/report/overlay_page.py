@@ -40,7 +40,7 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return a different name for each run: as few of the last parts of its path as make all names differ.
-    If one folder is given twice, no parts suffice, and the paths are returned as they were given.
+    If a folder is given twice, no names differ, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
     if len(set(names)) == len(names):
@@ -49,7 +49,7 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return for each path its last components, as few as make all names differ; whole paths if two are equal."""
+    """Shorten paths to their last components, as few as make all differ; if two are equal, keep whole paths."""
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []
     for num_parts in range(1, longest + 1):
@@ -60,7 +60,7 @@ def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
 
 
 def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the HTML text of a page that compares runs; nothing is written."""
+    """Return a page that compares runs, as HTML text, without writing it."""
     chips = ""
     for number, name in enumerate(names, start=1):
         chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html_text(name)}</span>'
@@ -84,7 +84,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the table of figures: one column for each run, and a row for each figure that any run has."""
+    """Return the table of figures, such as losses: one column for each run, a row for each figure that any run has."""
     columns = [_figures_of(run) for run in runs]
     rows = []
     for figure in columns[0]:
@@ -95,7 +95,7 @@ def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
-    """Return the figures of a run as text, by name of the figure; a dash for what it did not record.
+    """Return name -> value of a run's figures, as text; the value is a dash if the run did not record it.
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
     metrics = run.metrics
@@ -133,7 +133,7 @@ def _decimals(value: float | None) -> str:
 
 
 def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the table of the config keys whose values are not equal in all runs."""
+    """Return the table of the config keys whose values differ between the runs, or a note that none does."""
     trees = [flattened(run.config_tree) for run in runs]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     rows = []

@@ -18,7 +18,7 @@ CONSTANT_GUESS_LOSS = "constant_guess_loss"  # loss of the best guess that is th
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """Line of a diagram: which field of metrics.jsonl it shows, and how. Without values it is left out."""
+    """Line of a diagram: which field of metrics.jsonl it shows, and how. A line without values is not drawn."""
 
     field: str  # of the records in metrics.jsonl, or a baseline of `baselines`
     label: str  # in the legend
@@ -41,7 +41,7 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
-    """Return the diagram of the generator's ("mlm") or the discriminator's loss ("rtd"), in training and held out."""
+    """Return the diagram of one loss, "mlm" (generator) or "rtd" (discriminator), in training and on held-out rows."""
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
     lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)
@@ -149,8 +149,8 @@ PANELS = (
 
 
 def baselines(record: Record) -> dict[str, float]:
-    """Return what a discriminator that has learnt nothing would reach in a training step, as fields of its record.
-    Field `GUESSED_REPLACED` is the result of `guessed_replaced`, `CONSTANT_GUESS_LOSS` that of `constant_guess_loss`.
+    """Return what a discriminator that has learnt nothing would reach in the training step of a record.
+    The field `GUESSED_REPLACED` comes from `guessed_replaced`, and `CONSTANT_GUESS_LOSS` from `constant_guess_loss`.
     """
     return {
         GUESSED_REPLACED: guessed_replaced(record),
@@ -160,8 +160,8 @@ def baselines(record: Record) -> dict[str, float]:
 
 def guessed_replaced(record: Record) -> float:
     """Return the share of all tokens that the discriminator called replaced in a training step.
-    A random guess that calls as many tokens replaced finds the same share of the replaced tokens. The result is NaN if
-    no token or every token was replaced.
+    A random guess that calls the same number of tokens replaced finds this share of the replaced tokens. NaN if no
+    token or every token was replaced.
     """
     replaced = record["replaced_fraction"]
     if not 0 < replaced < 1:
@@ -172,9 +172,9 @@ def guessed_replaced(record: Record) -> float:
 
 
 def constant_guess_loss(replaced_fraction: float) -> float:
-    """Return the loss, in nats per token, of giving every token the share of replaced tokens as its probability.
-    It is the entropy of that share, the lowest loss of a discriminator that knows nothing about the single token.
-    Outside of (0, 1) the result is NaN.
+    """Return the loss, in nats per token, of a guess that gives every token the probability `replaced_fraction`.
+    It is the entropy of this fraction: the lowest loss of a discriminator that cannot tell tokens apart. NaN for a
+    fraction outside of (0, 1).
     """
     if not 0 < replaced_fraction < 1:
         return math.nan

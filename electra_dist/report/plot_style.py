@@ -21,7 +21,7 @@ PRINT = {INK: "#374151", GRID: "#e5e7eb", SOFT: "#6b7280", SERIES[0]: "#2563eb",
 
 
 def line_color(line: CurveLine) -> str:
-    """Return the placeholder color, which is replaced later, of a line in a diagram of one run."""
+    """Return the placeholder color of a line in a diagram of one run; the real color replaces it later."""
     if line.is_baseline:
         return SOFT
     return SERIES[1] if line.is_second else SERIES[0]

@@ -55,7 +55,7 @@ _EVALUATION_HEAD = (
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of a run, finished or going on, to `path` (None: report.html in its folder); return the path.
+    """Write the report of a finished or running run to `path` (None: report.html in `run_dir`), and return the path.
     Raises UserError if the folder does not exist, holds no run or cannot be written.
     """
     run_dir = Path(run_dir)
@@ -67,7 +67,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
 
 
 def report_page(run: RunRecord) -> str:
-    """Return the HTML text of the report of a run; nothing is written. What the run did not record is left out."""
+    """Return the report of a run as HTML text, without writing it. What the run did not record is left out."""
     name = html_text(run.name)
     body = "".join(
         [
@@ -140,7 +140,7 @@ def _events(ledger: Sequence[Record], account: Goodput) -> str:
 
 
 def _details(event: Record) -> str:
-    """Return the further fields of a ledger event, such as "attempt 3, ranks 8", without nested objects."""
+    """Return the fields of a ledger event other than time, event and step, such as "attempt 3, ranks 8"."""
     details = []
     for key, value in event.items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
@@ -149,7 +149,7 @@ def _details(event: Record) -> str:
 
 
 def _checkpoint_note(ledger: Sequence[Record]) -> str:
-    """Return a note on the checkpoints: number, newest step, median seconds each stopped training; "" without any."""
+    """Return a note on the checkpoints: their number, newest step and median stop of training; "" without any."""
     saves = [event for event in ledger if event["event"] == "checkpoint"]
     if not saves:
         return ""
@@ -176,8 +176,8 @@ def _run_and_environment(run: RunRecord) -> str:
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the report's table about the model, its data and its code.
-    A row is left out if the run folder does not record its value; so is the generator if it has no parameters of
-    its own.
+    A row is left out if the run folder does not record its value. The generator's row is left out if it has no
+    parameters of its own.
     """
     rows: list[tuple[str, str]] = []
     config = run.config
@@ -205,7 +205,7 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return a row (name, value) for each corpus of `data.phases`, with how much of it was read; [] without phases."""
+    """Return a row (name, value) for each corpus of `data.phases`: its size and how much the run read of it."""
     phases = run.environment.get("corpus", {}).get("phases", ())
     if run.config is None:
         return []
@@ -226,7 +226,7 @@ def _tower(tower: TowerConfig, num_parameters: int) -> str:
 
 
 def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
-    """Return names and values of the table of hardware, without the names of hosts."""
+    """Return the rows (name, value) of the hardware table; it does not name the hosts."""
     cpu = environment["cpu"]
     rows = [("ranks", str(environment["world_size"]))]
     if "hosts" in environment:
@@ -256,7 +256,7 @@ def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
 
 
 def _config(tree: dict[str, Any]) -> str:
-    """Return the section with the text of config.yaml, folded until the reader opens it; empty for an empty tree."""
+    """Return the section with the text of config.yaml, which the reader can unfold; "" for an empty tree."""
     if not tree:
         return ""
     text = yaml.safe_dump(tree, sort_keys=False, width=100)  # it escapes what is not printable ASCII itself
@@ -275,7 +275,7 @@ def _shown(value: Any) -> str:
 
 
 def main(run_dir: str) -> int:
-    """Write the report of a run; return 0, or 78 with one line on stderr if that is not possible.
+    """Write the report of a run and return exit code 0; if that fails, print one line to stderr and return 78.
     While a run goes on, rank 0 runs this module as a separate process (`tracking/report_refresh.py`), so that no
     training step waits for it.
     """

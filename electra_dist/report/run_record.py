@@ -36,7 +36,7 @@ _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsHistory:
-    """Content of metrics.jsonl: columns of numbers from all records, and the few records that reports need whole."""
+    """Content of metrics.jsonl: numbers of all records as columns, and the few records that reports need whole."""
 
     columns: Mapping[str, MetricColumns]  # numbers of the records, by their kind
     first: Record | None  # oldest record of a training step; None without any
@@ -49,7 +49,7 @@ class MetricsHistory:
         return self.recent[-1] if self.recent else None
 
     def mean(self, field: str) -> float:
-        """Return the mean of a field over all records of training steps; each of them must have it."""
+        """Return the mean of a field over all training records; each of these records must have the field."""
         return statistics.fmean(self.columns["train"].column(field))
 
     def median(self, field: str) -> float | None:
@@ -58,7 +58,7 @@ class MetricsHistory:
         return float(np.median(values)) if len(values) else None
 
     def power_records(self) -> Iterator[Record]:
-        """Yield step, step time and GPU power of all training records, for the energy; nothing if none has a power."""
+        """Yield step, step time and GPU power of all training records, for `energy_of`; nothing without any power."""
         train = self.columns["train"]
         power_w = train.column("gpu_power_w")
         if np.isfinite(power_w).any():
@@ -108,7 +108,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Return the newest training step that metrics.jsonl has; 0 if it has none."""
+        """Return the newest training step in metrics.jsonl; 0 if there is none."""
         return self.metrics.newest["step"] if self.metrics.newest else 0
 
     @property
@@ -135,9 +135,9 @@ class RunRecord:
         return RunCurves(name=self.name, columns=self.metrics.columns, resumes=resumes)
 
     def state(self) -> tuple[str, str]:
-        """Return the state of the run: a CSS class, and a text for the reader with the steps done.
-        The last event of the ledger decides the class: "done", "stop" (on request, or for lack of storage) or "crash".
-        After any other event it is "open": the run is still going on, or it was killed and could not record its end.
+        """Return the state of the run as (CSS class, text for the reader with the steps done).
+        The last event of the ledger decides the class: "done", "stop" (on request, or for lack of storage), "crash",
+        and after any other event "open", as the run is going on or was killed and could not record its end.
         """
         of_total = f" of {self.num_steps:,}" if self.num_steps else ""
         last_event = self.ledger[-1]["event"] if self.ledger else ""
@@ -153,7 +153,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Return what the files of a run folder record so far. Raises UserError without a run, or for a damaged file."""
+    """Read a run folder as far as it is written. Raises UserError if it is no run folder or a file is damaged."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
@@ -173,8 +173,8 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def _config_tree(run_dir: Path) -> dict[str, Any]:
-    """Return config.yaml as a tree; empty if it is missing.
-    The command `cluster.notify` is hidden: it may hold a secret address, and a report may be passed on.
+    """Return config.yaml as nested dictionaries; {} if the file is missing.
+    The command `cluster.notify` is hidden, because it may hold a secret address and reports may be passed on.
     """
     file = run_dir / CONFIG_FILE
     if not file.exists():
@@ -184,7 +184,7 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
 
 
 def _config(run_dir: Path) -> Config | None:
-    """Return the checked config of the run; None if it is missing, or of a version whose keys differ."""
+    """Return the validated config of the run; None if the file is missing, or from a version with other keys."""
     try:
         return open_run(run_dir)
     except UserError:

@@ -18,7 +18,7 @@ Tile = tuple[str, str, str]  # name, value, remark
 
 
 def tiles(run: RunRecord) -> str:
-    """Return the HTML section of tiles of a run; empty if nothing was recorded."""
+    """Return the HTML section with the tiles of a run; "" if the run recorded nothing."""
     all_tiles = [
         *_evaluation_tiles(run.metrics.evals),
         *_training_tiles(run.metrics),
@@ -30,7 +30,7 @@ def tiles(run: RunRecord) -> str:
 
 
 def tile_section(all_tiles: Sequence[Tile]) -> str:
-    """Return the HTML section that shows the tiles; values and remarks are escaped, names must need no escaping."""
+    """Return the HTML section that shows the tiles. Values and remarks are escaped here, but names are not."""
     cells = (
         f'<div class="tile"><span class="name">{name}</span><span class="value">{html_text(value)}</span>'
         f'<span class="more">{html_text(remark).replace(" %", "&nbsp;%")}</span></div>\n'
@@ -55,7 +55,7 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
 
 
 def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
-    """Return the tiles on training: losses and accuracies are means of the newest 20 records, speeds are medians."""
+    """Return the tiles about training; losses and accuracies are means of the newest 20 records, speeds medians."""
     recent = metrics.recent
     if metrics.first is None or metrics.newest is None:
         return []
@@ -106,7 +106,7 @@ def _time_tiles(account: Goodput) -> list[Tile]:
 
 
 def _energy_tiles(run: RunRecord) -> list[Tile]:
-    """Return the tiles of the estimated energy and, if the config has `log.kwh_price`, its cost; [] without power."""
+    """Return the tiles of estimated energy and (with `log.kwh_price`) its cost; [] if no GPU power was recorded."""
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"
@@ -126,10 +126,10 @@ def _kwh(kwh: float) -> str:
 
 
 def mean(records: Sequence[Record], field: str) -> float:
-    """Return the mean of a field over the records; each of them must have it, and there must be at least one."""
+    """Return the mean of a field over one or more records, each of which must have the field."""
     return statistics.fmean(record[field] for record in records)
 
 
 def _since(first: Record, field: str) -> str:
-    """Return the remark "from X" for a figure, where X is the first recorded value, as in "from 10.4"."""
+    """Return a remark that tells the first recorded value of a field, such as "from 10.4"."""
     return f"from {first[field]:.3g}"

@@ -14,9 +14,9 @@ _MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replace
 
 
 def samples_section(samples: Record | None) -> str:
-    """Return the section with the texts of one evaluation (a record of samples.jsonl); empty without samples.
-    The background of a token shows the discriminator's probability that it was replaced. A replaced token is
-    underlined, and the original follows it, crossed out. Each token has its probability as a tooltip.
+    """Return the section with the texts of one evaluation (a record of samples.jsonl); "" if `samples` is None.
+    The background of a token and its tooltip show the discriminator's probability that the token was replaced. A
+    replaced token is underlined, and the crossed-out original word follows.
     """
     if samples is None:
         return ""
@@ -36,7 +36,7 @@ def samples_section(samples: Record | None) -> str:
 
 
 def _words(tokens: Sequence[Token]) -> list[list[Token]]:
-    """Return the tokens grouped into words; a token that the discriminator read with "##" continues the word."""
+    """Group the tokens into words; a token that begins with "##", as the discriminator read it, continues a word."""
     words: list[list[Token]] = []
     for token in tokens:
         _original, shown, _probability = token

@@ -1,6 +1,6 @@
 """Record the environment of a run in environment.json at every start: software, hardware, commit, command and hosts.
 
-Before that, refuse an environment in which the run would compute something else, or on a CPU in place of GPUs.
+Before that, check that DeepSpeed has the tested version, and that a run on a node with GPUs would use them.
 
 Guarantee: the file holds no user name and no environment variable. It does name the hosts and, without its secrets,
 the command line of rank 0, so that a run can be traced; a report, which may be passed on, shows neither. Only the
@@ -122,7 +122,7 @@ def _cuda_versions() -> dict[str, str]:
 def cpu() -> dict[str, Any]:
     """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes.
 
-    The usable cores are fewer than all cores where Slurm or a container limits the process.
+    If Slurm or a container limits the process, it may use fewer cores than there are.
     """
     num_cores = os.cpu_count()
     can_ask_affinity = hasattr(os, "sched_getaffinity")  # Linux only
@@ -135,7 +135,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name from /proc/cpuinfo, or what Python knows where that is missing or names none."""
+    """Return the processor's name from /proc/cpuinfo; if that file gives none, what Python knows."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -165,7 +165,7 @@ def _rounded(value: float | None) -> float | None:
 def commit(folder: Path = Path(__file__).parent) -> dict[str, Any] | None:
     """Return the commit ("sha") of the running source code, and whether tracked files differ ("has_changes").
 
-    None for an installed package, or where git is missing or does not answer within seconds.
+    None if the code is an installed package, or if git is missing or does not answer within seconds.
     """
     # A package that is installed in a virtual environment inside some work tree is not a part of that tree.
     if not _git(folder, "ls-files", "--error-unmatch", Path(__file__).name):
@@ -196,8 +196,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of environment.json, as JSON types.
 
-    `hosts` has the host of each rank. `corpus` is the result of `RunCorpora.sizes` and an entry "sources", with the
-    size and licence of each source of the first corpus's text.
+    `hosts` has the host name of each rank. `corpus` is the result of `RunCorpora.sizes` with an entry "sources" added:
+    the size and licence of each source of text in the first corpus.
     """
     content = {
         "versions": versions(),
@@ -217,7 +217,7 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
 def write_environment(
     run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
 ) -> Path:
-    """Write environment.json to the run folder, in place of the one of the previous start; return its path."""
+    """Write environment.json to the run folder, replacing that of the previous start; return its path."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path, permissions=PRIVATE) as file:
         file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")

@@ -69,7 +69,7 @@ SAVE_FILE = "save"
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
     """Return the path of the file that holds how often each token occurs in a corpus.
 
-    The unigram generator, which replaces masked tokens by random ones, draws by these counts.
+    The unigram generator needs these counts: it replaces masked tokens by random tokens, drawn by frequency.
     """
     return run_dir / f"token_counts-{corpus_fingerprint[:16]}.npy"
 
@@ -103,10 +103,10 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Sequence[str] = ()) -> dict[str, Any]:
     """Return the identity of a run: corpus, version of random draws, and all config keys that shape the training.
 
-    A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
-    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. For a run on several corpora
-    in turn (`data.phases`), `corpus_fingerprint` is the fingerprint of their joined manifest, and `phase_fingerprints`
-    has one fingerprint for each corpus; for other runs, `phase_fingerprints` is empty.
+    A run folder is bound to the identity of its first start; a start with another identity is refused. Keys that may
+    change at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. For a run on several
+    corpora in turn (`data.phases`), `corpus_fingerprint` is the fingerprint of their joined manifest, and
+    `phase_fingerprints` has one fingerprint for each corpus; for other runs, `phase_fingerprints` is empty.
     """
     identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
     if phase_fingerprints:
@@ -115,7 +115,7 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there."""
+    """Return what identity.json says about the run in a folder (`run_identity`); empty if no run was begun there."""
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return {}
@@ -156,7 +156,7 @@ def recorded_numerics(run_dir: Path) -> int | None:
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
-    """Raise OtherNumerics if the run's version of random draws and rounding is not `current`, unless accepted."""
+    """Raise OtherNumerics if the run's version of random draws and rounding is not `current`, unless allowed."""
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
@@ -166,7 +166,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
 
     The error names the first key that differs. If only the version of random draws and rounding differs, OtherNumerics
-    is raised, unless `accept_new_numerics`.
+    is raised, or nothing if `accept_new_numerics` is True.
     """
     # The run folder is created later, in its nearest parent that exists: that one must be writable.
     nearest = run_dir
@@ -201,8 +201,8 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
     """Return the digest of each input that a run folder's inputs.json records; empty if there is no such file.
 
-    The inputs lie outside the run folder, may be read again at a later start, and are not part of the run's identity.
-    An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
+    Such inputs lie outside the run folder, may be read again at a later start, and are not part of the run's identity.
+    An input's name is its config key and its place, such as "data.heldout s3://bucket/heldout".
     """
     file = run_dir / INPUTS_FILE
     if not file.exists():
@@ -229,12 +229,12 @@ def begin_run_folder(
     vocabulary: bytes,
     input_digests: Mapping[str, str],
 ) -> None:
-    """Write the files that describe the run, at every start, each atomically; only rank 0 calls it.
+    """Write the files that describe the run, at every start, each atomically. Rank 0 only.
 
     SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start. Only
-    the owner may read config.yaml, because `cluster.notify` in it may hold a secret. Call `check_run_folder` first,
+    the owner may read config.yaml, because its key `cluster.notify` may hold a secret. Call `check_run_folder` first,
     because this function does not check whether the folder holds another run. `tokenizer_json` is the tokenizer's
-    entry in the corpus manifest. `input_digests` has the inputs that this start has read; earlier ones are kept.
+    entry in the corpus manifest. `input_digests` has the inputs that this start has read; earlier entries are kept.
     """
     recorded_inputs = {**read_recorded_inputs(Path(config.run_dir)), **input_digests}
     contents = {
@@ -254,9 +254,9 @@ def begin_run_folder(
 
 
 def delete_unfinished_files(run_dir: Path) -> None:
-    """Delete what killed processes left in a run folder: `.NAME.<hex>.tmp` and `preflight-<hex>`.
+    """Delete unfinished files that killed processes left in a run folder: `.NAME.<hex>.tmp` and `preflight-<hex>`.
 
-    Only rank 0 calls it, while it holds the folder's lease. A file that another process may be writing now, such as
+    Only rank 0 calls this, while it holds the folder's lease. A file that another process may be writing now, such as
     one in `meeting/`, is deleted only when it is an hour old. Other modules clean up checkpoints, caches and leases.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
@@ -270,7 +270,7 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
 
 def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
-    """Return the digest of the run's tokenizer.json or vocab.txt in its SHA256SUMS; None if an older run has none."""
+    """Return the digest of tokenizer.json or vocab.txt (`name`) in SHA256SUMS; None in an old run without it."""
     digests_file = run_dir / DIGESTS_FILE
     if not digests_file.exists():
         return None
@@ -285,7 +285,7 @@ def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
 
 
 def move_records_aside(run_dir: Path) -> list[str]:
-    """Move the records of a run to earlier/NNNN in its folder, so that it can begin again at step 0; rank 0 only.
+    """Move a run's records to earlier/NNNN in its folder, so that the run can begin again at step 0. Rank 0 only.
 
     Config, identity, tokenizer, cache, checkpoints and the folders of Slurm and of supervisors stay. Nothing is
     deleted. Returns a line for each file or folder that was moved.

@@ -46,7 +46,7 @@ Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # sto
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """Newest heartbeat of a rank: the record of the phase and step that it is in. Times are Unix seconds."""
+    """Newest heartbeat of a rank: the phase and step in which the rank is. Times are Unix seconds."""
 
     pid: int
     host: str  # name of the node, as in strikes.jsonl
@@ -70,7 +70,7 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Write a first heartbeat, with phase "setup". Set `attempt`, the number of this start, later if unknown."""
+        """Write a first heartbeat with phase "setup". The number of this start, `attempt`, may be set later."""
         host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
         self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
         self.attempt = attempt
@@ -89,7 +89,7 @@ class Heartbeat:
 
         If the disk is full, read-only or away, the record is dropped silently, because no run should end for a
         heartbeat. `reason` says what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full". The
-        time between two beats in a row with phase "step" is learned; by it, readers judge whether the rank hangs.
+        time from one beat with phase "step" to the next counts as a step time, by which readers notice a hang.
         """
         now = time.time()
         monotonic_now = time.monotonic()
@@ -126,7 +126,7 @@ class Heartbeat:
     def close(self) -> None:
         """Write a last heartbeat with phase "done" and close the file.
 
-        A rank that crashes must not call it, because a rank in phase "done" never counts as hung.
+        Do not call this after a crash, because a rank in phase "done" never counts as hung.
         """
         self.beat("done", self._step)
         if self._file is not None:
@@ -141,7 +141,7 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest readable heartbeat of each rank (None: all), by rank; it may stem from an earlier start."""
+    """Return the newest heartbeats of `ranks` (None: all), sorted by rank; some may be of an earlier start."""
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths: Iterable[Path] = folder.glob("rank-*.json")
     if ranks is not None:
@@ -151,9 +151,9 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 
 
 def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
-    """Delete a rank's heartbeat if preflight, the test before a run, wrote it (attempt 0), not the run itself.
+    """Delete a rank's heartbeat if it has `attempt` 0, because preflight, the test before a run, wrote it.
 
-    Call it while the rank's process is not running. A heartbeat that cannot be deleted stays.
+    Call this while the rank's process is not running. A heartbeat that cannot be deleted stays.
     """
     if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
         with contextlib.suppress(OSError):
@@ -165,13 +165,13 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason as at most `REASON_CHARACTERS` characters of printable ASCII that need no escape in JSON."""
+    """Cut a reason to `REASON_CHARACTERS`, and put "?" for characters that are not ASCII or need an escape in JSON."""
     shortened = reason[:REASON_CHARACTERS]
     return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
 
 def _encode(body: str) -> bytes:
-    """Return a record of `RECORD_BYTES` bytes, such as `{"pid": 7, "crc": 123}`: `body`, its CRC-32, and spaces."""
+    """Add a CRC-32 and spaces to `body`, such as `{"pid": 7`; return a record of `RECORD_BYTES` bytes."""
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
     assert len(line) == RECORD_BYTES, line
@@ -179,7 +179,7 @@ def _encode(body: str) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
-    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write."""
+    """Return the heartbeat in a file's bytes; None if length or checksum is wrong, as while the file is written."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     is_whole = len(line) == RECORD_BYTES and checksum.isdigit()

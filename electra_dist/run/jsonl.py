@@ -2,7 +2,7 @@
 
 Guarantee: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
 torn line at the end, which is dropped when the file is next opened or read. A record that a full or silent disk
-refuses stays in memory. It is written before later ones, after the part of it that had reached the disk is cut off.
+refuses stays in memory and is written before later records; a part of it that has reached the disk is first cut off.
 Floats are written by `repr`, so reading returns them bit for bit. Every line is strict JSON: NaN and the infinities,
 which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for
 them.
@@ -56,16 +56,16 @@ class JsonlFile:
             ) from None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record as a line, which survives a kill of this process, and after `sync` a crash of the machine.
+        """Append a record as a line. It survives a kill of this process and, after `sync`, a crash of the machine.
 
-        Raises StoreAway if the disk is full or away. The record is kept then: do not append it again, because the next
-        `append`, `flush` or `sync` that succeeds has written it.
+        Raises StoreAway if the disk is full or away. The record then stays in memory: do not append it again, because
+        the next `append`, `flush` or `sync` that succeeds writes it.
         """
         self._unwritten.append(encode(record))
         self.flush()
 
     def flush(self) -> None:
-        """Write the records that the disk has refused so far; do nothing if there are none. Raises StoreAway."""
+        """Write the records that the disk has refused so far, if any. Raises StoreAway if the disk refuses again."""
         if not self._unwritten:
             return
         with writable(self.path):
@@ -120,7 +120,7 @@ class JsonlFile:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _write_lines(self) -> None:
-        """Cut off what a failed write has left in the file, then write the lines that the disk has refused so far."""
+        """Cut off the rest of a failed write, then write the lines that the disk has refused so far."""
         if self._valid_bytes is not None:
             os.ftruncate(self._file, self._valid_bytes)
             self._valid_bytes = None
@@ -163,8 +163,8 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
     """Return all whole records of a JSON-lines file, oldest first, without a torn last line; [] without a file.
 
-    `fault_of` returns what is wrong with a record ("" for nothing). UserError names a line that has such a fault or is
-    no JSON object; a killed writer leaves no such line.
+    `fault_of` returns what is wrong with a record, "" for a good one. If a record has a fault, or a line is no JSON
+    object, UserError names the line.
     """
     with readable(path):
         try:
@@ -206,7 +206,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _floats_to_strings(value: Any) -> Any:
-    """Return a JSON tree of dicts and lists with strings instead of NaN and the infinities, at every depth."""
+    """Replace NaN and the infinities by strings at every depth of a JSON tree of dicts and lists."""
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"

@@ -1,7 +1,7 @@
 """Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time.
 
-Guarantee: an event is on the disk (fsync) when `append` returns, so a crash cannot lose the event and keep what the
-process did after it. A torn last line of a killed process is dropped. Events are never rewritten, not even when steps
+Guarantee: an event is on the disk (fsync) when `append` returns, so a crash cannot lose an event whose consequences
+are on the disk. A torn last line of a killed process is dropped. Events are never rewritten, not even when steps
 are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once.
 
 Limits: one writer (rank 0). The ledger only records; `launcher` decides about restarts.
@@ -43,18 +43,19 @@ class Ledger:
     def append(self, event: Event, step: int, **details: Any) -> None:
         """Append an event with the current time (UTC), and return when it is on the disk (fsync).
 
-        Raises StoreAway if the disk is full or away. The event is kept: do not append it again, but call `sync` later.
+        Raises StoreAway if the disk is full or away. The event stays in memory then: do not append it again, but call
+        `sync` later.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
 
     def sync(self) -> None:
-        """Write the events that the disk has refused, and return when they are on it. Raises StoreAway as `append`."""
+        """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk refuses again."""
         self._file.sync()
 
     def close(self) -> None:
-        """Write the events that the disk has refused, and close the file; StoreAway leaves it open for another try."""
+        """Write the events that the disk has refused, and close the file; after StoreAway, call `close` again."""
         self._file.close()
 
     def discard(self) -> None:
@@ -82,7 +83,7 @@ def has_event(run_dir: Path, event: Event, step: int) -> bool:
 def proves_checkpoint(event: Record) -> bool:
     """Return whether an event of the ledger proves that a checkpoint of its step was saved.
 
-    A "resume" does, too: a process that is killed right after it saved a checkpoint has not recorded "checkpoint".
+    A "resume" proves it, too: if a process is killed right after a save, the ledger lacks the event "checkpoint".
     """
     return event["event"] in ("checkpoint", "resume")
 
@@ -90,14 +91,14 @@ def proves_checkpoint(event: Record) -> bool:
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
-    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result. So a larger
-    result means that the run made progress.
+    A larger result than before means that the run has made progress: steps that a restart saves again do not change
+    it.
     """
     return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what "begin" and "end" of one start of a Slurm job's ranks share: job id, requeues, replaced nodes.
+    """Return job id, number of requeues and of replaced nodes, by which a "begin" record finds its "end" record.
 
     The ranks of one job start again when Slurm requeues the job, and when a spare node replaces one of its nodes.
     """

@@ -15,13 +15,13 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 def mark_of(run_dir: Path, node: int) -> str:
     """Return the text, such as "/runs/large#0", by which all processes of a run on a node are found.
 
-    A supervisor sets it as the variable `MARK` of all processes that it starts, which keep it if the supervisor dies.
+    A supervisor passes it in the variable `MARK` to all processes that it starts. They keep it if the supervisor dies.
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the ids of this user's living processes whose variable `MARK` is `mark`, without the calling process."""
+    """Return the ids of this user's living processes whose variable `MARK` is `mark`, except the calling process."""
     entry = f"{MARK}={mark}".encode()
     pids = []
     for process_folder in Path("/proc").glob("[0-9]*"):

@@ -4,8 +4,8 @@ Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number
 takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
 most PIPE_BUF bytes. Strikes expire, so that a repaired node is used again without any action. Imports no torch.
 
-Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
-still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
+Limits: this module only records and lists nodes; it does not talk to the scheduler. On a shared file system without
+locks, a torn line that a killed machine left is not removed and must be deleted by hand.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 
 def _encode_strike(strike: Strike) -> bytes:
-    """Return a strike as a line of at most PIPE_BUF (4096) bytes, so that other writers cannot interrupt its write."""
+    """Return a strike as a line of at most PIPE_BUF (4096) bytes, which the system writes in one piece."""
     fields = dataclasses.asdict(strike)
     fields["reason"] = _plain(strike.reason, _REASON_CHARS)
     for name in ("node", "device", "by"):
@@ -107,8 +107,8 @@ def excluded_nodes(
 ) -> list[str]:
     """Return the sorted names of nodes with at least `threshold` strikes younger than `expires_s` seconds at `now`.
 
-    A strike that lies in the future counts, because clocks of nodes differ. One that lies more than two days ahead
-    does not, because it would exclude a node for as long as a clock was wrong.
+    A strike dated in the future counts, because the clocks of nodes differ. If the date is more than two days ahead,
+    the strike does not count: its clock was wrong, and it would exclude the node for too long.
     """
     strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
@@ -124,7 +124,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline; only PIPE_BUF bytes are read, because no line is longer."""
+    """Truncate an open file after its last newline, which is in the last PIPE_BUF bytes: no line is longer."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
     whole_lines_bytes = tail.rfind(b"\n") + 1  # 0 if there is no newline

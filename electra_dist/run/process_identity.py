@@ -18,7 +18,7 @@ _START_FIELD = 19  # of /proc/PID/stat, counted from the field after the command
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Process of a machine; boot and start time distinguish it from a later process with the same id."""
+    """Identity of a process: boot and start time distinguish it from a later process with the same id."""
 
     pid: int
     start: int  # clock ticks from the boot to the start of the process; 0 if unknown
@@ -32,14 +32,14 @@ def this_process() -> ProcessIdentity:
 
 
 def identity_of(pid: int) -> ProcessIdentity:
-    """Return the identity of a process of this container by its id; `start` is 0 if there is no such process."""
+    """Return the identity of the process `pid` of this container; `start` is 0 if there is no such process."""
     return ProcessIdentity(pid=pid, start=_start_of(pid), pid_namespace=_pid_namespace(), boot_id=_boot_id())
 
 
 def is_running(process: ProcessIdentity) -> bool | None:
-    """Return whether a process exists and is no zombie; None if that cannot be seen from this process.
+    """Return whether a process exists and is no zombie; None if the calling process cannot see that.
 
-    That is so for a process of another machine, boot or container, or if `process` lacks its boot or container.
+    A process of another machine, boot or container cannot be seen, nor one whose boot or container is unknown.
     """
     is_of_this_boot = process.boot_id != "" and process.boot_id == _boot_id()
     is_visible = is_of_this_boot and process.pid_namespace != "" and process.pid_namespace == _pid_namespace()

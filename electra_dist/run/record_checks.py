@@ -21,7 +21,7 @@ Check = Callable[[Mapping[str, Any]], str]  # a record -> what is wrong with it,
 
 
 def _check_time(text: str) -> str:
-    """Return an ISO 8601 time unchanged; raise ValueError for other texts, or if it has no Unix time in seconds."""
+    """Return an ISO 8601 time unchanged; raise ValueError for another text or a time without a Unix time."""
     try:
         datetime.fromisoformat(text).timestamp()
     except OverflowError:
@@ -36,13 +36,13 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
 
 
 class _Record(BaseModel):
-    """Base class of the checks of records: values of another type are refused, and unknown fields pass."""
+    """Base class of all record models: a value of a wrong type is refused, and unknown fields pass."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class _UnknownMetric(_Record):
-    """Record of metrics.jsonl of a kind that this version does not know."""
+    """Record of metrics.jsonl whose kind this version does not know."""
 
     step: Count
 
@@ -166,7 +166,7 @@ class _Environment(_Record):
 
 
 class _StatedCriterion(_Record):
-    """Criterion by which runs are compared, as it was stated at some time; a line of criterion.jsonl."""
+    """Criterion by which a comparison of runs decides, with the time of its statement; a line of criterion.jsonl."""
 
     time: str
     scores: Count
@@ -189,7 +189,7 @@ class _Samples(_Record):
 
 
 def _model_of(kind: type) -> type[_Record]:
-    """Return a model that checks records written from the dataclass `kind`; only the field `step` is required."""
+    """Return a pydantic model for records of the dataclass `kind`; all fields except `step` may be missing."""
     types = get_type_hints(kind)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
@@ -201,7 +201,7 @@ def _model_of(kind: type) -> type[_Record]:
 
 
 def _names_without_default(kind: type) -> frozenset[str]:
-    """Return the names of a dataclass's fields without default, which every version of this package has written."""
+    """Return the fields of a dataclass that have no default; every version of this package has written these."""
     return frozenset(field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING)
 
 
@@ -211,7 +211,7 @@ _MODEL_OF_JOB: dict[str, type[_Record]] = {"submit": _JobSubmit, "begin": _JobBe
 
 
 def metrics_fault(record: Mapping[str, Any]) -> str:
-    """Return what is wrong with a record of metrics.jsonl as one line; "" for a good record, which may lack fields."""
+    """Return what is wrong with a record of metrics.jsonl, else ""; all fields except `step` may be missing."""
     if isinstance(record.get("kind"), str) and record["kind"] not in _MODEL_OF_METRIC:
         return _fault(record, _UnknownMetric)  # a newer version may have written it
     if "context_auc" in record and "context_auc_se" not in record:  # both are written together
@@ -220,7 +220,7 @@ def metrics_fault(record: Mapping[str, Any]) -> str:
 
 
 def whole_metrics_fault(record: Mapping[str, Any]) -> str:
-    """Return what is wrong with a record of metrics.jsonl, or which field it lacks; "" for a good record."""
+    """Return what `metrics_fault` finds, else which field without a default is missing; "" for a good record."""
     fault = metrics_fault(record)
     if fault:
         return fault
@@ -254,7 +254,7 @@ def criterion_fault(record: Mapping[str, Any]) -> str:
 
 
 def _fault_by_kind(record: Mapping[str, Any], key: str, models: Mapping[str, type[_Record]]) -> str:
-    """Return what is wrong with a record, by the model for the kind in its field `key`; "" for a good record."""
+    """Check a record with the model for its kind (the value of field `key`); return what is wrong, else ""."""
     kind = record.get(key)
     model = models.get(kind) if isinstance(kind, str) else None
     if model is None:

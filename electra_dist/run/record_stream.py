@@ -1,7 +1,7 @@
 """Read files of JSON lines in parts: forwards in blocks, or backwards from the newest record.
 
 Guarantee: the same records as `jsonl.read_records` returns, one at a time, and the same one-line error for a line that
-is not a JSON object. A torn last line is left out. The file may grow while it is read. No more than a block and a line
+is not a JSON object. A torn last line is left out. The file may grow while it is read. At most one block and one line
 are in memory.
 
 Limits: lines that a reader does not ask for are not checked.
@@ -95,7 +95,7 @@ def newest_record(path: Path, fault_of: Check | None = None) -> Record | None:
 
 
 def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None = None) -> Record:
-    """Parse and check a line (without newline) at `offset` of a file; an error names the number of the line."""
+    """Parse and check a line (without newline) that begins at byte `offset`; an error names its line number."""
     record = parse_record(line)
     if record is None:
         raise damaged_line(path, _num_lines_before(path, offset) + 1)

@@ -12,7 +12,7 @@ from electra_dist.errors import UserError
 
 
 class TextLine(NamedTuple):
-    """Text with the numbers of its line and of its group in the input."""
+    """Text of one input line, with the numbers of the line and of its group."""
 
     line: int  # number of the line, from 1
     group: int  # number of its group, from 1; a group is a run of lines without a blank line between them
@@ -46,7 +46,7 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Rank texts by score in their groups: return (index in `texts`, rank from 1) by group and rank, ties by line."""
+    """Rank the texts of each group, highest score first, ties by line; return (index in `texts`, rank from 1)."""
     order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
     ranked = []
     rank = 0

@@ -32,8 +32,8 @@ _NUM_ENDS = 2  # [CLS] and [SEP]
 class TextScore:
     """Scores of one text: the natural log-probability of each token, and their sum.
 
-    A log-probability is that of the token being the original one (replaced-token detection), or of the token given all
-    other tokens (masked language models; Electric, up to a constant for each token).
+    A token's log-probability is log P(the token is the original one) for replaced-token detection, and log p(token |
+    all other tokens) for masked language models and, up to a constant for each token, for Electric.
     """
 
     text: str
@@ -57,7 +57,7 @@ class _Window(NamedTuple):
 
 
 class TextScorer:
-    """Scorer of texts by one model with its pretraining head, loaded once to a device."""
+    """Scorer that loads one model with its pretraining head to a device, and then scores any number of texts."""
 
     def __init__(self, encoder: Pretrained, device: torch.device) -> None:
         """Load the model; raise UserError if it has no pretraining head, or reads fewer than four tokens at once."""
@@ -82,7 +82,7 @@ class TextScorer:
             )
 
     def score(self, texts: Sequence[str], progress: Progress = quiet) -> Iterator[TextScore]:
-        """Yield each text's scores, in order; "[MASK]" is read as text. `progress` gets ("score", done, in total)."""
+        """Yield the scores of each text in order; "[MASK]" is plain text. `progress` gets ("score", done, of all)."""
         all_ids = self._encoder.tokenizer.encode(texts)
         num_done = 0
         while num_done < len(texts):
@@ -142,7 +142,7 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the end of the texts, from `begin` on, that are scored together: one or more, up to `_TOKENS_AT_ONCE`."""
+    """Return the end of the texts that are scored together from `begin` on: one, or more up to `_TOKENS_AT_ONCE`."""
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

@@ -27,7 +27,7 @@ PARTS = (*_PATTERNS, OTHER)
 
 
 def part_of(operator: str) -> str:
-    """Return the part of a step (of `PARTS`) to which a profiler event belongs: "aten::addmm", or a CUDA kernel."""
+    """Return the part of a step (one of `PARTS`) to which an operator, such as "aten::addmm", or a kernel belongs."""
     for part, pattern in _COMPILED.items():
         if pattern.search(operator):
             return part

@@ -14,7 +14,7 @@ _REPEATS = 3
 
 
 def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Counter[ProductShape]:
-    """Count how often each pair of factors' shapes occurs in the matrix products of a profile with `record_shapes`."""
+    """Count the matrix products in the events of a profile (with `record_shapes`), by the shapes of both factors."""
     shapes: Counter[ProductShape] = Counter()
     for event in events:
         first = _PRODUCTS.get(event.name)
@@ -27,7 +27,7 @@ def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent])
 
 def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds that the matrix products take one after another with nothing between them.
-    Each distinct pair of shapes is computed `_REPEATS` times, and its fastest time counts as often as it occurs.
+    Each distinct product is timed `_REPEATS` times; its fastest time counts as often as the product occurs.
     """
     total_s = 0.0
     for (left_shape, right_shape), count in shapes.items():

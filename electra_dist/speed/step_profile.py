@@ -103,8 +103,8 @@ class StepProfile:
 
 def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     """Run training steps of a config on this machine and return where their time goes.
-    `num_steps` are timed after two steps to warm up; in two more, operators are counted and the profiler runs. Raises
-    UserError if the config cannot run on this machine.
+    After two steps to warm up, `num_steps` steps are timed. One more step counts the operators, and a last one runs
+    under the profiler. Raises UserError if the config cannot run on this machine.
     """
     check_deepspeed()
     check_gpus()
@@ -171,7 +171,7 @@ class _Profiled:
 
 
 class _StepRunner:
-    """Runs training steps on the batches of a source, and measures them in different ways."""
+    """Runner of training steps on given batches, which can time, count or profile them."""
 
     def __init__(self, config: Config, train_step: TrainStep, batches: BatchSource, pad_id: int) -> None:
         self._config = config
@@ -196,7 +196,7 @@ class _StepRunner:
         return self._num_pads / self._num_positions
 
     def time_steps(self, num_steps: int) -> tuple[float, float]:
-        """Return the median seconds of a step, and the mean seconds of a step that were spent waiting for rows."""
+        """Run steps; return (median seconds of a step, mean seconds per step that were spent waiting for rows)."""
         waited_before_s = self._batches.wait_s
         times = []
         for _ in range(num_steps):
@@ -238,8 +238,8 @@ class _StepRunner:
 
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
-    """Return the parts of a step, the longest first, scaled to the time without a profiler.
-    The matrix products also get `ceiling_ms`, which was measured without the profiler and is not scaled.
+    """Return the parts of a step, the longest first; their times are scaled to a step without the profiler.
+    The matrix products also get `ceiling_ms`, which is not scaled, because it was measured without the profiler.
     """
     profiled_s = sum(profiled.part_s.values())
     parts = []

@@ -47,7 +47,7 @@ class MadeUpBatches:
         self._step = 0
 
     def next(self) -> RowBatch:
-        """Return a new batch of random rows, int32 ids; its row numbers are not those of any corpus."""
+        """Return a new batch of random rows, int32 ids, with row numbers that belong to no corpus."""
         shape = (self._config.train.global_batch, self._config.data.seq_len)
         first_ordinary_id = max(_MADE_UP_IDS) + 1
         ids = self._draw.integers(first_ordinary_id, self._config.model.vocab_size, shape, dtype=np.int32)
@@ -60,8 +60,8 @@ class MadeUpBatches:
 
 
 def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
-    """Open the rows of the config's corpus as a run reads them, or make rows up; `stack` closes what is opened.
-    Raises UserError if the corpus exists and cannot be used.
+    """Open the rows of the config's corpus as a run reads them, or make rows up if there is no corpus.
+    `stack` closes what is opened. Raises UserError if the corpus exists and cannot be used.
     """
     try:
         corpora = open_training_corpora(config)

@@ -34,7 +34,7 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 def is_temporary(name: str) -> bool:
     """Return whether a file name (without folder) is that of a temporary file: `.NAME.<8 hexadecimal digits>.tmp`.
 
-    Such files are deleted as leftovers of killed processes, so a user's own `.thesis.tmp` must not count.
+    Temporary files are deleted as leftovers of killed processes. A user's own `.thesis.tmp` is not one of them.
     """
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
@@ -44,8 +44,8 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
     """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an exception.
 
     Missing folders are created; file and folder are synced to the disk. If the block raises, `path` stays as it was.
-    With `only_new`, an existing file raises FileExistsError at the end of the block. The new file gets `permissions`
-    even if the file that it replaces had others. Raises StoreAway if the disk is full, read-only or does not respond.
+    With `only_new`, an existing file raises FileExistsError at the end of the block. The new file gets `permissions`,
+    whatever permissions an older file had. Raises StoreAway if the disk is full, read-only or does not respond.
     """
     with writable(path):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -67,13 +67,13 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; `readable` around the call converts an OSError."""
+    """Return the SHA-256 of a local file in hexadecimal. Wrap the call in `readable` to convert an OSError."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:
-    """Open a file for writing, and create its missing folders; mode "xb" raises FileExistsError if it exists."""
+    """Create missing folders, then open a file for writing; mode "xb" raises FileExistsError if the file exists."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, permissions)
@@ -119,9 +119,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_problem(folder: Path) -> str:
-    """Return why the disk of a folder takes no new bytes, such as "read-only file system"; "" if it takes them.
+    """Return why nothing can be written to a folder's disk, such as "read-only file system"; "" if nothing is wrong.
 
-    Nothing is written, so a used-up quota is not noticed. The result is also "" for a missing folder.
+    No write is tried, so a used-up quota is not noticed. A missing folder gives "", too.
     """
     try:
         disk = os.statvfs(folder)
@@ -137,7 +137,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a one-line StoreError about `path`; StoreMissing if it is no file."""
+    """Convert an OSError in the `with` block to a one-line StoreError about `path`; no file gives StoreMissing."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -154,8 +154,8 @@ def readable(path: Path) -> Iterator[None]:
 def writable(path: Path) -> Iterator[None]:
     """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
 
-    A disk that is full, read-only or does not respond raises StoreAway. A FileExistsError about `path` itself passes
-    unchanged, because `replacing` with `only_new` promises it.
+    A disk that is full, read-only or does not respond raises StoreAway. A FileExistsError about `path` itself is not
+    converted, because callers of `replacing` with `only_new` expect it.
     """
     try:
         yield
@@ -174,7 +174,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """Return a one-line error about a file that could not be read or written: StoreAway if waiting may help."""
+    """Return the one-line error for an OSError about a file: StoreAway if waiting may help, else StoreError."""
     failure = os_failure(error)
     message = f"{path}: {failure.reason}; {failure.advice}"
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):

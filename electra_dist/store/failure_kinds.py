@@ -47,8 +47,8 @@ class Failure:
     def kind_for(self, *, answered: bool) -> FailureKind:
         """Return whether to retry, wait or stop after a failed S3 request.
 
-        `answered` says that the service has answered this store before. Credentials or a clock that worked then will
-        probably be corrected soon, whereas those that never worked are a mistake of the user.
+        `answered` says whether the service has answered this store before. If so, wrong credentials or a wrong clock
+        will probably be corrected soon. If not, they are a mistake of the user.
         """
         if answered and self.kind_after_success is not None:
             return self.kind_after_success
@@ -316,7 +316,7 @@ BOTO_ERRORS: Mapping[str, Failure] = {
 
 
 def s3_failure(code: str, status: int) -> Failure:
-    """Return what an error answer of S3 means, by its error code (from `safe_code`), otherwise by its HTTP status."""
+    """Look up what an error answer of S3 means: by its error code (from `safe_code`), else by its HTTP status."""
     if code in S3_CODES:
         return S3_CODES[code]
     row = next((row for word, row in S3_CODE_WORDS if word.search(code)), HTTP_STATUSES.get(status))
@@ -338,11 +338,11 @@ _BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "Permissio
 
 
 def boto_failure(error: BaseException) -> tuple[Failure, str]:
-    """Return what an exception of boto3 means, and the word that replaces {code} in the message.
+    """Look up what an exception of boto3 means; also return the word to write for {code} in the message.
 
-    boto3 wraps some errors into a general one, such as a refused certificate into a failed connection. So a wrapped
-    exception that `ROOT_CAUSES` lists decides first. The word is the name of the exception's class, or what OpenSSL
-    says about a certificate.
+    boto3 wraps some errors into general ones: a refused certificate becomes a failed connection. Wrapped exceptions
+    that `ROOT_CAUSES` lists are therefore looked up first. The word is the name of the exception's class, or what
+    OpenSSL says about a certificate.
     """
     for cause in chain_of_causes(error):
         row = ROOT_CAUSES.get(type(cause).__name__)
@@ -363,9 +363,9 @@ def boto_failure(error: BaseException) -> tuple[Failure, str]:
 
 
 def safe_code(text: str) -> str:
-    """Return an error code if it is a word of at most 40 letters, digits and dots, otherwise "unknown code".
+    """Return an error code of S3 if it is a word of at most 40 letters, digits and dots, otherwise "unknown code".
 
-    Longer texts of a service could hold a secret, and the code is shown to the user.
+    The code is shown to the user, and another text could hold a secret.
     """
     return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else _UNKNOWN_CODE
 
@@ -390,7 +390,7 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def os_failure(error: OSError) -> Failure:
-    """Return what an OSError means, by its error number in `OS_FAILURES`; a number that is not listed is permanent."""
+    """Look up the error number of an OSError in `OS_FAILURES`; a number that is not listed counts as permanent."""
     row = OS_FAILURES.get(error.errno or 0)
     if row is not None:
         return row

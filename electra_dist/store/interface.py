@@ -63,7 +63,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object atomically; after the call it survives a crash (synced, or confirmed by S3)."""
+        """Create or replace an object atomically. After the call, the object survives a crash of this machine."""
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
@@ -79,13 +79,14 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Return key -> bytes of the objects whose keys begin with `prefix`, a folder or any other text, in key order.
+        """Return key -> bytes, in the order of keys, of the objects whose keys begin with `prefix`.
 
-        Unfinished writes are left out. A local store asks for the size of each file; S3 lists them with the keys.
+        `prefix` need not end at a slash. Unfinished writes are left out. S3 lists sizes with the keys; a local store
+        asks for the size of each file.
         """
 
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that begin with `prefix`, a folder or any other text; omit unfinished writes."""
+        """Return the sorted keys that begin with `prefix`, which need not end at a slash; omit unfinished writes."""
         return [*self.sizes(prefix)]
 
     @abstractmethod
@@ -93,7 +94,7 @@ class Store(ABC):
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete several objects, with fewer requests if the store can; after an error, the call can be repeated."""
+        """Delete several objects, in few requests if the store can do so. After an error, the call can be repeated."""
         for key in keys:
             self.delete(key)
 
@@ -101,8 +102,8 @@ class Store(ABC):
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete temporary files and incomplete multipart uploads that killed writers left; return their number.
 
-        Only writes to keys that begin with `prefix` and for which `doomed` returns True are deleted. `doomed` must
-        return False for a key that a living process may still be writing.
+        Only unfinished writes to keys that begin with `prefix` and for which `doomed(key)` is True are deleted.
+        `doomed` must return False for a key that a living process may still be writing.
         """
 
     def __repr__(self) -> str:
@@ -112,7 +113,7 @@ class Store(ABC):
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Call a thread-safe function for every item, in up to `REQUEST_THREADS` threads; return the results in order.
 
-    If calls fail, the error of the first failed item is raised, after all calls that had started have ended.
+    If calls fail, the error of the first failed item is raised, after all started calls have ended.
     """
     if len(items) < 2:
         return [function(item) for item in items]
@@ -121,7 +122,7 @@ def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> li
 
 
 def _is_file_name(key: str) -> bool:
-    """Return whether a file name can hold all characters of a key; it cannot hold half of a surrogate pair."""
+    """Return whether a file can have this key as its name: False if the key holds half of a surrogate pair."""
     try:
         os.fsencode(key)
     except UnicodeEncodeError:
@@ -132,7 +133,7 @@ def _is_file_name(key: str) -> bool:
 def check_key(key: str) -> str:
     """Return `key` unchanged if it is a relative path that stays inside a store's folder; raise StoreError otherwise.
 
-    Keys come from manifests and tar files that others may have written; a key "../x" would name a file outside.
+    Keys come from manifests and tar files that others may have written. The key "../x" would leave the folder.
     """
     has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)

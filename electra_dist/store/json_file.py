@@ -59,7 +59,7 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
 
 
 def validate_json(kind: TypeAdapter[T], tree: object) -> T:
-    """Convert a parsed JSON value to the type of the adapter `kind`; a DamagedJson error names the first wrong key."""
+    """Convert a parsed JSON value to the type that `kind` describes; raise DamagedJson about the first wrong key."""
     try:
         return kind.validate_python(tree)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
 
 
 def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
-    """Return the JSON object in a local file as the type of `kind`, such as a dataclass; see `read_json_object`."""
+    """Read a local JSON file as the type of `kind`, such as a dataclass; raise the errors of `read_json_object`."""
     tree = read_json_object(path, next_step)
     try:
         return validate_json(kind, tree)
@@ -97,7 +97,7 @@ def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
 
 
 def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
-    """Return the error that the caller raises for a damaged JSON file; `next_step` tells the user what to do."""
+    """Return the error to raise for a damaged JSON file. `next_step` tells the user what to do."""
     return UserError(f"{place}: damaged, because {error}; {next_step}")
 
 

@@ -131,7 +131,7 @@ class LocalStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        """Delete the file, and each folder above it, inside the store, that has become empty."""
+        """Delete the file, then each folder above it (in the store) that has become empty."""
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ class LocalStore(Store):
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raise StoreError for a folder that cannot be listed, because it must not look empty; ignore a missing folder."""
+    """Raise StoreError for a folder that cannot be listed, so that it does not look empty; ignore a missing one."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return
     raise store_error(Path(error.filename), error) from None

@@ -35,15 +35,15 @@ def print_line(text: str) -> None:
 
 
 class Patience:
-    """Limit on how long operations of this process wait for unavailable storage, and what they wait for now.
+    """Repeater of failed storage operations. It waits while storage is unavailable, up to a time limit.
 
-    Any thread may call its methods. Threads that wait at the same time have limits of their own.
+    Any thread may call its methods. Each waiting thread has the whole limit for itself.
     """
 
     def __init__(
         self, limit_s: float, note: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Wait `limit_s` s at most (0: never). `note` gets a line when a wait begins and when storage is back."""
+        """Wait at most `limit_s` s (0: never). `note` receives a line when a wait begins and when storage is back."""
         self.limit_s = limit_s
         self.on_wait: Callable[[str], None] = lambda reason: None
         """Called about every second, with the reason, while the thread that created this object waits.
@@ -84,7 +84,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Provide an `Outage` to a `with` block that repeats one operation in a loop of its own."""
+        """Give an `Outage` to a `with` block that repeats an operation itself and calls `wait_after` if it fails."""
         outage = Outage(self)
         try:
             yield outage
@@ -104,7 +104,7 @@ class Patience:
 
 
 class Outage:
-    """Record of one operation that is repeated while storage is away: its first failure, and when that was."""
+    """State of one operation that is repeated while storage is unavailable: its first failure, and when it came."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -139,7 +139,7 @@ class Outage:
             patience._note(f"waiting up to {patience.limit_s:g} s for storage: {reason}")
 
     def close(self, is_back: bool) -> None:
-        """End the wait, if there was one, and report that storage is back if the last try succeeded (`is_back`)."""
+        """End the waits, if there were any; with `is_back` (the last try succeeded), report that storage is back."""
         was_waiting = self._patience._reasons.pop(threading.get_ident(), "")
         if self._first is not None and threading.get_ident() == self._patience._owner:
             self._patience.on_wait("")

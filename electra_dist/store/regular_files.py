@@ -32,7 +32,7 @@ def open_regular(path: Path | str) -> io.BufferedReader:
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise an error if a path is no regular file, as `open_regular` does, before a library opens the path itself."""
+    """Raise what `open_regular` raises for a path; call this before a library opens the path by itself."""
     open_regular(path).close()
 
 

@@ -83,7 +83,7 @@ class RetryAccount:
         print(printable(line), file=sys.stderr, flush=True)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
-        """Take one retry from the budget; return a random wait in seconds, or None if the budget is used up."""
+        """Take one retry from the budget; return a random wait of at most `longest_wait_s`, None if none is left."""
         with self._lock:
             if self._tokens == 0:
                 return None
@@ -95,7 +95,7 @@ class RetryAccount:
 
 
 class Backoff:
-    """Failures of one storage operation since its last progress, and its deadline. Not thread-safe."""
+    """Counter of one storage operation's failures since its last progress; it ends the retries. Not thread-safe."""
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
         self._account = account
@@ -115,7 +115,7 @@ class Backoff:
             self._last_progress = now
 
     def announce(self, reason: str, advice: str) -> None:
-        """Tell the user on stderr, once per store, what is waited for, after `announce_after_s` of this operation."""
+        """Tell the user on stderr what this operation waits for: once per store, and only after `announce_after_s`."""
         policy = self._account.policy
         waited_s = time.monotonic() - self._begin
         if waited_s >= policy.announce_after_s:
@@ -159,21 +159,21 @@ class Rereading:
     """Reader that reads bytes again if they do not match their digest. Thread-safe.
 
     Bytes count as damaged in the store only if the last two readings, with a pause between them, have the same fault.
-    Bytes that are wrong in another way each time are changed on the way, by the service, a proxy or the network. Use
-    one object for readings that belong together, such as those of one checkpoint: once it has confirmed a damage, it
-    no longer pauses between readings.
+    If the fault differs each time, the service, a proxy or the network has changed the bytes on the way. Use one
+    object for readings that belong together, such as those of one checkpoint: once damage is confirmed, the object no
+    longer pauses between readings.
     """
 
     def __init__(self, pauses_s: Sequence[float]) -> None:
-        """Take the pauses in seconds, at least one; after each of them, wrong bytes are read once more."""
+        """Take the pauses in seconds (one or more) before each further reading of wrong bytes."""
         self._pauses_s = pauses_s
         self._is_confirmed = False
 
     def read(self, name: str, read: Callable[[], tuple[_Value, str]]) -> tuple[_Value, str]:
-        """Return value and fault of the first reading without a fault (""), or of the last if two had the same fault.
+        """Call `read` until its fault is "" or all readings are used up; return the last value and its fault.
 
-        `read` reads once and returns the value and its fault as a text, which must differ if the bytes do. If the last
-        two readings have different faults, StoreExhausted is raised. `name` says what is read, for the message.
+        `read` reads once and returns (value, text of the fault); different wrong bytes must give different texts. If
+        the last two faults differ, StoreExhausted is raised, and its message says that `name` was read.
         """
         value, fault = read()
         previous_fault = ""

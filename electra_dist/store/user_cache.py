@@ -1,4 +1,4 @@
-"""Name the folders in which commands keep what they can make again: rates, shards from S3, compiled code."""
+"""Name the folders in which commands keep what they can make again, such as shards from S3 and compiled code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def user_cache_folder() -> Path:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let torch.compile cache compiled code in `folder`, which is this user's own, unless the user has set another.
+    """Let torch.compile cache compiled code in this user's own `folder`, unless the user has chosen another one.
 
     torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
     user who makes it first can have his code executed. Importing torch's inductor writes this default into the

@@ -32,7 +32,7 @@ class BackgroundTracker:
     """Sender of metrics to one tracking service. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, name: str, connect: Callable[[], Service]) -> None:
-        """Start the thread, which calls `connect` and may take long; `name` is the config key, such as "log.wandb"."""
+        """Start the thread that connects, which may take long, and sends; `name` is a key such as "log.wandb"."""
         self._name = name
         self._connect = connect
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING)
@@ -43,7 +43,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the values of a step, all finite, to the thread; they are lost if the service was dropped."""
+        """Hand a step's values, all finite, to the thread; a service that was dropped after a failure gets none."""
         if self._is_dropped:
             return
         try:
@@ -59,7 +59,7 @@ class BackgroundTracker:
         return new_problems
 
     def close(self, has_failed: bool) -> None:
-        """Wait, at most 60 s, until the service has everything; `has_failed` marks the run there as crashed."""
+        """Wait at most 60 s until the service has all values; `has_failed` marks the run as failed at the service."""
         self._has_failed = has_failed
         if not self._is_dropped:
             try:
@@ -90,7 +90,7 @@ class BackgroundTracker:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the class of an error and the first line of its text; for a missing package, how to install it."""
+    """Describe an error by its class and the first line of its text; for a missing package, say how to install it."""
     if isinstance(error, ModuleNotFoundError):
         return f"the package {error.name} is not installed (pip install {error.name})"
     text = str(error).strip()

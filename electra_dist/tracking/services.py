@@ -45,7 +45,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
-    """Send a record's finite values by their TensorBoard tags; an evaluation puts `heldout/` before shared tags."""
+    """Send a record's finite values under their TensorBoard tags; shared tags get `heldout/` in evaluations."""
     fields = dataclasses.asdict(record)
     if isinstance(record, StepRecord):
         values = scalars(fields, TRAIN_TAGS)
@@ -59,7 +59,7 @@ class WandbService:
     """Run at Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run at the service; its files go into wandb/ in the run folder. May raise anything."""
+        """Begin or continue the run at the service; its files go into RUN/wandb/. May raise any error."""
         import wandb
 
         run_id = _service_ids(run_dir).get("wandb") or secrets.token_hex(8)
@@ -91,7 +91,7 @@ class MlflowService:
     """Run at an MLflow server, or in a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run at the server; a missing experiment is created. May raise anything."""
+        """Begin or continue the run at the server; a missing experiment is created. May raise any error."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -126,7 +126,7 @@ class MlflowService:
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:
-    """Return the content of tracking.json: name of a service -> id of the run there."""
+    """Return the content of tracking.json: name of a service -> id of the run there; {} without the file."""
     file = run_dir / TRACKING_FILE
     if not file.exists():
         return {}

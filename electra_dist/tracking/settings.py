@@ -24,12 +24,12 @@ def flat_settings(config: Config) -> Settings:
 
 
 def hyperparameters(settings: Settings) -> Settings:
-    """Return the settings of those sections of the config that decide what a model learns."""
+    """Return those settings that decide what a model learns, such as the keys of `model` and `train`."""
     return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a tree of dictionaries as one dictionary from dotted keys to values; an empty dictionary is a value."""
+    """Flatten nested dictionaries into one dictionary with dotted keys; an empty inner dictionary stays a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

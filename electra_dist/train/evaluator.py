@@ -8,7 +8,7 @@ the number of ranks changes nothing except the order in which sums are added up.
 How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
 which gives the losses and `auc`. The second time tokens are replaced by tokens from elsewhere in the rows
 (`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context. The second
-reading is over as many rows, or over more rows if fewer than 5,000 tokens would be replaced.
+time the same number of rows is read, or more if fewer than 5,000 tokens would be replaced.
 
 Suffixes of tensor names give the axes: R rows of an evaluation, B rows of a batch, Q rows for the context AUC, S
 tokens of a row, T tokens of all ranks, K fields of `Sums`.
@@ -73,7 +73,7 @@ _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced
 class Evaluator:
     """Measures the losses of a model on held-out rows of a corpus, and how well it detects replaced tokens.
 
-    Every rank creates one with equal values, and all ranks call `run` after the same steps.
+    Every rank creates an evaluator with equal values, and all ranks call `run` after the same steps.
     """
 
     cache: ShardCache  # of the held-out corpus; the caller closes it
@@ -90,7 +90,7 @@ class Evaluator:
         """Evaluate the weights of `engine` without dropout, and leave it in training mode. Collective.
 
         AUC, accuracy, precision, recall and context AUC are NaN for an objective without detection of replaced
-        tokens. They are also NaN if an output is not finite, which `fault` then says. `step` is only recorded.
+        tokens, or if an output is not finite; `Evaluation.fault` then names that output. `step` is only recorded.
         """
         engine.train(False)
         ids_RS = self.call(lambda: self._rows(self.num_rows))
@@ -151,7 +151,7 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Measure how well the discriminator tells tokens from elsewhere from the original ones. Collective."""
+        """Measure how well the discriminator detects tokens that come from elsewhere in the rows. Collective."""
         seq_len = self.cache.manifest.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self.call(lambda: self._rows(num_rows))
@@ -181,7 +181,7 @@ class Evaluator:
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
     def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
-        """Divide the rows among the ranks, and yield this rank's micro-batches; all ranks get equally many."""
+        """Divide the rows among the ranks, and yield this rank's micro-batches; every rank gets the same number."""
         world_size = dist.get_world_size()
         padded_RS = self._padded(ids_RS)
         seed = derive_seed(self.seed, Purpose.EVAL)
@@ -203,7 +203,7 @@ class Evaluator:
             )
 
     def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
-        """Return the rows as int64 with rows of padding at the end, so that all ranks have equally many batches."""
+        """Append rows of padding, so that all ranks have the same number of batches; return all rows as int64."""
         num_rows, seq_len = ids_RS.shape
         rows_per_round = self.micro_batch * dist.get_world_size()
         num_rounds = math.ceil(num_rows / rows_per_round)
@@ -212,7 +212,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Read the token ids of `num_rows` rows evenly spaced over the held-out corpus, or of all if it has fewer."""
+        """Read the ids of `num_rows` rows, evenly spaced over the held-out corpus; all rows if it has fewer."""
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -244,19 +244,19 @@ def _loss_fault(record: EvalRecord) -> str:
 
 
 def _mean(total: float, count: float) -> float:
-    """Return `total / count`, a mean over tokens; a count below 1 is taken as 1, so a loss without tokens is 0."""
+    """Return the mean `total / count` over tokens; it is 0 if there are no tokens."""
     return total / max(count, 1.0)
 
 
 def _generator_mean(total: float, sums: Sums) -> float:
-    """Return `total`, a sum over the generator's predictions, as a mean; NaN if no generator network predicts."""
+    """Divide a sum over the generator's predictions by their number; NaN if there is no generator network."""
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:
-    """Return the tensors of all ranks, which have equal shapes, joined along axis 0 as a host array. Collective."""
+    """Join the tensors of all ranks, of equal shapes, along axis 0; return them as a NumPy array. Collective."""
     tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, local.contiguous())
     return torch.cat(tensors).cpu().numpy()

@@ -44,8 +44,8 @@ class OpenCorpus:
     def open_cache(self, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
         """Return a new cache of the corpus's shards for this process, which the caller must close.
 
-        All ranks of the node share `folder`; it is not used for a corpus in a local folder. `peers` are other nodes of
-        the run, which are asked for a shard before the store is.
+        All ranks of the node share `folder`; a corpus in a local folder does not use it. `peers` are other nodes: a
+        shard is requested from them first, and from the store only if they lack it.
         """
         limit_bytes = None
         if data.cache_limit_gb is not None:
@@ -76,8 +76,9 @@ def check_inputs(
 ) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
-    Nothing is written, and no process group is needed. `accept_new_numerics` lets a run go on that was begun by a
-    version which draws or rounds differently; `from_scratch` begins again at step 0, also if there are checkpoints.
+    Nothing is written, and no process group is needed. `accept_new_numerics` allows a run to go on although another
+    version, which draws random numbers or rounds differently, has begun it. `from_scratch` says that the run begins
+    again at step 0, even if there are checkpoints.
     """
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
@@ -112,7 +113,7 @@ def check_inputs(
 def open_training_corpora(config: Config) -> RunCorpora:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
-    All shards of the later phases must exist, because the run would notice a missing one only when it gets there.
+    All shards of the later corpora must exist, because the run would notice a missing shard only when it reads it.
     """
     corpora = open_run_corpora(config.data)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
@@ -124,8 +125,8 @@ def open_training_corpora(config: Config) -> RunCorpora:
 def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> list[str]:
     """Return a log line for each source of the training corpora in which many tokens are unknown ([UNK]).
 
-    Raises UserError if the run `begins` and their share in a source exceeds `corpus.max_unk_rate`; a run that goes on
-    is not refused. The counts are in the report of each corpus build (build.json); a corpus without one has no lines.
+    If the run `begins` at step 0, UserError is raised where the share of unknown tokens in a source exceeds
+    `corpus.max_unk_rate`. The counts come from the report of the corpus build (build.json), if there is one.
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0
     lines = []
@@ -155,7 +156,7 @@ def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
 
 
 def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) -> None:
-    """Raise ManifestMismatch if a WordPiece corpus is marked as cased, but was built from lower-cased text."""
+    """Raise ManifestMismatch if a WordPiece corpus is marked as cased but was built from lower-cased text."""
     is_wordpiece = vocabulary.kind == "wordpiece"
     if is_wordpiece and not manifest.tokenizer.lowercase and manifest.builder.get("lowercase", False):
         raise ManifestMismatch(
@@ -182,7 +183,7 @@ def _check_kernels(backend: str) -> None:
 
 
 def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
-    """Open the corpus at `url`, the value of the config key `key`; check that rows and vocabulary fit the config."""
+    """Open the corpus at `url`, which config key `key` names; check that its rows and vocabulary fit the config."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)

@@ -8,9 +8,9 @@ that a rollback skips.
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
 steps; no spike is detected before the window is full. A checkpoint contains the losses in the window.
 
-After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint (a rollback, `train/stopped_steps.py`),
-and skips `skip_before` steps before the first of them, too. Replay is deterministic, so going back without skipping
-more would repeat the fault.
+After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint (a rollback, `train/stopped_steps.py`).
+It then skips these steps and `skip_before` steps before them. Repeated steps compute exactly the same, so going back
+without skipping earlier steps would repeat the fault.
 
 Limits: an update that damages the weights, although the loss of its step was normal, is noticed only by a later loss.
 """
@@ -36,7 +36,7 @@ class Guard:
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
-        """Begin with the losses that a checkpoint records, oldest first, if any."""
+        """Take the recent losses from a checkpoint, the oldest first; none for a new run."""
         self._config = config
         self._losses = deque(recent_losses, maxlen=config.window)
 
@@ -46,9 +46,9 @@ class Guard:
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
-        """Return why a step with this loss over the global batch must not update the weights; "" if it may.
+        """Return why a step with this loss must not update the weights; "" if the update is allowed.
 
-        `guard.spike_sigma` 0 switches the search for spikes off.
+        `loss` is that of the global batch. With `guard.spike_sigma: 0` only a loss that is not finite is a fault.
         """
         if not math.isfinite(loss):
             return f"loss is {loss}"
@@ -73,5 +73,5 @@ class Guard:
 
 
 def first_to_skip(first_stopped: int, skip_before: int) -> int:
-    """Return the first step to skip after a rollback, `skip_before` steps before the first stopped one."""
+    """Return the step at which a rollback begins to skip: `skip_before` steps before the first stopped step."""
     return max(0, first_stopped - skip_before)

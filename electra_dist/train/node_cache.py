@@ -34,15 +34,15 @@ _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one anoth
 def node_cache_folder(config: Config) -> CacheFolder:
     """Return the folder in which this node caches shards and compiled code, with the setting that chose it.
 
-    Without `data.cache_dir` it is cache/ in the run folder for a run on one node, and a folder in a temporary
-    directory of the node for a run on several nodes.
+    If `data.cache_dir` is not set, a run on one node uses cache/ in the run folder, and a run on several nodes uses a
+    folder in a temporary directory of each node.
     """
     has_several_nodes = rank_place().has_several_nodes
     return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
 
 
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
-    """Return the folder in which this node caches the shards of a corpus; unused if they are in a local folder."""
+    """Return the folder where this node caches the shards of a corpus; a corpus in a local folder is not cached."""
     return node_cache_folder(config).path if _is_fetched(corpus) else config.cache_folder
 
 
@@ -73,14 +73,14 @@ def _shares_shards(config: Config) -> bool:
 
 
 def is_first_on_node() -> bool:
-    """Return whether this rank is the one that serves its node's shards and deletes old files in its folders."""
+    """Return whether this rank is the first of its node, which serves shards and deletes old files for the node."""
     return rank_place().local_rank == 0
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a shard server on the first rank of each node, and return it with a client of all nodes. Collective.
+    """Start a shard server on the first rank of each node; return this rank's server and a client of all servers.
 
-    The server is None on the other ranks; both are None on a node that could not start one.
+    The server is None on the other ranks. On a node that could not start a server, both are None. Collective.
     """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
@@ -107,7 +107,7 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
 
 
 def _own_address() -> str:
-    """Return this node's IPv4 address in the network to MASTER_ADDR; raise OSError if there is none."""
+    """Return the IPv4 address that this node uses to reach MASTER_ADDR; raise OSError if there is none."""
     host = os.environ["MASTER_ADDR"]
     family, kind, protocol, _, target = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -143,12 +143,12 @@ def _is_fetched(corpus: OpenCorpus) -> bool:
 
 
 def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
-    """Return the shards of a corpus that are on S3; with `data.phases`, others may be in a local folder."""
+    """Return the shards that are on S3; with `data.phases`, a part of the corpora may be in local folders."""
     return [entry for entry in corpus.manifest.shards if corpus.store.local_path(entry.name) is None]
 
 
 def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
-    """Return how many bytes of shards this node's cache folder can hold, and how many bytes the corpora have."""
+    """Compare the bytes that this node's cache folder can hold with the bytes of the shards on S3."""
     entries = [entry for corpus in corpora for entry in _fetched_shards(corpus)]
     held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -66,12 +66,12 @@ def run(
 ) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
-    The call creates the process group that the launcher's environment variables describe, and destroys it. UserError
-    and StorageLost are raised only before it exists, when nothing has been written. If any rank meets such an error
-    later, it is printed once, and all ranks return its exit code.
+    The call creates the process group that the launcher's environment variables describe, and destroys it. Before the
+    group exists, UserError and StorageLost are raised; nothing has been written then. Later, the first such error of
+    any rank is printed once, and all ranks return its exit code.
 
     Args:
-        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
+        accept_new_numerics: whether to continue a run of a version that draws random numbers or rounds differently.
         predict_rows: predicts the largest micro-batch for `train.micro_batch: auto`; see `with_micro_batch`.
         from_scratch: whether to begin again at step 0 in a folder that has checkpoints. They and the records of the
             run are set aside, and nothing is deleted.
@@ -117,11 +117,11 @@ def run(
 
 
 def _print_nothing(text: str) -> None:
-    """Print nothing: one rank of each node is enough to report that storage is away."""
+    """Print nothing. Only one rank of each node reports that storage is away; the others use this function."""
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:
-    """Rename the manifests of all checkpoints, and move the records to earlier/NNNN; return log lines. Rank 0 only."""
+    """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
     return [*set_all_aside(open_targets(config)), *move_records_aside(Path(config.run_dir))]
 
 
@@ -135,7 +135,7 @@ def _run(
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Lock the run folder against other processes (lease), train until the run ends, and unlock it. Collective."""
+    """Lock the run folder against other processes, train until the run ends, and unlock the folder. Collective."""
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
@@ -152,7 +152,7 @@ def _run(
 
 
 def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
-    """Lock the run folder, and check once more that it holds no other run; return rank 0's lock. Collective."""
+    """Lock the run folder and check again that it holds no other run; return the lock (rank 0) or None. Collective."""
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -256,7 +256,7 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 
 def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
-    """Write what every start of a run writes: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
+    """Write the files that describe the run: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
     manifest = inputs.corpus.manifest
     tokenizer = manifest.tokenizer
     begin_run_folder(
@@ -271,8 +271,8 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
 def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
     """Build the networks and their objective on the host, with initial weights and the `engine` settings. Collective.
 
-    `token_counts`, int64 [vocab_size], is needed where replacements are drawn by token frequency
-    (`needs_token_counts`).
+    `token_counts`, int64 [vocab_size], says how often each token occurs in the corpus; only an objective that draws
+    replacements by frequency needs it (`needs_token_counts`).
     """
     objective = build_objective(
         model=config.model,

@@ -4,9 +4,9 @@ Guarantee: after a start that ended because storage stayed full or away (ledger 
 no sooner than ten minutes later, whoever starts it: a supervisor, Slurm or a person. So the jobs of a Slurm chain are
 not all spent while storage is away.
 
-Limits: without a ledger that can be written there is no event and no pause; the next start then waits for storage
-itself, as long as `cluster.storage_patience_s`. The age of the event is taken by the wall clock, and a clock that is
-set back makes no pause longer than ten minutes.
+Limits: if the ledger cannot be written, there is no event and no pause; the next start then waits for storage itself,
+at most `cluster.storage_patience_s`. The age of the event is taken by the wall clock, but even if the clock was set
+back, no pause is longer than ten minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_S = 1.0  # seconds between two checks for a request to stop
 
 
 def record_lost_storage(run_dir: Path, why: str) -> None:
-    """Append the event `storage` to the ledger of a run, unless it is the last event already.
+    """Append the event `storage` to a run's ledger, unless the ledger ends with this event already.
 
     Errors are ignored, because the ledger may be on the disk that cannot be reached.
     """
@@ -48,7 +48,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
 
 
 def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
-    """Return how many seconds the run must still wait at Unix time `now`; 0 unless its last start lost its storage."""
+    """Return the seconds to wait from Unix time `now`; 0 unless the last start ended for lack of storage."""
     if not ledger or ledger[-1]["event"] != "storage":
         return 0.0
     lost_at = datetime.fromisoformat(ledger[-1]["time"]).timestamp()
@@ -56,9 +56,9 @@ def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
 
 
 def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
-    """Wait until ten minutes after the last start lost its storage, if it did; return True if asked to stop meanwhile.
+    """If the last start ended for lack of storage, wait until ten minutes after its end. Collective.
 
-    Collective.
+    Returns True if the run was asked to stop meanwhile.
     """
     pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
     end = time.monotonic() + pause_s
@@ -70,7 +70,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how many seconds this start of the run must wait; print a line if that is not 0. Rank 0 only."""
+    """Return how many seconds this start must wait for its turn; print a line unless it is 0. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -2,7 +2,7 @@
 
 A skipped step uses none of its rows and updates nothing. Steps are skipped because the config lists them
 (`train.skip_steps`), because the guard (loss_guard.py) has prevented their update for a bad loss ("stopped" steps), or
-because a rollback, the return to an earlier checkpoint after several of these, discards them.
+because a rollback (the return to an earlier checkpoint after several stopped steps in a row) discards them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORED = TypeAdapter(_Stored)
 
 
 class SkipList:
-    """The steps that a run skips. Every rank has a copy and changes it alike; rank 0 writes it to the run folder."""
+    """The steps that a run skips. All ranks make the same changes to their copies; rank 0 writes the file."""
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
         self._file = run_dir / SKIPPED_STEPS_FILE
@@ -58,9 +58,9 @@ class SkipList:
         self.streak = stored.streak
 
     def stop(self, step: int) -> None:
-        """Skip a step that the guard has stopped; `streak` begins anew unless this step follows its last one.
+        """Add a step that the guard has stopped to the list; begin a new `streak` if the step before was not stopped.
 
-        Every rank calls it at the same step; rank 0 calls `write` afterwards.
+        Every rank calls this at the same step; rank 0 calls `write` afterwards.
         """
         is_in_a_row = bool(self.streak) and self.streak[-1] == step - 1
         if is_in_a_row:
@@ -70,16 +70,16 @@ class SkipList:
         self._skip([step])
 
     def reaches(self, max_in_a_row: int) -> bool:
-        """Return whether so many steps in a row were stopped that the run must go back to a checkpoint.
+        """Return whether `max_in_a_row` or more steps in a row were stopped, so that the run must go back.
 
-        The file keeps them, so the answer is the same after a restart of the run, until `roll_back` is called.
+        The file keeps these steps, so the answer is the same after a restart, until `roll_back` is called.
         """
         return len(self.streak) >= max_in_a_row
 
     def roll_back(self, first: int) -> None:
         """Count a return to a checkpoint, skip the steps from `first` to the last of `streak`, and empty `streak`.
 
-        Every rank calls it; rank 0 calls `write` afterwards.
+        Every rank calls this; rank 0 calls `write` afterwards.
         """
         last = self.streak[-1]
         self._skip(range(first, last + 1))
@@ -87,19 +87,19 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that are skipped because of a bad loss; only these are written to the run folder."""
+        """Add steps that are skipped for a bad loss. Only such steps are written to the run folder."""
         self.stopped |= set(steps)
         self.steps |= self.stopped
 
     def write(self) -> None:
-        """Write the list without `train.skip_steps` to skipped_steps.json, replacing it atomically. Rank 0 only."""
+        """Replace skipped_steps.json atomically by this list without `train.skip_steps`. Rank 0 only."""
         tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
         with replacing(self._file) as file:
             file.write(json.dumps(tree).encode() + b"\n")
 
     def below(self, step: int) -> tuple[int, ...]:
-        """Return the skipped steps below `step`, ascending, which a checkpoint of `step` records.
+        """Return the skipped steps before `step`, ascending, for the checkpoint of `step` to record.
 
-        A later start uses that checkpoint only if its own list below `step` is the same.
+        A later start loads that checkpoint only if it skips the same steps before `step`.
         """
         return tuple(sorted(skipped for skipped in self.steps if skipped < step))

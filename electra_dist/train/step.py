@@ -84,8 +84,8 @@ class StepResult:
 class TrainStep:
     """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    All state of the training is in the engine. `micro_batch` must divide the rows of every batch. Without `schedules`
-    the settings of the objective have their values of step 0 in every step.
+    The state of the training is in the engine, not here. `micro_batch` must divide the rows of every batch. If
+    `schedules` is None, the objective's settings keep their values of step 0.
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class TrainStep:
     ) -> StepResult:
         """Run forward and backward over every micro-batch of this rank's rows, then at most one update. Collective.
 
-        `find_fault` is called with the judged loss before the update; it returns why there must be none, or "", the
-        same on all ranks. If `generator_learning_rate` is None, the generator learns with `learning_rate`, too.
+        Before the update, `find_fault` gets the loss (see `judged_loss`) and returns why there must be no update, or
+        "" to allow it, the same on all ranks. `flags` are added up over the ranks. If `generator_learning_rate` is
+        None, the generator learns with `learning_rate`, too.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
@@ -128,7 +129,7 @@ class TrainStep:
         return self._update(sum_K, totals, learning_rates, find_fault)
 
     def _accumulate_gradients(self, batch: RowBatch, ids_BS: torch.Tensor, scale_N2: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward over every micro-batch; return this rank's sums, float64 [K]. Collective."""
+        """Run forward and backward over every micro-batch; return this rank's `Sums`, float64 [K]. Collective."""
         engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
         key_2 = step_key(self._seed, batch.step, engine.device)
@@ -168,7 +169,7 @@ class TrainStep:
         learning_rates: tuple[float, float | None],
         find_fault: Callable[[float], str],
     ) -> StepResult:
-        """Update the weights unless the step has a fault, and return the result of the step. Collective."""
+        """Update the weights unless `find_fault` reports a fault; return the step's result. Collective."""
         fault = ""
 
         def accept() -> bool:
@@ -208,10 +209,11 @@ class TrainStep:
         )
 
     def judged_loss(self, sums: Sums) -> float:
-        """Return the loss of a step that the guard compares with earlier steps: the one that the optimizer minimises.
+        """Return the loss that the guard compares with earlier steps: mostly the loss that the optimizer minimises.
 
-        If the weight of one of its terms is scheduled, return the unweighted sum of the terms (each a mean over
-        tokens) instead, which does not jump with the weight. A minimised loss that is not finite is returned as it is.
+        If the weight of a loss term changes on a schedule, the terms (each a mean over tokens) are added without
+        weights instead, so that the result does not jump with the weight. A minimised loss that is not finite is
+        returned as it is.
         """
         has_constant_weights = self._schedules is None or not self._schedules.change_weights
         if has_constant_weights or not math.isfinite(sums.loss):
@@ -253,9 +255,9 @@ class TrainStep:
         return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors that turn loss sums into means, fp32 [N, 2], and all ranks' receipt and flags, int64.
+        """Return the factors that turn loss sums into means, fp32 [N, 2], and receipt and flags of all ranks, int64.
 
-        Collective: token counts, receipts and flags are added up over the ranks.
+        Token counts, receipts (number and digest of rows) and flags are added up over the ranks. Collective.
         """
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
@@ -275,11 +277,11 @@ class TrainStep:
         return scale_N2, totals[_NUM_LOSSES:]
 
     def row_losses(self, batch: RowBatch) -> list[float]:
-        """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
+        """Return the loss of each single row of a batch, to find the row that made a step fail. Collective.
 
-        It is the loss that the optimizer minimises, in nats, with means over the row's own tokens. Masks, samples and
-        dropout are those of the step, except dropout of attention on a GPU, which is drawn per micro-batch. Every rank
-        must have equally many rows.
+        Each is the loss that the optimizer minimises, in nats, with means over the row's own tokens. Masks, samples
+        and dropout are the same as in the step, except for attention dropout on a GPU, which is drawn per micro-batch.
+        All ranks must have the same number of rows.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
@@ -297,7 +299,7 @@ class TrainStep:
 
 
 class _Stopwatch:
-    """Context manager that times a block on the device that it runs on, by CUDA events on a GPU."""
+    """Context manager that times a block: by CUDA events on a GPU, otherwise by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_on_gpu = device.type == "cuda"
@@ -320,7 +322,7 @@ class _Stopwatch:
             self._end_s = time.perf_counter()
 
     def seconds(self) -> float:
-        """Return the seconds of the last timed block; on a GPU wait until the device has finished it."""
+        """Return the seconds that the last timed block took; on a GPU, first wait until it has finished."""
         if self._is_on_gpu:
             self._end_event.synchronize()
             milliseconds = self._begin_event.elapsed_time(self._end_event)
@@ -329,10 +331,10 @@ class _Stopwatch:
 
 
 def outlier(losses: list[float]) -> int | None:
-    """Return the index of the loss that stands out, or None: the first that is not finite, or else a very high one.
+    """Return the index of the first loss that is not finite, else of the highest if it stands out, else None.
 
-    It is very high if it is more than 6 standard deviations above the median. These are estimated from the median
-    absolute deviation, which the outlier itself hardly changes.
+    A loss stands out if it is more than 6 standard deviations above the median. The standard deviation is estimated
+    from the median absolute deviation, which a single outlier hardly changes.
     """
     for index, loss in enumerate(losses):
         if not math.isfinite(loss):

@@ -15,9 +15,10 @@ from electra_dist.train.step import outlier
 
 
 def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float]) -> str:
-    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
+    """Find the row of a stopped step whose loss stands out among the rows of all ranks. Collective.
 
-    Returns its name (shard and index), its loss and the median loss as text for the log; "" if no row stands out.
+    `losses` are of this rank's rows. Returns a text for the log with the row's name (shard and index), its loss and
+    the median loss; "" if no row stands out.
     """
     all_losses: list[float] = []
     all_row_ids: list[int] = []
@@ -33,10 +34,10 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
 
 
 def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
-    """Skip the steps that were stopped in a row and some before them; return the first skipped and the stopped ones.
+    """Skip the steps that were stopped in a row and some steps before them, because the run goes back to a checkpoint.
 
-    Every rank calls it. The caller then returns to a checkpoint, and rank 0 reports the rollback before it writes
-    `skips`. Raises UserError if the run has already gone back `guard.max_rollbacks` times.
+    Returns the first step to skip and the stopped steps. Every rank calls this; rank 0 then reports the rollback, and
+    after that writes `skips`. Raises UserError if the run has already gone back `guard.max_rollbacks` times.
     """
     guard = config.guard
     stopped = skips.streak

@@ -3,8 +3,8 @@
 Guarantee: exact counts of every id in every row, [PAD] included, the same on all ranks; they depend on the corpus
 alone.
 
-How: each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
-fingerprint names. Its last 32 bytes are the SHA-256 of those before, which a later start compares.
+How: each rank counts its share of the shards. The sum is kept in the run folder, in a file named after the corpus's
+fingerprint. The file ends with the SHA-256 of its content, which a later start checks.
 
 Cost: one pass over the corpus before the first step, 66 GB for 33 B tokens, through the cache that training uses; 3 ns
 per token on each rank.
@@ -45,7 +45,8 @@ def unigram_counts(
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]. Collective.
 
-    `open_cache` is called, and `run_dir` created, only if the tokens have to be counted.
+    The counts of an earlier start are read from `run_dir`. Only without them is `open_cache` called and `run_dir`
+    written.
     """
     patience = Patience(0.0) if patience is None else patience
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
@@ -86,7 +87,7 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
 
 
 def write_counts(file: Path, count_V: np.ndarray) -> None:
-    """Write the counts of all tokens to the run folder, for later starts."""
+    """Write the counts of all tokens to `file`, from which later starts read them."""
     content = io.BytesIO()
     np.save(content, count_V)
     with replacing(file) as out:
@@ -94,9 +95,9 @@ def write_counts(file: Path, count_V: np.ndarray) -> None:
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return how often each token id occurs in all rows of the shards with these numbers, int64 [V].
+    """Return how often each token id occurs in the shards with the numbers `shards`, int64 [V].
 
-    Each shard is closed after it was counted, so that the cache may delete its file.
+    A shard is closed as soon as it is counted, so that the cache may delete its file.
     """
     count_V = np.zeros(vocab_size, np.int64)
     for shard in shards:

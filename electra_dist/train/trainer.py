@@ -6,7 +6,7 @@ stopped.
 Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. Which rows come next
 follows from the integer t, so a checkpoint holds no other state of the data loader. All ranks take every decision
-alike: they judge the same all-reduced numbers.
+alike, because they judge the same all-reduced numbers.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
-    """One round of a run: create it, then call `run` once. All ranks do so together.
+    """One round of a run: create a Trainer on all ranks, then call its `run` once.
 
     The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
-    Trainer with the same engine. `build_s`, the seconds spent on "import" and "build", is None then.
+    Trainer with the same engine and `build_s` None; in the first round `build_s` has the seconds of "import" and
+    "build".
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Trainer:
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
-        """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only."""
+        """Open log, metrics and ledger, and write there that this round begins. Rank 0 only."""
         reporter = self.patience.call(
             lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
         )
@@ -141,9 +142,9 @@ class Trainer:
     def run(self) -> int | None:
         """Train until this round ends, and record in the ledger how it ended. Collective.
 
-        Returns an exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint: the caller then
-        creates the next round. Raises UserError if the loss stays bad after `guard.max_rollbacks` rollbacks or an
-        input cannot be read any more, and StorageLost if storage stayed away too long.
+        Returns an exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint; the caller then
+        begins the next round. Raises UserError if the loss is bad again after `guard.max_rollbacks` rollbacks, or if
+        an input cannot be read any more. Raises StorageLost if storage stayed away too long.
         """
         ending: Ending = "crash"  # stays if an exception that is not handled below ends the round
         why = ""
@@ -245,7 +246,7 @@ class Trainer:
         return EXIT_DONE
 
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
-        """Train on the next batch, and log the step if due or if it overflowed fp16. Collective."""
+        """Train on the next batch; log the step if a log line is due or the gradients overflowed fp16. Collective."""
         num_steps = self.config.train.num_steps
         lr = learning_rate(step, num_steps, self.config.optimizer)
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
@@ -274,7 +275,7 @@ class Trainer:
             self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log a warning, once for each checkpoint, if there is too little space for the next one. Rank 0 only."""
+        """Log a warning if the next checkpoint will not fit on its disk; once per checkpoint. Rank 0 only."""
         now = time.monotonic()
         if now < self._next_look_at_space:
             return
@@ -320,7 +321,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the present state, and schedule the next one. Collective."""
+        """Start saving a checkpoint of the present state, and schedule the next save. Collective."""
         self.monitor.beat("checkpoint", self.state.step)
         if self.reporter:
             self._spent_at_save[self.state.step] = self.clock.spent_s()
@@ -357,7 +358,7 @@ class Trainer:
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """Put a stopped step on the skip list, and report it with the row that stands out. Collective."""
+        """Put a stopped step on the skip list, and report the step and its outlier row, if any. Collective."""
         suspect = find_suspect(self.inputs.corpus.manifest, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
@@ -366,5 +367,5 @@ class Trainer:
 
 
 def _is_due(done: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps is due after `done` steps; never if `every` is 0."""
+    """Return whether an action is due after `done` steps that is due every `every` steps; never if that is 0."""
     return every > 0 and done % every == 0

@@ -9,4 +9,4 @@ So the file is imported when its kernel is launched for the first time, and neve
 
 
 class BackendUnavailable(Exception):
-    """The implementation that the config asks for cannot run on this machine; one line says why and what to do."""
+    """The implementation that the config asks for cannot run on this machine; the message says why and what to do."""

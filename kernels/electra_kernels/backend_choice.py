@@ -20,10 +20,10 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
 def resolve(backend: str, device: str) -> str:
-    """Return "triton", "cuda" or "reference", which `backend` selects on a device such as "cpu" or "cuda:3".
+    """Return the implementation that `backend` selects on a device such as "cuda:3": "triton", "cuda" or "reference".
 
-    For "cuda" the CUDA library is loaded, so that a missing one is reported before the first operation runs.
-    BackendUnavailable: this implementation cannot run on this machine.
+    For "cuda" the CUDA library is loaded, so that a missing library is reported before the first operation runs.
+    BackendUnavailable: the implementation cannot run on this machine.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
     device_type = device.split(":")[0]  # "cuda" for "cuda:3"
@@ -38,7 +38,7 @@ def resolve(backend: str, device: str) -> str:
 
 
 def resolve_without_cuda(backend: str, device: str) -> str:
-    """Return "triton" or "reference" for an operation that the CUDA library lacks, where "cuda" means "auto"."""
+    """Return "triton" or "reference" for an operation that the CUDA library lacks; `backend` "cuda" acts as "auto"."""
     if backend == "cuda":
         backend = "auto"
     return resolve(backend, device)

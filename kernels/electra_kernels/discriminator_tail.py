@@ -53,11 +53,10 @@ def rtd_loss(
     *,
     backend: str = "auto",
 ) -> RtdOutput:
-    """Compute the loss of replaced-token detection from the matrix product of the dense layer WITHOUT its bias.
+    """Compute the loss of replaced-token detection from `dense_TH`, the output of the dense layer WITHOUT its bias.
 
-    It is differentiable in the first four arguments. `out_bias` has one element. Labels (1 where the token was
-    replaced) and masks (weights in the loss, 0 on padding) are bool or numbers. The results are fp32, or fp64 for fp64
-    input.
+    The first four arguments have gradients. `out_bias` has one element. Labels (1 where the token was replaced) and
+    masks (weights in the loss, 0 on padding) are bool or numbers. The results are fp32, or fp64 for fp64 input.
     """
     compute_dtype = torch.promote_types(dense_TH.dtype, torch.float32)
     label_T = label_T.to(compute_dtype)
@@ -73,7 +72,7 @@ def rtd_loss(
 
 
 def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Compute what `rtd_loss` does, from the fp32 or fp64 logits of "was replaced", in plain PyTorch on every device.
+    """Compute the results of `rtd_loss` from fp32 or fp64 logits of "was replaced", in plain PyTorch on every device.
 
     Use it for a head whose last layers differ from those that `rtd_loss` computes.
     """
@@ -84,7 +83,7 @@ def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: to
 
 
 def _import_passes(implementation: str) -> Any:
-    """Import and return the module of kernels when it is first used: a machine without a GPU may lack Triton."""
+    """Return the module with the kernels, imported only here, because a machine without a GPU may lack Triton."""
     if implementation == "triton":
         from electra_kernels.triton import discriminator_tail as triton_passes
 
@@ -114,7 +113,7 @@ def rtd_losses_reference(
 
 
 class _RtdLosses(torch.autograd.Function):
-    """Autograd function of the tail in Triton or CUDA; it keeps the dense output, and no other tensor of that size."""
+    """Loss and logits by Triton or CUDA; for backward it keeps one tensor of size T * H, the dense output."""
 
     @staticmethod
     def forward(
@@ -148,7 +147,7 @@ class _RtdLosses(torch.autograd.Function):
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Return the sums over the tokens; the losses are already multiplied by the mask."""
+    """Return the sums over all tokens; `loss_T` is already multiplied by the mask."""
     predicted_replaced_T = logits_T > 0
     replaced_T = label_T * mask_T
     original_T = (1 - label_T) * mask_T

@@ -154,7 +154,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the inputs' gradients; that of the statistics is ignored, because no loss depends on them."""
+    """Return the gradients of the inputs; the upstream gradient of the statistics is unused, as no loss needs them."""
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
     return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
@@ -168,7 +168,7 @@ def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
-    """Allocate the statistics, [2, T] for Triton, else [2, 0]: an operator returns a fixed number of tensors."""
+    """Allocate the statistics: [2, T] for Triton, and an empty [2, 0] for the reference, which keeps none."""
     num_rows, seq_len, _ = x_BSH.shape
     num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
     return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)
@@ -240,8 +240,8 @@ def reference_backward(
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    Seed, step and row number determine a sequence of random numbers. With n = S * H, which is a multiple of 4, site i
-    (place i of the network) uses the n numbers from index i * n on, so no two sites of a network share one.
+    Seed, step and row number determine a sequence of random numbers. A site is a place in the network that applies
+    dropout. With n = S * H, a multiple of 4, site i uses the n numbers from index i * n on, so no two sites share one.
     """
     _, seq_len, hidden = shape
     elements_per_row = seq_len * hidden

@@ -62,7 +62,7 @@ def keyed_dropout_reference(
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Autograd function in Triton; it keeps only key and row numbers, from which backward draws the same bits."""
+    """Dropout by a Triton kernel; backward draws the same random bits again, from the saved key and row numbers."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probabil
     """Return the dropout factors of the attention probabilities of B rows, fp32 [B, size]: 0 or 1 / (1 - probability).
 
     Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one. `size` is a
-    multiple of 4. The key is read on the host.
+    multiple of 4. `key_3` holds seed, step and layer number, and is read on the host.
     """
     seed, step, layer = key_3.tolist()
     return keep_grid(

@@ -129,8 +129,8 @@ def keep_grid(
 ) -> torch.Tensor:
     """Return the factors of dropout for each row and position, fp32 [R, num_positions], on the rows' device.
 
-    With probability `drop`, in [0, 1), the bits of `bits_grid` are below drop * 2**32 and the factor is 0. Elsewhere
-    it is 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
+    A factor is 0 with probability `drop`, in [0, 1): where the bits of `bits_grid` are below drop * 2**32. All others
+    are 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
     """
     assert num_positions % 4 == 0, f"the number of positions is {num_positions}: pass a multiple of 4"
     threshold = drop_threshold(drop)
@@ -164,9 +164,9 @@ def drop_threshold(probability: float) -> int:
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Call `fill` on rectangles of `grid`, in as many threads as torch uses; how it is cut does not change the values.
+    """Fill `grid` by calls of `fill` on its rectangles, in as many threads as torch uses.
 
-    Threads run in parallel because `fill` releases the interpreter lock while it computes.
+    The values do not depend on the rectangles. Threads run in parallel because `fill` releases the interpreter lock.
     """
     num_rows = len(rows)
     num_blocks = grid.shape[1] // 4
@@ -185,7 +185,7 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill the int64 grid [R, 4 * blocks] with random bits in NumPy, where the C function of this name is missing."""
+    """Fill the int64 grid [R, 4 * blocks] with random bits by NumPy, for machines without the C library."""
     num_blocks = grid.shape[1] // 4
     blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
     # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.

@@ -39,10 +39,10 @@ def mask_positions(
     key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw the masked positions of each row, in N slots for one position each, and put [MASK] there.
+    """Draw the masked positions of each row without replacement, and build rows that show [MASK] there.
 
-    The results are the slots' positions, int64 [B, N], their weights (0 if unused, else 1), fp32 [B, N], and the
-    masked rows, int64 [B, S].
+    Every row has N slots, each for one masked position. The results are the slots' positions, int64 [B, N], their
+    weights (1 if used, else 0), fp32 [B, N], and the masked rows, int64 [B, S].
 
     Args:
         ids_BS: int64 token ids.
@@ -79,7 +79,8 @@ def mask_positions_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`.
 
-    A masked position shows [MASK] if its slot's 32 random bits are below `shown`, `mask_token_prob` * 2**32.
+    A masked position shows [MASK] if the 32 random bits of its slot are below `shown`, which is `mask_token_prob` *
+    2**32.
     """
     candidate_BS = special.is_candidate(ids_BS)
     num_real_B = (ids_BS != special.pad).sum(1)

@@ -25,7 +25,7 @@ from electra_kernels.backend_choice import resolve_without_cuda
 
 
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Return the hidden states at `positions_BN`, [B * N, H]; the one at positions_BN[b, n] is in row b * N + n.
+    """Return the hidden states at `positions_BN`, [B * N, H]; row b * N + n has the state at positions_BN[b, n].
 
     Positions are int64 in [0, S), also those of empty slots, and several slots may share one. There is a gradient with
     respect to `hidden_BSH`, but no second derivative. The backend concerns the backward pass only.
@@ -36,8 +36,8 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
     """Return the gradient of the hidden states, [B, S, H], in plain PyTorch; this defines what kernels must compute.
 
-    The gradient of a position is the sum over the slots at this position, in fp32 (fp64 for fp64), and 0 if there is
-    none.
+    The gradient of a position is the sum of the gradients of all slots at this position, in fp32 (fp64 for fp64). It
+    is 0 at a position without slots.
     """
     num_rows = len(positions_BN)
     hidden = grad_MH.shape[1]

@@ -137,7 +137,7 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
-    """Return `chunk`, the number of rows per chunk, raised if the last chunk would have less than an eighth of it.
+    """Return the number of rows per chunk: `chunk`, or more if the last chunk would have less than an eighth of that.
 
     ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 such rows give 4,160 here: one chunk
     instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
@@ -150,9 +150,9 @@ def _without_small_rest(num_rows: int, chunk: int) -> int:
 
 
 def _product_dtype(device_type: str, weight_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for the matrix products: the weights' own, but autocast's for fp32 weights on a GPU.
+    """Return the dtype of the matrix products: that of the weights, or autocast's dtype for fp32 weights on a GPU.
 
-    A product of fp32 matrices is many times slower there. The device "meta" counts as a GPU.
+    Products of fp32 matrices are many times slower on a GPU. The device "meta" counts as a GPU.
     """
     under_autocast = device_type != "cpu" and torch.is_autocast_enabled("cuda")
     if under_autocast and weight_dtype == torch.float32:
@@ -207,7 +207,7 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run the row pass in torch, some rows at a time; this defines what C library and Triton kernel compute."""
+    """Compute `row_pass_reference` in torch, some rows at a time; this defines what the C and Triton code compute."""
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(
         loss_M=torch.empty_like(weight_M), best_M=torch.empty_like(target_M), sampled_M=torch.empty_like(target_M)
@@ -276,7 +276,7 @@ class _MlmHead(torch.autograd.Function):
         chunk: int,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the loss sum, the most likely tokens and the drawn ones; `bias_V` has `vocab_size` entries here."""
+        """Return the loss sum, the most likely tokens and the drawn tokens; `bias_V` has `vocab_size` entries."""
         on_cpu = x_MD.device.type == "cpu"
         compute_dtype = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
         sum_dtype = weight_M.dtype
@@ -329,7 +329,7 @@ def _choose_row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Write the logits x W^T to the first rows of `buffer`, and return these; a CPU multiplies at least 8 rows."""
+    """Write the logits x W^T into `buffer` and return the rows written; on a CPU x is padded to at least 8 rows."""
     num_rows, num_features = x_MD.shape
     num_padding = _LEAST_ROWS_CPU - num_rows
     if on_cpu and num_padding > 0:
@@ -352,7 +352,7 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
 
 @functools.cache
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try, once, whether this torch can add a product of `dtype` matrices to an fp32 matrix in place."""
+    """Return whether torch can add a product of `dtype` matrices to an fp32 matrix in place, after one trial."""
     factor = torch.zeros(8, 8, device=device, dtype=dtype)
     total = torch.zeros(8, 8, device=device)
     try:

@@ -24,7 +24,7 @@ class MaskIds(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits."""
+    """Options for computing loss, sampled token and gradient of each row of logits."""
 
     seed: int  # of the run, the key of the sampling noise
     step: int  # global step, in [0, 2**32)
@@ -36,7 +36,7 @@ class RowOptions(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Results of the row pass of the masked-token head, one element for each of M rows."""
+    """Loss, most likely token and sampled token of each of M rows of logits."""
 
     loss_M: torch.Tensor  # cross-entropy of the true token, not multiplied by the row's weight
     best_M: torch.Tensor  # most likely token, int64
@@ -57,7 +57,7 @@ class DropoutKey(NamedTuple):
 
 
 class LayerDropout(NamedTuple):
-    """Dropout at one place of a layer: a `DropoutKey` as a tensor, which a kernel reads from device memory.
+    """Dropout at one place of a layer: like `DropoutKey`, with a tensor that a kernel reads from device memory.
 
     `DropoutKey.site`, the number of the place within the network, is layer * sites_per_layer + site.
     """

@@ -6,10 +6,10 @@ import torch
 
 
 def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Add the partial sums that the P programs (thread blocks) of a kernel wrote, in fp64; return them in `dtype`.
+    """Add up the partial sums of a kernel's P programs (thread blocks) in fp64, and return the total in `dtype`.
 
-    Entry p along `programs_axis` is a parameter's gradient, fp32, summed over the tokens of program p, its strip.
-    There are no atomic additions, so the order of additions, and with it the result, is the same in every run. It
+    Entry p along `programs_axis` is a parameter's gradient, fp32, summed over the tokens of program p (its strip).
+    There are no atomic additions, so the order of additions, and with it the result, is the same in every run. The sum
     takes two GPU launches; the sums for two parameters with P = H = 1024 read 8 MB.
     """
     return partials.sum(programs_axis, dtype=torch.float64).to(dtype)

@@ -26,10 +26,10 @@ def replace_and_label(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id was changed.
+    """Write sampled tokens into rows; return the rows and where their ids changed, int64 and bool [B, S].
 
-    Ids, positions (in [0, S)) and sampled tokens are int64; the sampled tokens are B * N elements in any shape. A
-    slot of weight 0 changes nothing.
+    A row has N slots, each with a position in [0, S), a sampled token and a weight. A slot of weight 0 changes
+    nothing. Ids, positions and tokens are int64; `sampled_BN` may have any shape with B * N elements.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":

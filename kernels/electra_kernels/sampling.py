@@ -40,8 +40,8 @@ def sample_reference(
     """Draw one token for each row from softmax(logits / temperature), int64 [M], in plain PyTorch.
 
     `row_M` are the row numbers within the global batch, in [0, 2**32). Token `forbidden_M[m]` is not drawn in row m.
-    The computation is in fp32, or in fp64 for fp64 logits. Temporaries are as large as the logits, so callers pass one
-    block of `block_rows` rows at a time.
+    The computation is in fp32, or in fp64 for fp64 logits. Temporaries are as large as the logits, so pass at most
+    `block_rows` rows at a time.
     """
     vocab_size = logits_MV.shape[1]
     score_dtype = torch.promote_types(logits_MV.dtype, torch.float32)

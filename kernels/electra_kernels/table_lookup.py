@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 
 
 def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the table's entries at int64 indices in [0, R), of the indices' shape with E as a last dimension.
+    """Return the table's entries at int64 indices in [0, R), in the shape of `index` with a last dimension of E.
 
-    The table must have few rows: on a GPU, the one-hot matrix of the gradient has T x R elements. There is no second
-    derivative there.
+    On a GPU the gradient is a product with a one-hot matrix of T x R elements, so the table must have few rows. It has
+    no second derivative there.
     """
     if index.device.type == "cpu":
         return F.embedding(index, table_RE)
@@ -35,13 +35,13 @@ def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Look up entries as `table_lookup` does, but with a matrix product for the gradient on every device."""
+    """Look up entries whose gradient is a matrix product, which avoids atomic additions in an order that may vary."""
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
     return entries
 
 
 def table_gradient(grad_TE: torch.Tensor, index_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the gradient of a table of `num_rows` rows, [R, E], given that of its entries looked up, `grad_TE`."""
+    """Return the gradient of a table, [R, E], from the gradients `grad_TE` of the entries that were looked up."""
     row_R = torch.arange(num_rows, device=index_T.device)
     one_hot_TR = (index_T[:, None] == row_R).to(grad_TE.dtype)
     return one_hot_TR.t() @ grad_TE

@@ -45,9 +45,10 @@ _SPARE_BYTES = 8 << 20  # added to this room
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
-    """Compare two run folders step by step; return the number of steps in `expected` and the first difference, or "".
+    """Compare two run folders; return the number of steps in `expected` and the first difference ("" if none).
 
-    Losses, gradient norms and receipts must be equal bit for bit, and the numbers of steps must be equal.
+    Losses, gradient norms and receipts (checksums of the rows trained on) must be equal bit for bit in each step, and
+    the numbers of steps must be equal.
     """
     found_lines = compared_lines(found)
     expected_lines = compared_lines(expected)
@@ -61,7 +62,7 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def compared_lines(run_dir: Path) -> list[str]:
-    """Return, for each training step that a run recorded, one line of JSON with the values that runs must share.
+    """Return a line of JSON for each training step that a run recorded, with the values that a drill compares.
 
     A float is written with all its digits, so two lines are equal only if all values are equal bit for bit.
     """
@@ -73,7 +74,7 @@ def compared_lines(run_dir: Path) -> list[str]:
 
 
 def _training_records(run_dir: Path) -> list[Record]:
-    """Return a run's records of training steps, without its records of evaluations, which have no gradient norm."""
+    """Return a run's records of training steps, without the records of evaluations (they have no gradient norm)."""
     return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
@@ -120,7 +121,7 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Print the useful share (goodput) of the `seconds` that the run with faults took, and a fault's mean cost."""
+    """Print the run's goodput (share of its `seconds` spent on useful steps) and the mean cost of a fault."""
     step_times = [record["step_s"] for record in _training_records(reference)]
     # Useful is the time that the steps took without faults. A fault costs the time until the next new step, and the
     # time of the steps that were repeated.
@@ -139,7 +140,7 @@ def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None
 
 
 def drill(config: Config, args: argparse.Namespace) -> int:
-    """Make the reference run and the run with faults, print the tables and the verdict; return 0 if it passed, else 1.
+    """Make the reference run and the run with faults, and print the result; return 0 if the drill passed, else 1.
 
     A UserError means that the drill cannot begin: RUN-chaos exists, the config does not fit a drill, or the reference
     run failed.
@@ -193,7 +194,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Make the run with faults; return each fault's result, and the reasons why the run failed ([] if it did not)."""
+    """Make the run with faults; return the result of each fault, and the reasons of a failure ([] for success)."""
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))

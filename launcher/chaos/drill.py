@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Planned:
     """Planned fault of a drill: its kind, and when it is inflicted.
 
-    The drill waits until the run has reached `step`; with `in_save`, it then waits until the run begins to write a
-    checkpoint. After another `delay` times the duration of a step, it inflicts the fault.
+    The drill waits until the run has reached `step`; with `in_save`, it then waits until the run writes a checkpoint.
+    After a further delay (`delay` times the duration of a step), the drill inflicts the fault.
     """
 
     kind: str  # a key of FAULTS
@@ -97,9 +97,9 @@ def ordered_kinds(
 ) -> list[str]:
     """Return the names of `count` faults in random order, every kind about equally often.
 
-    A fault that kills DeepSpeed's launcher process (`Fault.hits_launcher`) finds no such process a second time, until
-    the ranks are started again. Therefore, between two such faults there is always one that makes the ranks start
-    again. A UserError means that `kinds` has too few of these.
+    A fault that kills DeepSpeed's launcher process (`Fault.hits_launcher`) needs a living launcher, and only a new
+    start of the ranks brings one. So, between two such faults, there is always a fault that makes the ranks start
+    again. A UserError means that `kinds` has too few kinds of the latter.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -140,7 +140,7 @@ class Drill:
         first_step: int = 0,
         disk: Path | None = None,
     ) -> None:
-        """Start the supervisor by `command`, with its output in RUN_DIR.log; `seed` decides what the faults hit.
+        """Start the supervisor by `command`, with its output in RUN_DIR.log. `seed` decides what the faults hit.
 
         Args:
             first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
@@ -277,8 +277,8 @@ class Drill:
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
         """Return rank 0's heartbeat if the run has completed a step since Unix time `begin`, otherwise None.
 
-        `before` is its heartbeat at the fault. With `restarts` (the fault restarts the ranks), the step must be after
-        the checkpoint from which the ranks resumed; they may have done this step before the fault, too.
+        `before` is rank 0's heartbeat at the fault. With `restarts` (the fault restarts the ranks), the step must come
+        after the checkpoint from which the ranks resumed; it may repeat a step that was done before the fault.
         """
         beat = self._beat()
         if beat is None or beat.time < begin:
@@ -292,7 +292,7 @@ class Drill:
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """Poll `condition` until its result is not None, and return it; Stuck if the run ends, or after 900 s."""
+        """Poll `condition` until its result is not None, and return that; Stuck if the run ends, or after 900 s."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             has_ended = self._supervisor.poll() is not None
@@ -307,7 +307,7 @@ class Drill:
             time.sleep(_POLL_S)
 
     def _wait_for_save(self) -> None:
-        """Wait until the run is writing a checkpoint, but return after 10 s in any case."""
+        """Wait until the run is writing a checkpoint, but at most 10 s."""
         deadline = time.monotonic() + _SAVE_PATIENCE_S
         checkpoints = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline:
@@ -319,7 +319,7 @@ class Drill:
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        """Fill in the fields `code`, `notice_s`, `steps_lost` and `fault` of `hit`, from log and ledger `events`."""
+        """Fill in `hit.code`, `notice_s`, `steps_lost` and `fault` from the supervisor's log and the new `events`."""
         lines = self._log_since(begin)
         if fault.then == "restarts":
             has_noticed_crash = any("crash" in text for _, text in lines)

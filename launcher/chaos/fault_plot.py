@@ -42,7 +42,7 @@ def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[
 
 
 def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
-    """Draw, for each step that both runs logged, the interrupted run's loss minus the reference run's loss."""
+    """Draw the interrupted run's loss minus the reference run's loss, for each step that both runs logged."""
     expected = dict(zip(*_losses(reference)))
     found = dict(zip(*_losses(interrupted)))
     steps = sorted(expected.keys() & found.keys())

@@ -34,8 +34,8 @@ _KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process t
 class Fault:
     """One kind of fault: what is done to the run, and how the run must react to pass the drill.
 
-    A fault with `undo` lasts until the drill calls `undo`: after the run has ended if `then` is "ends", otherwise
-    `lasts_s` seconds after it called `act`.
+    A fault with `undo` lasts until the drill calls `undo`. The drill does so once the run has ended if `then` is
+    "ends", otherwise `lasts_s` seconds after the call of `act`.
     """
 
     act: Act  # inflicts the fault and returns what was hit, for the table that the drill prints
@@ -49,7 +49,7 @@ class Fault:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a fault (the function that inflicts it) that sends signal `number` to one random rank of a run."""
+    """Return a function that inflicts a fault: it sends signal `number` to one random rank of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         ranks = victim.ranks()
@@ -61,7 +61,7 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a fault (the function that inflicts it) that sends signal `number` to the supervisor of a run."""
+    """Return a function that inflicts a fault: it sends signal `number` to the supervisor of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         send_signal([victim.supervisor], number)
@@ -71,12 +71,12 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
-    """Continue the rank that SIGSTOP has stopped: send SIGCONT to all ranks of the run, which has no other effect."""
+    """Continue the rank that SIGSTOP has stopped. SIGCONT goes to all ranks; it does nothing to the running ones."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it."""
+    """Kill DeepSpeed's launcher process, which has started the ranks; the ranks must go on without the launcher."""
     pids = victim.pids("deepspeed.launcher.launch")
     send_signal(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"

@@ -47,7 +47,7 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
 
 
 def delete_part(victim: Victim, draw: random.Random) -> str:
-    """Kill the run, and delete a random file of the newest checkpoint; never the manifest, its list of files."""
+    """Kill the run, and delete a random file of the newest checkpoint, but not its manifest (list of files)."""
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw, with_manifest=False)
     file.unlink()
@@ -55,10 +55,10 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 
 
 def tear_tail(name: str) -> Act:
-    """Return a fault that kills the run and appends an unfinished line to the file `name` in the run folder.
+    """Return a function that kills the run and appends an unfinished line to the file `name` in the run folder.
 
     A power loss in the middle of a write leaves such a line. The next start of the run must remove that line and
-    nothing else. The file must hold JSON lines, at least one.
+    nothing else. The file must hold at least one line of JSON.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
@@ -78,9 +78,9 @@ tear_ledger = tear_tail(LEDGER_FILE)
 
 
 def steal_lease(victim: Victim, draw: random.Random) -> str:
-    """Take the lease of the run folder, the exclusive right to write there, away from the run, until `return_lease`.
+    """Take the lease (exclusive right to write to the run folder) away from the run, until `return_lease` is called.
 
-    The run must then end without another save, as if someone had started it a second time.
+    The run must then end without another save, as if someone had started the run a second time.
     """
     folder = victim.run_dir / LEASE_DIR
     created = None
@@ -95,7 +95,7 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
 def return_lease(victim: Victim) -> None:
     """Release the lease that `steal_lease` took, so that the next start of the run need not wait until it expires.
 
-    Call it when the run has ended: it releases the newest lease of the folder, which is then the stolen one.
+    Call it when the run has ended. The newest lease of the folder, which it releases, is then the stolen one.
     """
     lease_file.release(lease_file.find_newest(victim.run_dir / LEASE_DIR).path)
 

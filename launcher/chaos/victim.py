@@ -21,7 +21,7 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that a fault hits: its folder, and its processes on this machine, which each call looks up anew."""
+    """The run that a fault hits: its folder and its processes on this machine. Each call looks for the processes."""
 
     run_dir: Path
     supervisor: int | None  # pid of the supervisor; None if it has ended
@@ -29,7 +29,7 @@ class Victim:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the run's checkpoint folder, the only place to which a run in a drill saves checkpoints."""
+        """Return the run's checkpoint folder. A run in a drill saves checkpoints nowhere else."""
         return self.run_dir / CHECKPOINTS_DIR
 
     @property
@@ -38,9 +38,9 @@ class Victim:
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
-        """Return the pids of the processes that the run's supervisor has started and that still run.
+        """Return the pids of the running processes that the run's supervisor has started.
 
-        Only processes are returned whose command line, joined by spaces, contains `words`, for example "python -m x".
+        With `words`, such as "python -m x", only processes whose command line contains this text are returned.
         """
         matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
@@ -52,7 +52,7 @@ class Victim:
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return the pid of each rank that runs on this machine, by the rank's number."""
+        """Return number -> pid for each rank that runs on this machine."""
         pids = {}
         # Only the command line of a rank contains this option.
         for pid in self.pids("--state"):

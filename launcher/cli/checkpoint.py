@@ -69,7 +69,7 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
 
 
 def _json_tree(checkpoint: Found) -> dict[str, Any]:
-    """Return a checkpoint as a JSON object for `list --json`; without a good manifest, the values from it are null."""
+    """Return a checkpoint as a JSON object for `list --json`; values from a missing or damaged manifest are null."""
     manifest = checkpoint.manifest
     state = manifest.state if manifest else None
     return {
@@ -87,7 +87,7 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
 
 
 def _table_row(checkpoint: Found) -> list[str | Text]:
-    """Return the row of a checkpoint in the table of `list`; without a manifest, the cells that it fills are empty."""
+    """Return a checkpoint's row in the table of `list`; cells with values from a missing manifest are empty."""
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
@@ -140,7 +140,7 @@ def verify(
 
 
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
-    """Return the checkpoints below `path` that have a manifest, good or damaged."""
+    """Return the checkpoints below `path` that have a manifest, good or damaged; UserError if there is none."""
     from electra_dist.checkpoint.repair import survey
 
     owner = find_owner(path)
@@ -240,7 +240,7 @@ def _print_diff(left: Side, right: Side, different: list[Difference], num_compar
 
 
 def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
-    """Print, as a JSON object, all parameters and all fields of the run state in which two checkpoints differ."""
+    """Print a JSON object with all parameters and fields of the run state that differ between two checkpoints."""
     from electra_dist.checkpoint.state_diff import state_differences
 
     fields = state_differences(left.manifest.state, right.manifest.state)
@@ -259,7 +259,7 @@ def _print_diff_json(left: Side, right: Side, different: list[Difference], num_c
 
 
 def _compare_parameters(left: Side, right: Side) -> list[Difference]:
-    """Compare each parameter that both checkpoints have in the same shape; show a progress bar on stderr."""
+    """Compare the parameters that have the same shape in both checkpoints; show a progress bar on stderr."""
     from electra_dist.checkpoint.state_diff import parameter_differences
 
     num_parameters = len(left.manifest.state.shapes)
@@ -272,7 +272,7 @@ def _compare_parameters(left: Side, right: Side) -> list[Difference]:
 
 
 def _state_table(left: Side, right: Side) -> Table:
-    """Return a table of the fields in which the run states of two checkpoints differ, such as step and ranks."""
+    """Return a table of those fields of the run state, such as step and ranks, that differ between two checkpoints."""
     from electra_dist.checkpoint.state_diff import state_differences
 
     table = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
@@ -282,7 +282,7 @@ def _state_table(left: Side, right: Side) -> Table:
 
 
 def _parameter_table(different: list[Difference]) -> Table:
-    """Return a table of the parameters that differ most, with the largest absolute difference of their elements."""
+    """Return a table of the parameters that differ most, with the largest absolute difference between elements."""
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
     largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
     for parameter in largest_first[:_MAX_PARAMETERS_SHOWN]:
@@ -320,7 +320,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> Side:
-    """Find one of the two checkpoints to compare, and read its manifest; UserError if that fails."""
+    """Find one of the two checkpoints to compare and read its manifest; UserError if a step of this fails."""
     from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
@@ -338,7 +338,7 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
 def _progress_of_bytes(
     total: int | None, *, to_stderr: bool = False
 ) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar of bytes during a `with` block; yield its console and a function that adds bytes to it."""
+    """Show a progress bar of bytes in a `with` block; yield the bar's console and a function that adds bytes."""
     out = Console(stderr=True) if to_stderr else open_console()
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:

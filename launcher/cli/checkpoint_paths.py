@@ -16,9 +16,9 @@ from electra_dist.store.open_store import open_store
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
-    """Return the stores with checkpoints: the checkpoint targets of the run if `path` is a run folder, else `path`.
+    """Return the folders or S3 prefixes with checkpoints: those of the run if `path` is a run folder, else `path`.
 
-    `endpoint_url` is the S3 endpoint of an s3:// path; None means AWS. For a run folder, the config's endpoint counts.
+    `endpoint_url` is the S3 endpoint of an s3:// path (None: AWS). For a run folder, the run's config names it.
     """
     if path.startswith("s3://"):
         return [open_store(path, endpoint_url)]
@@ -31,17 +31,17 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_owner(path: str) -> Owner | None:
-    """Return the run that must own a run folder's checkpoints; None if `path` is no run folder or names no run."""
+    """Return the run that must have written the checkpoints of a run folder; None if `path` tells no run."""
     if path.startswith("s3://") or not is_run_folder(Path(path)):
         return None
     return owner_of(open_run(Path(path)), read_identity(Path(path)))
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """Return the store and the folder name of one checkpoint: `path` itself, or the newest complete one below it.
+    """Find the checkpoint `path` itself, or the newest complete one below `path`; return its store and folder name.
 
-    A checkpoint is complete if it has a manifest; whether `path` itself has one is not checked. If several stores
-    hold the newest checkpoint, the first of these stores is taken.
+    A checkpoint is complete if it has a manifest; whether the folder `path` itself has a manifest is not checked. If
+    several stores hold the newest checkpoint, the first of these stores is taken.
     """
     parent, _, name = path.rstrip("/").rpartition("/")
     is_checkpoint_folder = parse_folder(name) is not None

@@ -68,7 +68,7 @@ def compare(
 
 
 def _plan_table(plan: Plan) -> Table:
-    """Return a table of the planned runs: steps, FLOPs, and FLOPs as a share of the budget, which is near 100 %."""
+    """Return a table of the planned runs: steps, FLOPs, and the FLOPs as a share of the budget, near 100 %."""
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
     for run in plan.cells:
         num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.

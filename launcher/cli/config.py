@@ -41,7 +41,7 @@ def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _value(resolved: object, key: str) -> object:
-    """Return the value of a dotted key such as `train.micro_batch` from a config that is given as nested dicts."""
+    """Look up a dotted key such as `train.micro_batch` in a config that is given as nested dicts."""
     value = resolved
     for part in key.split("."):
         if isinstance(value, dict):

@@ -14,8 +14,8 @@ def open_console(*, soft_wrap: bool = True) -> Console:
     """Return a console for stdout.
 
     On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
-    if FORCE_COLOR is set, so that other programs can read the lines. With `soft_wrap` (for text) the terminal breaks
-    long lines; without it (for tables) rich breaks them within the cells.
+    if FORCE_COLOR is set, so that other programs can read the lines. Set `soft_wrap` for text, so that the terminal
+    breaks long lines; unset it for tables, so that rich breaks long lines within the cells.
     """
     console = Console(soft_wrap=soft_wrap)
     if console.file.isatty():

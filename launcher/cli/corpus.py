@@ -159,7 +159,7 @@ def merge(
 
 
 def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
-    """Print a finished corpus's counts, build report and fingerprint, and whether this call or an earlier built it."""
+    """Print counts, build report and fingerprint of a finished corpus, and whether it was built by an earlier call."""
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
@@ -177,7 +177,7 @@ def _outcome(result: JoinedCorpus) -> str:
 
 
 def _print_report(report: BuildReport | None, console: Console) -> None:
-    """Print tables of what a build has read and left out and of its sources, and hints on what to change."""
+    """Print two tables (what the build read and left out; the figures of each source) and hints on what to change."""
     if report is None:
         console.print("no report of the inputs: the corpus was indexed, or built before builds wrote build.json")
         return

@@ -99,7 +99,7 @@ def find(
 
 
 def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
-    """Run the search; return the rows found, and the number of tokens of the searched text (None without a text)."""
+    """Run the search; return the rows found, and the token count of the searched text (None without a text)."""
     if query.text is None:
         return search.rows_with_documents(), None
     forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
@@ -111,7 +111,7 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
-    """Open `corpus` or, if it is None, all corpora of the run, whose shards are then numbered consecutively."""
+    """Open `corpus`; if it is None, open all corpora of the run, with their shards numbered consecutively."""
     if config is not None and corpus is None:
         return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:

@@ -119,7 +119,7 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """Measurement of the rates (CPU times of the steps of a build), which are kept in the user's cache folder."""
+    """Measurement of the CPU time of each step of a build ("rates"). Results are kept in the user's cache folder."""
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class _Measurement:
         self._preparation = preparation
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call kept for the same input, settings and machine; otherwise measure them.
+        """Return the rates that an earlier call kept for the same input, settings and machine, or measure new rates.
 
-        With `again`, they are always measured. New rates are kept for later calls.
+        With `again`, rates are always measured. New rates are kept for later calls.
         """
         path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
@@ -154,7 +154,7 @@ class _Measurement:
         return rates
 
     def request(self, files: list[InputFile], vocabulary: Vocabulary) -> BuildRequest:
-        """Return a request to build a corpus from `files` with the config's settings, only to measure and to plan."""
+        """Return a request to build a corpus from `files` with the config's settings, for measuring and planning."""
         from electra_dist.corpus.build_request import BuildRequest
 
         return BuildRequest(
@@ -168,7 +168,7 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return a digest of everything on which rates depend: the input files' paths and sizes, settings, machine."""
+        """Return a digest of everything that rates depend on: paths and sizes of the input, settings, machine."""
         config = self._config
         values = {
             "machine": cpu(),
@@ -210,7 +210,7 @@ class _Measurement:
         return measure_preparation(self._preparation, files, self._text_field)
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
-        """Return the vocabulary of --vocab, or train one on `files` and fill it up with unused entries."""
+        """Read the vocabulary of --vocab, or train a vocabulary on `files` and fill it up with unused entries."""
         if self._vocab is not None:
             return Vocabulary.read(self._vocab)
         corpus = self._config.corpus
@@ -230,14 +230,14 @@ class _Measurement:
 
 
 def _placeholder(config: Config) -> Vocabulary:
-    """Return a vocabulary of model.vocab_size meaningless entries: a plan needs only their number."""
+    """Return a vocabulary of model.vocab_size meaningless entries, because a plan needs only their number."""
     from electra_dist.tokenizer import SPECIAL_TOKENS
 
     return _filled(Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"), config.model.vocab_size)
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Fill a vocabulary up to `size` entries with [unusedN], because `size` determines how many bytes an id takes."""
+    """Return a vocabulary filled up to `size` entries with [unusedN]; `size` sets how many bytes a token id takes."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
@@ -251,7 +251,7 @@ def _workload(
     machines: int,
     cores: int,
 ) -> Workload:
-    """Return the amount of text to plan for: the input files, or as much as `tokens` (or the default) needs."""
+    """Return how much text to plan for: for `tokens` if given, else that of the input files, else for the default."""
     from electra_dist.planning.corpus.corpus_plan import Workload, workload_of_tokens
 
     if not files or tokens is not None:
@@ -277,7 +277,7 @@ def _workload(
 
 
 def _table(plan: CorpusPlan, prices: Prices) -> Table:
-    """Return a table with a row for each step of the planned build and one for their sum; costs only with prices."""
+    """Return a table with a row for each step of the planned build and a row of sums; costs only if prices are set."""
     from electra_dist.planning.corpus.corpus_plan import total_requests
 
     columns = ["step", "core-hours", "GB read", "GB written", "GET", "PUT", "LIST", "DELETE"]

@@ -90,7 +90,7 @@ def _submit(preparation: Preparation, out: Console) -> None:
 
 
 def _stage_table(preparation: Preparation) -> Table:
-    """Return a table with the name of each stage, its number of tasks, how many of them are left, and its steps."""
+    """Return a table of the stages: name, number of tasks, number of unfinished tasks, and steps of each stage."""
     from electra_dist.corpus.prepare.preparation import tasks_left
 
     left = tasks_left(preparation)

@@ -91,5 +91,5 @@ def submit(
 
 
 def _absolute(path: str) -> str:
-    """Return a path as an absolute one, because a job may start in another folder; a URL stays as it is."""
+    """Return a path as an absolute path, because a job may start in another folder; return a URL unchanged."""
     return path if "://" in path else str(without_tilde(path).absolute())

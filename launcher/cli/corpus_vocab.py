@@ -60,9 +60,9 @@ def train_vocab(
 def find_vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
-    """Return the vocabulary of a build: the file `path`, or the output's vocab.txt, or a new one trained on `files`.
+    """Return the vocabulary of a build: from `path`, from the output's vocab.txt, or newly trained on `files`.
 
-    ManifestMismatch is raised if the vocab.txt in the output is not the one with which this build began.
+    ManifestMismatch is raised if the vocab.txt in the output has changed since this build began.
     """
     wanted_kind = settings.corpus.tokenizer
     if path is not None:
@@ -107,9 +107,9 @@ class _Training:
     def train(
         self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
     ) -> Vocabulary:
-        """Train a vocabulary on all files or, if they are large, on a sample, which lies in `folder` until the end.
+        """Train a vocabulary on all files or, if the files are large, on a sample of their documents.
 
-        The same files and settings always give the same vocabulary.
+        The sample lies in `folder` until the end. The same files and settings always give the same vocabulary.
         """
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
@@ -127,7 +127,7 @@ class _Training:
         return vocabulary
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
-        """Copy a random sample of the documents, and show on a progress bar how much of the files has been read."""
+        """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
@@ -137,7 +137,7 @@ class _Training:
             sample.take(self._texts(files), lambda file: bar.update(task, completed=ends[file]))
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
-        """Yield for each usable document the number of its file, its number in the file, and its text."""
+        """Yield the file number, the number within the file, and the text of each usable document."""
         for file, number, document in DocumentStream(list(files), self._text_field).numbered():
             try:
                 yield file, number, decode(document, self._text_field, self._undecodable)

@@ -111,7 +111,7 @@ def _parse_average(text: str | None) -> int:
 
 
 def _check_local_checkpoints(run: Path) -> None:
-    """Raise a UserError if local checkpoints of a run were written by another run; those on S3 are not looked at."""
+    """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
     try:
         config = open_run(run)
     except UserError:

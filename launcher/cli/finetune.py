@@ -34,7 +34,7 @@ SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, 
 
 
 class Kind(StrEnum):
-    """Kind of the label in a task of the user's own files: a class (accuracy) or a number (Spearman's correlation)."""
+    """Kind of label in the user's own files: a class (scored by accuracy) or a number (by Spearman's correlation)."""
 
     classification = "classification"
     regression = "regression"
@@ -225,7 +225,7 @@ def minimal_pairs(
 
 
 def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
-    """Print a table of the scores of all tasks, and a line with the reason for each seed that counts as failed."""
+    """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
     from electra_dist.finetune.seed_results import results_table
 
     out.print(results_table(title, summaries))
@@ -246,8 +246,8 @@ def _default_output(model: str) -> Path:
 def progress_bar(out: Console) -> Iterator[Report]:
     """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
 
-    Yields a function to call with the name of the current activity, how many parts of it are done, and how many there
-    are. The bar restarts when the name changes.
+    Yields a function that updates the bar. Its arguments are the name of the current activity, the number of parts
+    that are done, and the number of all parts. The bar restarts when the name changes.
     """
     bar = Progress(
         TextColumn("{task.description}", markup=False),

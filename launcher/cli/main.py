@@ -42,19 +42,19 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 
 
 class _CommandsOnUse(TyperGroup):
-    """Command group that imports the module of a subcommand only when that subcommand is used."""
+    """Command group that imports a subcommand's module only when the subcommand is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with a name and a help text only, for `--help`; `resolve_command` returns the real one."""
+        """Return a stand-in with only a name and a help text, for `--help`; `resolve_command` returns the command."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the subcommand that the command line names; return its name, the command, and its arguments."""
+        """Import the subcommand that the command line names; return its name, the command, and the arguments left."""
         name, command, remaining = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, remaining
@@ -70,7 +70,7 @@ class _CommandsOnUse(TyperGroup):
 
 
 def _import_command(name: str) -> Any:
-    """Import a subcommand, which its module defines as a Typer application (`corpus`) or a function (`status`)."""
+    """Import a subcommand; its module holds a Typer application (as for `corpus`) or a function (as for `status`)."""
     module, attribute = COMMANDS[name]
     function_or_app = getattr(import_module(module), attribute)
     if isinstance(function_or_app, typer.Typer):

@@ -73,7 +73,7 @@ def _read_lines(texts: str) -> list[TextLine]:
 
 
 def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
-    """Print the texts of each group of candidates, best first; an empty line separates the groups, except in JSON."""
+    """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
     all_lines = list(lines)
     previous_group = 1
     for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):
@@ -85,7 +85,7 @@ def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bo
 
 
 def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: bool, rank: int | None = None) -> None:
-    """Print the score of one text as a line, with `tokens` also a line of token values; or all as a JSON object."""
+    """Print one text with its score and, with `tokens`, a second line of token values; or all as a JSON object."""
     is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
     if as_json:
         record = {"line": line.line, "text": line.text, "score": text_score.score}

@@ -51,7 +51,7 @@ def speed(
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr during a `with` block, by file descriptor, so that C++ libraries are covered, too."""
+    """Redirect stdout to stderr during a `with` block, also the output of C++ libraries (by the file descriptor)."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
@@ -64,7 +64,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def advice(profile: StepProfile) -> list[str]:
-    """Return hints on how to make steps faster, one line each; if there is none, a line on a step's largest part."""
+    """Return hints on how to make steps faster, one line each; without a hint, one line names the slowest part."""
     lines = []
     if profile.wait_share > _MUCH_WAITING:
         lines.append(

@@ -156,7 +156,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
-    """Print the number of receipts, the skipped steps, and how often each row was used or where a wrong row was."""
+    """Print the number of receipts, the skipped steps, and the verdict: how often rows were used, or the deviation."""
     last = result.last
     assert last is not None
     out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
@@ -213,9 +213,9 @@ def _times(count: int) -> str:
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Return every receipt in a run's metrics and in `checkpoints` (name, state), with its source, ordered by step.
+    """Return every receipt in a run's metrics and in `checkpoints` (pairs of name and state), ordered by step.
 
-    A receipt is the number of rows used so far and a digest of their ids.
+    A receipt is the number of rows used so far and a digest of their ids. Each comes with the name of its source.
     """
     marks = []
     for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):

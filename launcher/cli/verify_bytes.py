@@ -62,17 +62,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class BadPart:
-    """File or checkpoint that is not what its manifest lists, with one line for each fault."""
+    """File or checkpoint that differs from what its manifest lists, with one line for each fault."""
 
     url: str
     faults: list[str]
 
 
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
-    """Read all bytes of a run or a corpus, print every bad file, and raise a UserError if there is one.
+    """Read all bytes of a run or a corpus, print every bad file, and raise a UserError if a file is bad.
 
-    For a run, the corpora that its config names, the vocabulary and the token counts in the run folder, and the
-    checkpoints are read.
+    The files of a run are the corpora that its config names, the vocabulary and the token counts in the run folder,
+    and the checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
@@ -114,7 +114,7 @@ def _read_all(parts: list[Part]) -> list[BadPart]:
 
 
 def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield what is to be read of the run or corpus `path`; shards on S3 are fetched into the folder `temporary`."""
+    """Yield the parts of the run or corpus `path` to read; shards on S3 are fetched into the folder `temporary`."""
     if "://" not in path and is_run_folder(Path(path)):
         yield from _run_parts(Path(path), temporary)
         return
@@ -169,7 +169,7 @@ def _token_counts_part(file: Path, vocab_size: int) -> Part:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the files of a corpus; only corpus.json if that is damaged.
+    """Yield the files of a corpus, or only corpus.json if corpus.json is damaged.
 
     corpus.json also counts as bad if the corpus has another fingerprint than `fingerprint` (None: any).
     """
@@ -196,7 +196,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield the side files of a corpus (sources and documents of its rows), only origins.json if that is damaged."""
+    """Yield the files that name the sources and documents of the rows; only their list origins.json if it is bad."""
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -219,7 +219,7 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
-    """Return []. For lambdas: the argument is the result of a reader that raises a UserError for a bad file."""
+    """Return an empty list of faults: reading `checked` raised no UserError, so the file is good."""
     return []
 
 
@@ -263,7 +263,7 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
 
 
 def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
-    """Return a complete checkpoint as a part to read; it counts as bad if another run than `owner` has written it."""
+    """Return the part to read for a checkpoint, which counts as bad if another run than `owner` has written it."""
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read

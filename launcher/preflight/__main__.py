@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
-    """Check the node, on its first rank; then compare all ranks or, with only one rank, test its GPUs under load."""
+    """Check the node, if this is its first rank. Then compare all ranks; a single rank tests its GPUs under load."""
     findings = check_node(config, node, patience) if is_first_of_node else []
     if world_size > 1:
         # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
@@ -91,7 +91,7 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
 
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Make `patience` record each wait for storage in the heartbeat file of `rank`, for `electra-dist status`."""
+    """Make `patience` write each wait for storage to the heartbeat file of `rank`, for `electra-dist status`."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:

@@ -35,7 +35,7 @@ LOG_FILES = 2_000  # files of a run other than shards
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes and files that a run will write below one local folder, soon and by its end."""
+    """Disk space that a run needs below one local folder: soon, and by the end of the run."""
 
     folder: Path
     what: str  # what is written, for the message
@@ -48,7 +48,7 @@ class Need:
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
     """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
 
-    `corpora` maps the URL of each corpus of the run to its manifest; shards of corpora on S3 need space in the cache.
+    `corpora` maps the URL of each corpus to its manifest. The shards of a corpus on S3 need space in the local cache.
     """
     needs_by_disk: dict[int, list[Need]] = {}
     cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
@@ -59,7 +59,7 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def _cache_folder(config: Config) -> Path:
-    """Return the folder in which this node will cache shards, which depends on whether the run has several nodes."""
+    """Return the folder for cached shards on this node. The choice depends on whether the run has several nodes."""
     # WORLD_SIZE is set by a launcher of ranks, SLURM_NNODES by Slurm; without both, one node is assumed.
     has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
     folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
@@ -69,8 +69,8 @@ def _cache_folder(config: Config) -> Path:
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
     """Return how much a run will write to each local folder: logs, checkpoints and cached shards. Pure.
 
-    Files that already lie there are not subtracted. A checkpoint target on S3 needs local space for one checkpoint,
-    which lies in RUN/staging during its upload. A `cache_folder` of None means `config.cache_folder`.
+    Existing files are not subtracted. Checkpoints that go to S3 need local space for one checkpoint, which lies in
+    RUN/staging during its upload. A `cache_folder` of None means `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -85,7 +85,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints at one target (folder or S3 URL in `checkpoint.targets`) need."""
+    """Return how much local space the checkpoints that are saved to `url` (a folder or an S3 URL) need."""
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
     next_step = (
         "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
@@ -123,7 +123,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
 
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: Path) -> list[Need]:
-    """Return how much space the local cache of shards needs, as a list of one; empty if no corpus is on S3."""
+    """Return a list with the space that the local cache of shards needs; empty if no corpus is on S3."""
     remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
     shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
     if not shard_bytes:
@@ -177,7 +177,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Subtract the bytes that already lie in the folder from what it needs; the number of files stays as it is."""
+    """Return the need minus the bytes that its folder holds already. The number of files stays as it is."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -204,7 +204,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder or, if it is missing, its nearest existing parent, which is on the disk where it will be."""
+    """Return the folder or, if it is missing, its nearest existing parent, on whose disk it will be created."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -43,7 +43,7 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Convert an error to a finding: its message before the first "; " is what was found, the rest the next step."""
+    """Convert an error "WHAT; NEXT STEP" to a finding: the text before the first "; " is what was found."""
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
@@ -68,9 +68,9 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Combine all unhealthy findings about `node` to one strike (recorded fault) at Unix time `now`; None without any.
+    """Combine all unhealthy findings about `node` to one strike (recorded fault) at Unix time `now`; None if none.
 
-    A node gets one strike per check and not one per device, so that a limit on the number of strikes counts checks.
+    A node gets one strike for a whole check, not one for each device, so that a limit on strikes counts checks.
     """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:

@@ -33,7 +33,7 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults of idle GPUs in memory, driver, temperature and NVLinks; for a sound GPU, one "ok" finding.
+    """Return the faults of idle GPUs in memory, driver, temperature and NVLinks, and one "ok" for each sound GPU.
 
     Pass all GPUs of one node, because their numbers of active NVLinks are compared.
     """
@@ -50,7 +50,7 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 
 def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults of GPUs that compute now: slowdown, heat, low clock; for a sound GPU, one "ok" finding."""
+    """Return the faults of GPUs under load (slowdown, heat, low clock), and one "ok" finding for each sound GPU."""
     findings = []
     for gpu in gpus:
         faults = list(_slowed(gpu))
@@ -138,7 +138,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield "unhealthy" if a GPU has fewer active NVLinks than `most_links`, else a warning if some are inactive."""
+    """Yield a fault if a GPU has fewer active NVLinks than `most_links`, or a warning if it has inactive ones."""
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
     if num_active < most_links:
@@ -149,7 +149,7 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Convert the faults of a GPU to findings, or return one "ok" finding with the text `sound`."""
+    """Convert the faults of a GPU to findings; without faults, return one "ok" finding with the text `sound`."""
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]

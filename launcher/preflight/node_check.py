@@ -28,11 +28,11 @@ _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 
 
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
-    """Check what needs neither torch nor other nodes (GPUs, storage, disks, clock), and return the findings.
+    """Check this node's GPUs, storage, disks and clock, which needs neither torch nor other nodes.
 
-    Test objects that are written to the storage are deleted again. `patience` limits the wait for storage that is full
-    or away, if the run has not begun; None: no wait. Raises StoreError if the run has several nodes and this node has
-    no folder in which it could cache shards.
+    Test objects that are written to the storage are deleted again. A new run waits for storage that is full or away,
+    limited by `patience`; None: no wait. Raises StoreError if the run has several nodes and this node has no folder in
+    which it could cache shards.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
@@ -54,9 +54,9 @@ def preflight(
 ) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
-    After `limit_s` seconds the process is killed, a strike against this node is recorded, and the result is
-    EXIT_UNHEALTHY, without a wait for its end: a process that hangs in a driver may survive SIGKILL. `give_up` is
-    polled twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
+    After `limit_s` seconds the process is killed, a strike (recorded fault of this node) is written, and the result is
+    EXIT_UNHEALTHY. The end of the process is not awaited, because a hung driver may keep it alive. `give_up` is polled
+    twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     deadline = time.monotonic() + limit_s

@@ -61,7 +61,7 @@ _REPORT = TypeAdapter(RankReport)
 
 
 def check_load(node: str) -> list[Finding]:
-    """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
+    """Run matrix products on all GPUs of this node at once for 3 s; return findings from NVML and the speeds.
 
     Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a warning if
     the user has asked for the CPU, otherwise a user error.
@@ -83,10 +83,10 @@ def check_load(node: str) -> list[Finding]:
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     """Measure all ranks together, and return the findings of all ranks. Collective.
 
-    `own` are the findings that this rank already has; those of all ranks become part of the result. The default
-    process group is made from the launcher's environment variables and destroyed again. If the ranks cannot connect or
-    a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as a whole,
-    because the faulty node is not known.
+    `own` are this rank's findings so far; the result includes them for all ranks. The default process group is made
+    from the launcher's environment variables and destroyed again. If the ranks cannot connect or a collective fails,
+    no exception is raised. The result is then `own` and one unhealthy finding about the job as a whole, because the
+    faulty node is not known.
     """
     import torch.distributed as dist
 
@@ -108,10 +108,10 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """Compare the ranks' clocks, speeds and exchanges of data; return these findings and those in the reports. Pure.
+    """Compare the ranks' clocks, speeds and exchanges of data; return new findings and those in the reports. Pure.
 
-    The reports are ordered by rank. If `on_gpu` is False, data was exchanged between CPUs, and a slow rank is only a
-    warning.
+    The reports are ordered by rank. If `on_gpu` is False, data was exchanged between CPUs, and a slow exchange gives
+    only a warning.
     """
     findings = [finding for report in reports for finding in report.findings]
     # All ranks of a node share its clock, so the first rank of each node stands for it.
@@ -162,7 +162,7 @@ def _backend() -> str:
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
-    """Measure this rank and return the reports of all ranks, ordered by rank. Collective."""
+    """Measure this rank, and return the reports of all ranks, ordered by rank. `own`: findings so far. Collective."""
     import torch
     import torch.distributed as dist
 

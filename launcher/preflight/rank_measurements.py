@@ -42,10 +42,10 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 
 
 def skew(rank: int) -> float:
-    """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
+    """Return by how many seconds this rank's clock is ahead of the median clock of all ranks. Collective.
 
-    The ranks read their clocks after a barrier. They leave the barrier at slightly different moments, which distorts
-    the difference. So three tries are made, and the difference nearest to 0 is returned.
+    The ranks read their clocks after a barrier, which they leave at slightly different moments. To reduce this error,
+    three tries are made, and the difference nearest to 0 is returned.
     """
     differences = []
     for _ in range(_SKEW_TRIES):
@@ -58,9 +58,9 @@ def skew(rank: int) -> float:
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
-    The faster exchange counts, so that a rank with one slow neighbour is not blamed for it. `ring` is from `peers`,
-    and the rings of all ranks must have the same size. The result is None for a ring of fewer than three ranks, where
-    a slow rank cannot be told from its neighbour.
+    The faster exchange counts, so that a rank is not blamed for a slow neighbour. `ring` holds the ranks that exchange
+    data (see `peers`); the rings of all ranks must have the same size. The result is None for fewer than three ranks,
+    where a slow rank cannot be told from its neighbour.
     """
     if len(ring) < 3:
         return None
@@ -91,7 +91,7 @@ def _connect(device: torch.device) -> None:
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
-    """Send one buffer to the rank `peer`, and at the same time receive a buffer of the same size from this rank."""
+    """Send the buffer `sent` to the rank `peer`, and at the same time receive `received` from `peer`."""
     sending = dist.P2POp(dist.isend, sent, peer)
     receiving = dist.P2POp(dist.irecv, received, peer)
     for request in dist.batch_isend_irecv([sending, receiving]):
@@ -99,13 +99,13 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the timed work of a rank that has no partner for an exchange of data in a turn."""
+    """Do nothing. A rank that has no partner in a turn calls it in place of an exchange of data."""
 
 
 def all_reduce(device: torch.device) -> float:
     """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective.
 
-    Bus bandwidth is the all-reduced bytes times 2 (n - 1) / n over the seconds, for n ranks, as nccl-tests defines it.
+    As in nccl-tests, the bus bandwidth with n ranks is bytes / seconds * 2 (n - 1) / n.
     """
     world_size = dist.get_world_size()
     num_bytes = _bytes(device)
@@ -143,17 +143,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks have called this function. Collective over gloo, so it works with a faulty GPU, too."""
+    """Wait until all ranks have called this function. Collective; uses gloo, which works even if a GPU is faulty."""
     dist.all_reduce(torch.zeros(1))
 
 
 def partner(position: int, count: int, turn: int) -> int | None:
-    """Return the position in the ring of the rank with which the rank at `position` exchanges data in a turn, or None.
+    """Return the ring position that exchanges data with `position` in a turn; None if `position` pauses in this turn.
 
-    None means that it pauses. In all turns together, each of the `count` >= 3 positions is paired with each of its two
-    neighbours once. The pairs of turn 0 are (0, 1), (2, 3), ...; those of turn 1 are (1, 2), (3, 4), .... With an even
-    count, turn 1 also pairs the last position with the first. With an odd count, the last position pauses in turn 0
-    and the first in turn 1; these two are the only pair of turn 2.
+    In all turns together, each of the `count` >= 3 positions is paired with each of its two neighbours once. Turn 0
+    pairs (0, 1), (2, 3), ...; turn 1 pairs (1, 2), (3, 4), .... With an even count, turn 1 also pairs the last
+    position with the first. With an odd count, the last position pauses in turn 0 and the first in turn 1; turn 2
+    pairs only these two.
     """
     is_odd = count % 2 == 1
     last = count - 1
@@ -171,9 +171,9 @@ def partner(position: int, count: int, turn: int) -> int | None:
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
     """Return the ring of ranks in which `rank` exchanges data with its two neighbours. `nodes`: the node of each rank.
 
-    With one node, the ring holds all ranks. With several nodes, it holds the rank of each node with the same local
-    index, so that all exchanges go over the network: for the nodes a, a, b, b, c, c the ring of rank 1 is [1, 3, 5].
-    It is empty if the nodes have different numbers of ranks, because then no comparison is fair.
+    With one node, the ring holds all ranks. With several nodes, it holds one rank of each node, the one with the local
+    index of `rank`, so that all exchanges go over the network: for the nodes a, a, b, b, c, c the ring of rank 1 is
+    [1, 3, 5]. If the nodes have different numbers of ranks, no comparison is fair, and the ring is empty.
     """
     ranks_by_node: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):

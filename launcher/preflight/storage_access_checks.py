@@ -47,9 +47,9 @@ _RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_tim
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    Storage that cannot be used gives a "user error". If the run has begun, storage that is full or away gives only a
-    "warning", because the run waits for it, and it must not end a chain of jobs. If the run has not begun, the checks
-    wait until the storage is back or `patience` is over; None: no wait.
+    Storage that cannot be used gives a "user error". For a run that has begun, storage that is full or away gives only
+    a "warning", because the run itself waits for it. For a new run, the checks wait until the storage is back or
+    `patience` is over; None: no wait.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
@@ -80,7 +80,7 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
 
 def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
-    """Repeat an operation while its storage is full or away; raise StoreAway, a UserError, when `patience` ends."""
+    """Repeat an operation while its storage is full or away. Raise StoreAway (a UserError) when `patience` ends."""
     try:
         return patience.call(operation)
     except StorageLost as lost:
@@ -88,7 +88,7 @@ def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
-    """Convert a storage error to a finding: a warning if the run has begun and waits for this, else a user error."""
+    """Convert a storage error to a finding: a warning if a run that has begun would wait, otherwise a user error."""
     finding = from_error(error, node)
     return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
 
@@ -100,7 +100,7 @@ def _as_warning(finding: Finding) -> Finding:
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
-    """Judge the difference of two clocks: this node's clock is `skew_s` seconds ahead of the one of `against`. Pure.
+    """Judge the difference of two clocks: this node's clock is `skew_s` seconds ahead of the clock of `against`. Pure.
 
     A difference in either direction is "ok" below 2 s, a "warning" below 60 s, otherwise "unhealthy".
     """
@@ -118,7 +118,7 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Test the access to a checkpoint target: create, read, compare and delete one object there."""
+    """Test that checkpoints can be saved to `url`: create, read, compare and delete one object there."""
     store = open_store(url, endpoint_url, retry=_RETRIES)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
@@ -169,7 +169,7 @@ def _file_skew_s(run_dir: Path) -> float:
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Return by how many seconds this node's clock is ahead of an HTTP service's; None if it tells no time."""
+    """Return by how many seconds this node's clock is ahead of an HTTP service's clock; None if no time came back."""
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
     try:

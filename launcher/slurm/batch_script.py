@@ -65,7 +65,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitRequest(JobOptions):
-    """Everything on which the text of the batch script depends, except the nodes to exclude.
+    """All values from which the batch script is made, except the nodes to exclude.
 
     All paths are absolute and visible on every node.
     """
@@ -89,7 +89,7 @@ _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
 
 
 def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -> str:
-    """Return the text of the batch script, which forbids Slurm to use `excluded_nodes`. Pure.
+    """Return the text of the batch script. Its jobs will not run on `excluded_nodes`. Pure.
 
     A UserError means that a value for an #SBATCH line has a backslash or a control character, that `sbatch_options`
     names an option that the script sets itself, or that a container cannot mount a folder.
@@ -154,7 +154,7 @@ export PATH # Without an environment, bash has a default PATH that its programs 
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerText:
-    """Pieces of shell text that make the script's Python programs run in the container; empty without a container."""
+    """Shell text that makes the script's Python programs run in a container; all fields are "" without a container."""
 
     srun_options: str = ""  # for the `srun` that starts a task on every node; begins with a blank
     ranks_prefix: str = ""  # in front of `python -m launcher.supervise`, on every node; ends with a blank
@@ -162,7 +162,7 @@ class _ContainerText:
 
 
 def _container_text(request: SubmitRequest) -> _ContainerText:
-    """Return the pieces of shell text that run the script's Python programs in the container, quoted for the shell."""
+    """Return the shell text, quoted, that makes the script's Python programs run in the container of `request`."""
     container = request.container
     if container is None:
         return _ContainerText()
@@ -195,9 +195,9 @@ def _node_part(request: SubmitRequest) -> str:
     """Return the lines of the script that every node runs, and the shell functions `start_step` and `ours`.
 
     Slurm runs the script on the first node, without an argument. There, `start_step` calls srun, which runs the script
-    once more on every node, with the argument `node`: it starts the node's supervisor, passes signals on to it, and
-    writes its exit code into a file of the folder `$state`. `ours` runs `python -m launcher.slurm.job` on the first
-    node, in the container if there is one.
+    once more on every node, with the argument `node`. On each node, the script then starts the supervisor, passes
+    signals on to it, and writes its exit code to a file in the folder `$state`. `ours` runs
+    `python -m launcher.slurm.job` on the first node, in the container if there is one.
 
     `$state` is RUN/slurm/job-ID-RESTART, where RESTART counts the requeues of the job. After spare nodes have replaced
     others N times, -N is appended. So each start of the ranks has a new folder.

@@ -41,9 +41,9 @@ def environment_files(
 ) -> list[PackedFile]:
     """Return all files of this interpreter's installed packages, sorted by their paths in the archive.
 
-    The files in `folders` (None: where pip installs) are returned, and the files of `packages`, which `import` may
-    find elsewhere, as after `pip install --editable`. A file of `packages` replaces a file with the same path in the
-    archive. A package that is not installed is left out.
+    The result has all files in `folders` (None: where pip installs), and the files of `packages`, which may lie
+    elsewhere, as after `pip install --editable`. If two files have the same path in the archive, the one of
+    `packages` is taken. A package that is not installed is left out.
     """
     if folders is None:
         folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
@@ -68,9 +68,9 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 
 
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
-    """Pack `files` into the archive `file` by an atomic replacement; do nothing if it exists.
+    """Pack `files` into the archive `file` by an atomic replacement; do nothing if the archive exists.
 
-    The file's name must come from `archive_name`, so an existing archive has the same content.
+    The archive's name must come from `archive_name`, so that an existing archive has the same content.
     """
     if file.exists():
         return
@@ -82,9 +82,9 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 def staging_lines(archive: str) -> str:
     """Return shell commands for a node that unpack `archive` on the node's own disk and put it first in PYTHONPATH.
 
-    The commands unpack it into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier job has
-    done so. PYTHONPATH stays as it is if the archive cannot be unpacked, or if that folder is a link, belongs to
-    another user or is open to others, who could have put their own code there.
+    The commands unpack the archive into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier
+    job has done so. PYTHONPATH stays as it is if the archive cannot be unpacked. The same holds if that folder is a
+    link, belongs to another user or is open to others, who could have put their own code there.
     """
     name = Path(archive).stem
     return f"""

@@ -44,7 +44,7 @@ def note(run_dir: Path, event: str, **details: Any) -> None:
 def exit_codes(state: Path) -> dict[str, int]:
     """Return the exit code of each node's supervisor by the node's name, from the files `exit-NODE` in `state`.
 
-    The files are from one start of the ranks. A node without a file, or whose file has no number, died; it is missing
+    The files are from one start of the ranks. A node that died has no file, or a file without a number, and is missing
     from the result.
     """
     codes = {}
@@ -61,8 +61,8 @@ def exit_codes(state: Path) -> dict[str, int]:
 def begin(args: argparse.Namespace) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
-    The number of ledger events so far, which is recorded, later tells `decide` which events are of this job. The step
-    of the newest checkpoint tells whether the job has saved another one.
+    The record has the number of ledger events so far, from which `decide` later knows which events are of this job.
+    It also has the step of the newest checkpoint, which later shows whether the job has saved another checkpoint.
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
@@ -82,7 +82,7 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
-    """Refuse a job that would begin a new run: its config has another run folder, or the run's files were deleted."""
+    """Raise a UserError if a job would begin a new run: its config has another run folder, or files were deleted."""
     if config_file is not None:
         config_run_dir = Path(load_config(config_file).run_dir).absolute()
         if config_run_dir != run_dir.absolute():
@@ -137,9 +137,10 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the Unix time in seconds now: that of the job's recorded begin plus the seconds since, by a boot clock.
+    """Return the current Unix time, which a change of the system clock during the job does not affect.
 
-    So a change of the system clock during the job has no effect. Without that record: the system clock's time.
+    It is the recorded time of the job's begin plus the seconds since then by the boot clock. Without such a record it
+    is the time of the system clock.
     """
     for record in reversed(jobs):
         if record["event"] != "begin" or start_identity(record) != identity:
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _patience_s(config_file: str | None) -> float:
-    """Return `cluster.storage_patience_s` of a config file; without a file, the default."""
+    """Return `cluster.storage_patience_s` from a config file, or its default if `config_file` is None."""
     patience_s = ClusterConfig().storage_patience_s
     if config_file is None:
         return patience_s
@@ -214,7 +215,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _iso(seconds: str) -> str | None:
-    """Convert Unix seconds to ISO 8601 in UTC, the format of the ledger; return None if `seconds` is no number."""
+    """Convert Unix seconds to ISO 8601 in UTC, as used in the ledger; return None if `seconds` is no number."""
     if not re.fullmatch(r"\d+", seconds):
         return None
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="milliseconds")

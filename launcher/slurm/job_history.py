@@ -44,8 +44,8 @@ class Link:
     def described(self, is_running: bool) -> str:
         """Return one line about this start, such as "4711, requeued 2 times: next: stopped on purpose at step 700".
 
-        `is_running` says whether the job runs now, according to Slurm's queue. It is used only if no verdict on the
-        end of the job is recorded.
+        `is_running` says whether the job runs now, according to Slurm's queue. It matters only for a job without a
+        recorded verdict.
         """
         name = self.job
         if self.restart:
@@ -60,7 +60,7 @@ class Link:
 
 
 def links_of(jobs: Sequence[Record]) -> list[Link]:
-    """Return each start of the ranks by a Slurm job since the newest submission, oldest first. Pure."""
+    """List, oldest first, each start of the ranks by a Slurm job since the newest submission. Pure."""
     submissions = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
     records = jobs[submissions[-1] :] if submissions else jobs  # since the newest submission
     ends = {start_identity(record): record for record in records if record["event"] == "end"}
@@ -84,9 +84,9 @@ def links_of(jobs: Sequence[Record]) -> list[Link]:
 
 
 def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
-    """Return why a run's next job has not started: Slurm's reason, its meaning, and how the last job ended. Pure.
+    """Return why a run's next job has not started: Slurm's reason, what it means, and how the last job ended. Pure.
 
-    At least one job in `queue` must not be running.
+    `queue` must hold at least one job that is not running.
     """
     waiting = [job for job in queue.jobs if job.state != "RUNNING"]
     # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.

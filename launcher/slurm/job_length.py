@@ -15,7 +15,7 @@ _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """Raise a UserError if a time limit has no format of sbatch's --time; None, the partition's limit, passes."""
+    """Raise a UserError unless a time limit has a format of sbatch's --time or is None (the partition's limit)."""
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
         return
     raise UserError(
@@ -27,8 +27,8 @@ def check_time_limit(time_limit: str | None) -> None:
 def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequence[Record]) -> None:
     """Raise a UserError if a job has no time to train between its start and the signal that tells it to save and end.
 
-    Slurm sends the signal `signal_ahead_s` seconds before the time limit. A start and a save take the median seconds
-    of earlier ones in the ledger; 30 s if it has none. A time limit of None (the partition's, unknown) passes.
+    Slurm sends the signal `signal_ahead_s` seconds before the time limit. The seconds of a start and a save are the
+    medians in the ledger, or 30 s if no start is recorded. A time limit of None (the partition's, unknown) passes.
     """
     limit_s = seconds_of(time_limit)
     measured_s = measured_start_s(ledger)
@@ -45,7 +45,7 @@ def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequen
 
 
 def measured_start_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds of a run's starts, plus the median of its saves if it has any; None without starts."""
+    """Return the seconds that a start and a save of this run take, as medians; None if no start is recorded."""
     starts_s = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
     saves_s = [
         event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in ledger if event["event"] == "checkpoint"
@@ -57,7 +57,7 @@ def measured_start_s(ledger: Sequence[Record]) -> float | None:
 
 
 def seconds_of(time_limit: str | None) -> int | None:
-    """Convert a time limit in a format of sbatch's --time to seconds; return None for no or an unknown limit."""
+    """Convert a time limit in a format of sbatch's --time to seconds; None for UNLIMITED, INFINITE or no limit."""
     if time_limit is None or not time_limit[0].isdigit():
         return None
     days, has_days, rest = time_limit.rpartition("-")

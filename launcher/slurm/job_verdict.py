@@ -56,8 +56,8 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
 
     The first of these cases that holds decides: a newer job has begun, the run is done, a user error, a stop that a
     person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that stayed full or away, an
-    unhealthy node, a crash. `ledger` and `jobs` are all lines of the run's ledger and of jobs.jsonl, oldest first. A
-    UserError means that `jobs` does not hold the begin of this job.
+    unhealthy node, a crash. `ledger` and `jobs` hold all lines of the run's ledger and of jobs.jsonl, oldest first. A
+    UserError means that `jobs` has no record that this job began.
     """
     begins = [record for record in jobs if record["event"] == "begin"]
     identity = (end.job, end.restart, end.replacements)
@@ -118,7 +118,7 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
     """Return how many Slurm jobs in a row, up to the newest one, crashed without a new checkpoint. Pure.
 
     A job that died without recording its end counts as crashed. Each requeue, and each start with other nodes, counts
-    as one more job. A job that ended in another way, for example on purpose, is not counted but does not interrupt
+    as one more job. A job that ended in another way, for example on purpose, is skipped: it neither counts nor ends
     the row. Only jobs since a person's last submission count.
     """
     reached_step = newest_checkpoint(ledger)
@@ -138,11 +138,11 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 
 
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how often the ranks were started without saving a new checkpoint. Pure.
+    """Return how often the ranks were started since a new checkpoint was saved last. Pure.
 
-    One Slurm job may start the ranks several times. Only starts since the newest checkpoint was saved count, and only
-    those in jobs since a person's last submission. Starts that ended with a stop, with storage that stayed full or
-    away, or with a rollback (a return to an older checkpoint) do not count.
+    One Slurm job may start the ranks several times. Only starts in jobs since a person's last submission count. Starts
+    that ended with a stop, with storage that stayed full or away, or with a rollback (a return to an older checkpoint)
+    do not count.
     """
     num_events_at_submit = _num_events_at_submit(jobs)
     num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
@@ -157,7 +157,7 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
 
 def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many events the ledger had when the first job since the last submission began; 0 without a job."""
+    """Return how many events the ledger had when the first job of the last submission began; 0 without a job."""
     num_events: int | None = None
     for record in jobs:
         if record["event"] == "submit":

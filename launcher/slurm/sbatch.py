@@ -15,10 +15,10 @@ from electra_dist.store.regular_files import read_regular
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
-    """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
+    """Split the user's further sbatch options into pairs of name and value; a flag has the value "".
 
     Each option is `name=value` or `name`, with or without dashes in front, such as account=vision. A UserError means
-    that a name is missing, or is in `reserved`, the options that the script sets itself.
+    that a name is missing, or is one of `reserved`, the options that the script sets itself.
     """
     options = []
     for option in sbatch_options:

@@ -41,14 +41,14 @@ from launcher.slurm.sbatch import run_sbatch
 
 @dataclass(frozen=True, kw_only=True)
 class Submission(JobOptions):
-    """What a user wants to submit, not checked yet: the options of the job, the config file and overrides of it."""
+    """A user's request to submit a run, not checked yet: options of the job, config file, and config overrides."""
 
     config_file: Path
     overrides: tuple[str, ...] = ()  # `KEY=VALUE`, applied to the config
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
-    """Check a submission without writing anything; return the config, the content of the script, and nodes to exclude.
+    """Check a submission and write nothing; return the config, the values for the script, and the nodes to exclude.
 
     `command` is the command line as the user typed it, for the script's first comment. OtherNumerics is raised if a
     version with other random draws or rounding began the run, unless `submission.accept_new_numerics` is set.
@@ -101,9 +101,9 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    Without a chain, two jobs are submitted. The second one is the standby job: it waits until the first job has ended,
-    and continues the run if the first job could not be requeued. The first job cancels it when the run is finished. If
-    Slurm refuses a job, the jobs that it accepted before stay in the queue and are recorded.
+    Without a chain, two jobs are submitted. The second is the standby job: it waits until the first job has ended, and
+    continues the run if the first job could not be requeued. When the run is finished, the first job cancels the
+    standby job. If Slurm refuses a job, the jobs that it accepted before stay in the queue and are recorded.
     """
     script = Path(request.script_file)
     script_text = batch_script(request, excluded)
@@ -141,7 +141,7 @@ def with_absolute_paths(config: Config) -> Config:
 
     Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that has
     no such folder. With a relative path, the job would begin a new run there. URLs are not changed. Neither are
-    `train.init_from` and `train.init_generator_from`, because they are part of the identity of a run.
+    `train.init_from` and `train.init_generator_from`: with other values of these, the run would count as another run.
     """
     phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
     data = config.data.model_copy(
@@ -165,7 +165,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _readable_file(name: str) -> Path:
-    """Return the absolute path of the file that the user passed with --setup."""
+    """Return the absolute path of the file that the user passed with --setup; UserError if it cannot be read."""
     path = without_tilde(name).absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")
@@ -175,7 +175,7 @@ def _readable_file(name: str) -> Path:
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """Raise a UserError if this number of ranks cannot share `train.global_batch` evenly.
 
-    The error names the numbers of nodes that can. It comes at submission, not after hours in the queue.
+    The error lists numbers of nodes that work. The check is made at submission, not after hours in the queue.
     """
     train = config.train
     if train.fitting_micro_batch(num_nodes * ranks_per_node):
@@ -191,7 +191,7 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the run's next submission: one more than the highest in file names submission-0007.yaml."""
+    """Return the number of the run's next submission, from the names of files such as submission-0007.yaml."""
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
     names = [re.fullmatch(r"submission-(\d+)\.yaml", file.name) for file in config_files]
     return max((int(name[1]) for name in names if name is not None), default=0) + 1

@@ -12,8 +12,8 @@ from electra_dist.errors import UserError
 def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the config overrides of each run of a sweep: one run for each combination of values in `each`.
 
-    `each` holds texts `KEY=VALUE,VALUE,...`. The last override of a run sets its `run_dir`: the given folder with the
-    last word of each key and its value appended, for example runs/a-seed-1. An empty `each` gives one run without
+    `each` holds texts `KEY=VALUE,VALUE,...`. The last override of a run sets its own `run_dir`, such as runs/a-seed-1:
+    the given folder, followed by the last word of each key and the value. An empty `each` gives one run without
     overrides, [()]. A UserError means that a text has another format, its key is `run_dir`, or two runs would have the
     same folder.
     """
@@ -35,9 +35,9 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Return the arguments of `electra-dist submit` that submit one run of a sweep, with its overrides `changes`.
+    """Return the arguments of `electra-dist submit` for one run of a sweep, which has the overrides `changes`.
 
-    They are `arguments` without the options `--each`, and with each config override appended as `--set`.
+    They are `arguments` without the options `--each`, followed by `--set` with each override.
     """
     kept = []
     is_value_of_each = False

@@ -19,7 +19,7 @@ from electra_dist.run.heartbeat import Beat
 
 
 class HeartbeatTimes:
-    """Converter of Unix times in heartbeats to times of `clock`; make a new one each time the ranks are started."""
+    """Converter of Unix times in heartbeats to times of `clock`. Make a new one each time the ranks are started."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
@@ -31,7 +31,7 @@ class HeartbeatTimes:
         self._looked: dict[int, float] = {}  # rank -> time of the last call for this rank, by `clock`
 
     def translate(self, beats: Iterable[Beat]) -> list[Beat]:
-        """Return heartbeats, which were just read, with `time` and `phase_since` converted to seconds of `clock`."""
+        """Convert `time` and `phase_since` of heartbeats to seconds of `clock`. Call it just after reading them."""
         return [self._translate(beat) for beat in beats]
 
     def _translate(self, beat: Beat) -> Beat:
@@ -56,11 +56,11 @@ class HeartbeatTimes:
         return translated
 
     def _when(self, unix_time: float, earliest: float, latest: float) -> float:
-        """Convert a Unix time to a time of this object's clock, limited to the range from `earliest` to `latest`."""
+        """Convert a Unix time to a time of `clock`; a result outside of `earliest` to `latest` becomes that limit."""
         age_s = self._wall_clock() - unix_time
         return min(latest, max(earliest, self._clock() - age_s))
 
 
 def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
-    """Return whether two heartbeats come from the same process of a rank, which stayed in one phase between them."""
+    """Return whether a rank was the same process, in the same phase of its work, at both heartbeats."""
     return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)

@@ -23,7 +23,7 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event to report when the supervisor of `node` ends with exit code `code`; None: report nothing."""
+    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`; None: no event."""
     if node != 0 and code != EXIT_UNHEALTHY:
         return None
     return EVENTS.get(code)
@@ -38,7 +38,7 @@ def notify(
     log: Callable[[str], None],
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run a shell command that is told the event by environment variables; log one line if it fails or hangs.
+    """Run a shell command and pass it the event in environment variables; log one line if it fails or hangs.
 
     Blocks until the command ends. After `timeout_s` seconds, the command and its children are killed.
     """

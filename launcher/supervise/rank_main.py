@@ -38,8 +38,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rank whose number is in the variable RANK; record its pid and exit code in the `--state` folder.
 
-    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. If it raises an exception, the exit
-    code of a SystemExit, otherwise EXIT_CRASH, is recorded, and the exception is raised again.
+    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. An exception of `pretrain.main` is
+    raised again; the recorded exit code is then that of a SystemExit, otherwise EXIT_CRASH.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code that Python gives a process that ends by SystemExit: its number, 0 for None, 1 for text."""
+    """Return the exit code of a process that a SystemExit ends: the exception's number, 0 for None, 1 for a text."""
     if isinstance(system_exit.code, int):
         return system_exit.code
     has_message = bool(system_exit.code)
@@ -75,7 +75,7 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write a number to a file at once, so that no reader sees half of it; wait while the disk is full or away."""
+    """Write a number to a file in one atomic step; wait while the disk is full or away."""
 
     def write() -> None:
         with replacing(file) as out:

@@ -25,7 +25,7 @@ _LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which ranks run on which node (rank 0 first, node by node), which node this is, and where the ranks meet."""
+    """Number of ranks on each node, number of this node, and address at which all ranks connect to each other."""
 
     node: int  # number of this node, from 0
     slots: tuple[int, ...]  # number of ranks on each node
@@ -45,9 +45,9 @@ class Placement:
     ) -> Placement:
         """Build the placement from command-line options; UserError if they are wrong or contradict each other.
 
-        If `nodes` is None, there is one node for each line of `hostfile`, or one without a host file. If
-        `ranks_per_node` (ignored with `hostfile`) is None, each node has one rank per visible GPU, at least one. If
-        `port` is None, it is 29500 with several nodes, which also need an `address`, and any free port with one node.
+        With a `hostfile`, each line of the file names a node and the node's number of ranks. Otherwise there are
+        `nodes` nodes (None: one), each with `ranks_per_node` ranks (None: one per visible GPU, at least one). A `port`
+        of None means 29500 with several nodes, any free port with one. Several nodes also need an `address`.
         """
         if hostfile is None:
             slots = _equal_slots(nodes, ranks_per_node)
@@ -125,7 +125,7 @@ class Placement:
 
 
 def local_devices(root: Path = Path("/")) -> int:
-    """Return the number of visible GPUs, at least 1. It is counted without the driver, which can hang if faulty."""
+    """Return the number of visible GPUs, at least 1. The GPU driver is not used, because a faulty one can hang."""
     return max(1, len(visible_devices(os.environ, root)))
 
 

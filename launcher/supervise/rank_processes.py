@@ -39,10 +39,10 @@ _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays
 
 
 class RankProcesses:
-    """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block."""
+    """This node's rank processes of one start of the run. Call `start` once, and `close` in a `finally` block."""
 
     def __init__(self, mark: str) -> None:
-        """Make the folder `state` for the ranks' pids, exit codes and stacks; `mark` (of `mark_of`) names the run."""
+        """Make the folder `state` for the ranks' pids, exit codes and stacks. `mark` identifies the run and node."""
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.state = Path(self._folder.name)
@@ -52,7 +52,7 @@ class RankProcesses:
         self.started = time.monotonic()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the command from `Placement.command` in a new session with more environment variables; do not wait."""
+        """Run `command` (from `Placement.command`) in a new session, with `environment` added; do not wait for it."""
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
@@ -79,7 +79,7 @@ class RankProcesses:
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code of the ranks that wrote one, their last action; their processes may still exist."""
+        """Return rank -> exit code. A rank writes its code as its last action, so its process may still exist."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
@@ -111,8 +111,8 @@ class RankProcesses:
     def stacks(self) -> list[str]:
         """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
 
-        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s;
-        for a rank that has not answered by then, the lines state that.
+        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s. A
+        rank that has not answered by then gets the line "no answer within 3 s".
         """
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
@@ -160,13 +160,13 @@ class RankProcesses:
         return left
 
     def close(self) -> list[int]:
-        """Do what `kill` does, delete the state folder, and return the result of `kill`. Call no method after this."""
+        """Kill all processes, delete the state folder, and return the pids that `kill` returned. Call this last."""
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return rank -> the number in the file `NAME-RANK` of the state folder, for NAME "pid" or "exit"."""
+        """Read the files `NAME-RANK` of the state folder, where NAME is "pid" or "exit"; return rank -> number."""
         numbers = {}
         for file in self.state.glob(f"{name}-*"):
             rank = int(file.name.rpartition("-")[2])
@@ -175,17 +175,17 @@ class RankProcesses:
 
 
 def delete_old_state_folders(mark: str) -> None:
-    """Delete the state folders that killed supervisors of this run left on this node. First kill their processes."""
+    """Delete the state folders that killed supervisors of this run left on this node; their ranks must be dead."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if is_state_folder_of(folder, mark):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def condensed(stacks: str) -> list[str]:
-    """Shorten faulthandler's text on the stacks of all threads: one line per call, and equal stacks only once.
+    """Shorten the stacks of all threads, as faulthandler prints them: one line per call, equal stacks only once.
 
-    The number of threads comes before each stack: `2 threads:`, `  /a/b.py:7 wait`, .... The main thread is first,
-    and within a stack the innermost call.
+    A line such as `2 threads:` comes before each stack, and each call is a line such as `  /a/b.py:7 wait`. The main
+    thread comes first. The innermost call of a stack comes first.
     """
     # Each thread is a block: a heading such as "Thread 0x7f12 (most recent call first):", then one line per call.
     blocks = [block for block in stacks.strip().split("\n\n") if block]
@@ -205,7 +205,7 @@ def _short_call(line: str) -> str:
 
 
 def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes, and none grows any more."""
+    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes, and no file grows any more."""
     deadline = time.monotonic() + _STACK_WAIT_S
     sizes = dict(old_sizes)
     settled_at = deadline
@@ -219,7 +219,7 @@ def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int])
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal. Without one, the signal would end it or be ignored."""
+    """Return whether a process has a handler for signal `number`, so that the signal neither ends it nor is lost."""
     caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
     if not caught_mask:
         return False

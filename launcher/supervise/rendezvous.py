@@ -56,14 +56,14 @@ _ANNOUNCEMENT = TypeAdapter(_Announcement)
 
 
 class Rendezvous:
-    """Means by which one node's supervisor agrees with those of the other nodes on each start of the ranks.
+    """Agreement of one node's supervisor with the supervisors of the other nodes on each start of the ranks.
 
     A supervisor calls `start` before it starts its ranks, polls `news` while they run, and calls `end` after they have
     ended. `number` is the number of the start in which this node takes part; 0 before its first start.
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Read and write nothing yet. `port` is the first of 64; only a run on one node may pass None (any free)."""
+        """Touch no file. `port` is the first of 64 that starts use in turn; None (one node only): any free one."""
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
@@ -81,8 +81,8 @@ class Rendezvous:
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
-        The result is None, and this node must start no ranks, if another node's supervisor has ended, or if this node
-        waited for `timeout_s` seconds or until `give_up`, which it polls, returned True.
+        None means that this node must start no ranks: another node's supervisor has ended, or the wait has lasted for
+        `timeout_s` seconds, or `give_up`, which is polled during the wait, has returned True.
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
@@ -104,7 +104,7 @@ class Rendezvous:
         return None
 
     def begin_session(self) -> None:
-        """Append this job's session name, if it has one, to RUN/meeting/sessions, once; older jobs read it and end."""
+        """Append this job's session name, if any, once to RUN/meeting/sessions. Older jobs read that file and end."""
         if not self._session or self._has_begun_session:
             return
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Rendezvous:
         self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
-        """Report to the other nodes that this node's ranks ended with `code`; `final`: its supervisor ends, too."""
+        """Report the exit code of this node's ranks to the other nodes. `final`: this supervisor ends, too."""
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
         self._look(oldest_start=self.number - 1)  # puts the report of node 0 into the summary
 
@@ -143,10 +143,10 @@ class Rendezvous:
         return f"the ranks of node {first_end.node} have ended with exit code {first_end.code}"
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return the number of a node whose supervisor has ended, and the exit code for this node; None if none has.
+        """Return the number of another node whose supervisor has ended, and a code; None if no supervisor has ended.
 
-        After a crash or a user error of the other node, its exit code is returned. Otherwise it is EXIT_STOPPED,
-        because this node is not at fault.
+        The code is the one with which this node's supervisor must end: EXIT_CRASH or EXIT_USER_ERROR if the other
+        supervisor ended with it, otherwise EXIT_STOPPED, because this node is not at fault.
         """
         for end in self._of_other_nodes(self._look(oldest_start=self.number - 1)):
             if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
@@ -158,8 +158,8 @@ class Rendezvous:
     def taken_over(self) -> str:
         """Return the session name of the newer job that has replaced this node's job; "" if there is none.
 
-        If there is one, this node was cut off from the network, and it must not start ranks again. The result is also
-        "" if this job has no session name.
+        If there is a newer job, this node was cut off from the network, and must not start ranks again. The result is
+        also "" if this job has no session name.
         """
         if not self._session:
             return ""
@@ -174,7 +174,7 @@ class Rendezvous:
         return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start, so that this node must end its ranks, by a kill, and join."""
+        """Return whether node 0 has begun a newer start. This node must then kill its ranks and join that start."""
         if self._node == 0:
             return False
         return self._look(oldest_start=self.number).start > self.number
@@ -202,7 +202,7 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Return a port of the 64 from `first` on for start `number`: not the last start's, and if possible free."""
+        """Choose one of the 64 ports from `first` on for start `number`: never the last start's; if possible, free."""
         # The port of the start before is the next one if that start skipped ports in use, so it is left out.
         turn = number % NUM_PORTS
         ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
@@ -213,7 +213,7 @@ class Rendezvous:
         return other_ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
-        """Return the newest start and at least the reports on starts from `oldest_start` on; on node 0, write both."""
+        """Summarize the newest start and the reports since `oldest_start` or before; node 0 also writes a file."""
         if self._node == 0:
             ends = tuple(self._files.ends(since=self.number - 1))
             summary = Summary(start=self.number, port=self._announced_port, ends=ends)

@@ -15,7 +15,7 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """What is known about how this node's ranks ended after one start: ledger events and exit codes."""
+    """Facts on how this node's ranks ended: events of the ledger (the run's list of events), and exit codes."""
 
     events: Sequence[Record]  # the ledger's events since the ranks were started
     codes: Mapping[int, int]  # rank -> exit code that the rank wrote itself; a killed rank has none
@@ -32,12 +32,12 @@ class StartOutcome:
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure.
+    """Decide how a start of the ranks ended; return the exit code for this node, and the reason. Pure.
 
     The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run. If
-    one node is faulty, the ranks of all nodes end with EXIT_UNHEALTHY; the result is then EXIT_STOPPED on the sound
-    nodes, so that only the faulty one is left out of the next job. An end that nothing explains is EXIT_CRASH, the
-    only result after which the ranks are started again.
+    one node is faulty, the ranks of all nodes end with EXIT_UNHEALTHY. The sound nodes then get EXIT_STOPPED, so that
+    the next job leaves out only the faulty node. An end that nothing explains gives EXIT_CRASH; only then are the
+    ranks started again.
     """
     newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
@@ -68,9 +68,9 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no event that says so: wait, and read the ledger again.
+    """Return whether to read the ledger again: all ranks ended well, but no event in the ledger says so yet.
 
-    Rank 0, possibly on another node, writes the event before it ends, but a shared file system may show it late.
+    Rank 0, which may run on another node, writes this event before it ends. A shared file system may show it late.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}

@@ -78,8 +78,8 @@ class Supervisor:
         """Install signal handlers, and make this process the run's only supervisor on its node. No rank is started.
 
         `arguments` name the config; launcher/pretrain.py and preflight get them. `rank_options` are only for
-        launcher/pretrain.py. With a `session` (the job's name, equal on all its nodes), the supervisor ends once a
-        newer job has begun. A signal that comes while it waits for the lease raises KeyboardInterrupt.
+        launcher/pretrain.py. `session` is the job's name, the same on all nodes; with a name, the supervisor ends once
+        a newer job has begun. A signal during the wait for the lease raises KeyboardInterrupt.
         """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
@@ -103,7 +103,7 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
-        """Take the lease of the run folder; in a session, wait up to 180 s until an older job has ended its ranks."""
+        """Take the lease of the run folder. With a session name, wait up to 180 s for an older job to release it."""
         self._meeting.begin_session()
         return take_lease(
             self._run_dir,
@@ -121,7 +121,7 @@ class Supervisor:
     def check(self) -> int:
         """Run the preflight checks of this node; return 0 if `run` may be called, otherwise the exit code to end with.
 
-        They take at most 10 minutes, plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
+        The checks take at most 10 minutes. A new run may wait another `cluster.storage_patience_s` s for its storage.
         """
         patience_s = self._cluster.storage_patience_s
         first_rank = self._placement.ranks[0]
@@ -177,7 +177,7 @@ class Supervisor:
         delete_old_state_folders(self._mark)
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
-        """Return why this supervisor must end after a crash of its ranks; None if it may start them again."""
+        """Return why this supervisor must end after a crash of its ranks; None if it may start the ranks again."""
         if self._lease is not None:
             try:
                 self._lease.check()
@@ -235,7 +235,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return what is known about how the ranks ended; wait up to 60 s for rank 0's last event if it is missing."""
+        """Return how the ranks ended. Waits up to 60 s if all ended well but the ledger does not say so yet."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -244,7 +244,7 @@ class Supervisor:
         return end
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return what is known now about how the ranks ended: ledger events, exit codes, and new strikes."""
+        """Return what is known about the end of the ranks: exit codes, new ledger events, and new faults of nodes."""
         new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         # The only node of a run is always at fault.
@@ -257,7 +257,7 @@ class Supervisor:
         )
 
     def _strike_unhealthy_gpus(self) -> str:
-        """Check this node's GPUs after a crash; if one is unhealthy, record and return its fault; "" otherwise."""
+        """Check this node's GPUs after a crash. Record and return the fault of an unhealthy GPU; "" if all are fit."""
         node = node_name()
         findings = check_gpus(node)
         if exit_code(findings, node) != EXIT_UNHEALTHY:

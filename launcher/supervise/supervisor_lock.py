@@ -15,8 +15,8 @@ from electra_dist.store.atomic_files import writable
 def lock_node(run_dir: Path, node: int) -> int:
     """Take the lock that prevents a second supervisor of this run and node number on this host; UserError if taken.
 
-    Returns the descriptor of the lock file. Keep it open: the kernel releases the lock when it is closed or when this
-    process ends, also after a kill. On a file system without locks nothing is locked.
+    Returns the descriptor of the lock file. Keep this descriptor open: the kernel releases the lock when it is closed,
+    or when this process ends in any way. On a file system without locks nothing is locked.
     """
     # The host name is in the file's name, so that a supervisor that is cut off from the network does not block the one
     # that takes over its node number on another host.

@@ -12,7 +12,7 @@ from electra_dist.store.atomic_files import writable
 
 
 class Log:
-    """Log of one supervisor: call the object with a text to write it to stdout and to RUN/supervise-NODE.log."""
+    """Log of one supervisor. Calling the object with a text writes the text to stdout and RUN/supervise-NODE.log."""
 
     def __init__(self, run_dir: Path, node: int) -> None:
         path = supervise_log(run_dir, node)
@@ -20,7 +20,7 @@ class Log:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __call__(self, text: str) -> None:
-        """Write one line to stdout and, after the time in UTC, to the log file; a failed write raises no exception."""
+        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         print(printable(f"supervise: {text}"), flush=True)
         try:

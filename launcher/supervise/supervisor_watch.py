@@ -48,7 +48,7 @@ def is_state_folder_of(state: Path, mark: str) -> bool:
 
 
 def read_supervisor(state: Path) -> ProcessIdentity:
-    """Read from a state folder which process, the supervisor, made it."""
+    """Return the process that made a state folder: the supervisor of the ranks that use the folder."""
     return ProcessIdentity(**json.loads((state / _SUPERVISOR_FILE).read_text("ascii")))
 
 

@@ -92,8 +92,9 @@ class StartMonitor:
     def until_over(self) -> str:
         """Block until all ranks of this node have ended or should be killed; return the reason for a kill, or "".
 
-        The result is "" if all ranks have ended, or if a rank was lost and the others did not end within 10 s; the
-        exit codes show that. The caller must kill the remaining ranks, and judge the end by `start_outcome.outcome`.
+        The result is "" if all ranks have ended. It is also "" if ranks, here or on another node, were killed or
+        crashed, and the others have had 10 s to end. The caller must kill the remaining ranks, and then call
+        `start_outcome.outcome` to judge how the start ended.
         """
         while True:
             self._folder.round_begins()
@@ -123,7 +124,7 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs, and DeepSpeed's launcher will start none any more."""
+        """Return whether no rank of this node runs, and DeepSpeed's launcher will not start one any more."""
         if alive:
             return False
         # At first no rank has been started, so it is not enough that none runs.
@@ -132,7 +133,7 @@ class StartMonitor:
         return launcher_has_ended or all_wrote_codes
 
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Kill DeepSpeed's launcher once ranks begin to end, because it would kill the others; log it if it ended."""
+        """Kill DeepSpeed's launcher once ranks begin to end, because it would then kill ranks that still save."""
         if not self._has_launcher:
             return
         # The launcher would kill the other ranks 30 s after the first one ended with a code other than 0. It must live
@@ -159,7 +160,7 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log newly lost ranks; after the first loss here, or `news` of another node, give the other ranks 10 s."""
+        """Log ranks that were killed or crashed. From the first one or the first `news` on, the others have 10 s."""
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
         if lost and lost != self._lost:
@@ -176,7 +177,7 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
-        """Return this node's hung ranks, the likely culprit first; [] within 0.5 s of the last check."""
+        """Return this node's hung ranks, the likely culprit first; [] if the last check was under 0.5 s ago."""
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
@@ -200,7 +201,7 @@ class StartMonitor:
         return silent + self._find_lingering(alive, done.union(codes), now)
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
-        """Return, as hung, the ranks that finished their work over 120 s ago but whose process still exists."""
+        """Return the ranks that finished their work over 120 s ago but whose process still exists, as hung ranks."""
         for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)
         return [
@@ -224,7 +225,7 @@ class StartMonitor:
         self._report.await_other_nodes()
 
     def _describe_ranks(self, why: str) -> None:
-        """Write `why` and the stacks of this node's ranks to log and hang report; add NCCL's records to the report."""
+        """Write `why` and the stacks of this node's ranks to the log and, with NCCL's records, to the hang report."""
         self._log(why)
         request_nccl_traces(self._ranks.state)
         stacks = self._ranks.stacks()
@@ -233,7 +234,7 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
-        """Return whether another node has found a hung rank; False within a second of the last check."""
+        """Return whether another node has found a hung rank; False if the last check was under a second ago."""
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

@@ -107,7 +107,7 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
 
 def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
     """Return (seconds of kept steps, seconds of repeated steps, number of repeated steps).
-    A step is kept if the next start resumed from a checkpoint that contains it, and in the last start.
+    A step is kept if the next start resumed from a checkpoint that contains the step, or if no start followed.
     """
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
@@ -161,7 +161,7 @@ def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
 
 
 def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
-    """Return the seconds from the save of a checkpoint to the event `resume`; None if the ledger lacks the save."""
+    """Return the age in seconds of the checkpoint that event `resume` restored; None if its save is not recorded."""
     saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
     if not saves:
         return None

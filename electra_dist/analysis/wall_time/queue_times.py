@@ -13,7 +13,7 @@ from electra_dist.run.jsonl import Record
 def queue_and_boot_of_starts(
     ledger: Sequence[Record], jobs: Sequence[Record], starts: Sequence[RunStart]
 ) -> list[tuple[float, float]]:
-    """Return for each start of the run (seconds in Slurm's queue, seconds from job start to process start)."""
+    """Return for each start of the run (seconds in Slurm's queue, seconds from begin of the job to the process)."""
     begins = [job for job in jobs if job["event"] == "begin"]
     queue_and_boot_s = []
     previous_index = -1
@@ -28,7 +28,7 @@ def queue_and_boot_of_starts(
 
 
 def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return (queue, boot) in seconds: `queue` of all jobs that led to one start, `boot` of the last of them."""
+    """Return (queue seconds of all jobs that led to one start, seconds from the last job's begin to the process)."""
     queue_s = 0.0
     boot_s = 0.0
     busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already

@@ -86,7 +86,7 @@ def start_indexes(ledger: Sequence[Record]) -> list[int]:
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
-    """Return a start's later events, by its number, as an earlier start that was cut off may write events late."""
+    """Return the later events of the start at `index`; late events that carry another start's number are left out."""
     attempt = ledger[index].get("attempt")
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
@@ -97,7 +97,7 @@ def _newest_progress(start_event: Record, progress: Sequence[Record]) -> Record:
 
 
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
-    """Return the seconds that a start spent by activity: its newest `spent_s`, or an estimate for an older ledger."""
+    """Return activity -> seconds of a start: its newest `spent_s`, or an estimate if an older ledger has none."""
     newest = _newest_progress(start_event, progress)
     if "spent_s" in newest:
         return newest["spent_s"]

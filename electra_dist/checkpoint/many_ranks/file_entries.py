@@ -36,13 +36,13 @@ class Entries(BaseModel):
 
 
 def has_runs(state: RunState) -> bool:
-    """Return whether a run is so large that file headers list a checkpoint's tensors, not its manifest (format 3)."""
+    """Return whether a run has too many tensors for a manifest, so that the file headers list them (format 3)."""
     return is_too_long_a_list(state.zero_stage, len(state.shapes), state.world_size)
 
 
 def entries_of_file(state: RunState, file: FileEntry) -> Entries:
-    """Return the entry of a rank's file, to be read by rank 0; in format 3, with ranges in place of its tensors.
-    The tensors of a parameter must follow one another in `file`.
+    """Return the manifest entry of a rank's file in the form that rank 0 reads.
+    In format 3, a range of each parameter replaces the list of tensors, so a parameter's tensors must be adjacent.
     """
     if not has_runs(state):
         return Entries(files=(file,))
@@ -79,8 +79,8 @@ def submit(target: Store, folder: str, rank: int, state: RunState, file: FileEnt
 def merge_group(
     target: Store, folder: str, group: int, world_size: int, timeout_s: float, give_up: Callable[[], bool]
 ) -> None:
-    """Wait for the entries of a group's ranks, merge them into one object, and delete them. The group's leader only.
-    It may be called again after a failure. Raises TimeoutError as `wait_for` does.
+    """Wait for the manifest entries of a group's ranks, merge them into one object, and delete the single ones.
+    For the group's leader only, who may call it again after a failure. Raises TimeoutError as `wait_for` does.
     """
     keys = keys_of_group(folder, group, world_size)
     if not target.exists(merged_key(folder, group)):
@@ -117,7 +117,7 @@ def read_entries(target: Store, keys: Sequence[str]) -> Entries:
 
 
 def _write(target: Store, key: str, entries: Entries) -> None:
-    """Write entries as JSON, after a first line with its SHA-256, by which `_read` detects changed bytes."""
+    """Write entries as JSON, after a line with the JSON's SHA-256, which `_read` compares."""
     data = entries.model_dump_json().encode()
     digest = hashlib.sha256(data).hexdigest().encode()
     target.write(key, digest + b"\n" + data)

@@ -43,7 +43,7 @@ def num_elements(runs: Iterable[Run]) -> int:
 
 
 def join(name: str, pieces: Sequence[Parts]) -> Parts:
-    """Join the run-length codes of one parameter from consecutive groups of ranks; merge neighbours of equal size.
+    """Join the run-length codes that consecutive groups of ranks have for one parameter into one code.
     Raises TornCheckpoint if one group's elements do not begin where those of the previous group end.
     """
     start = None  # first element of all groups
@@ -66,8 +66,8 @@ def join(name: str, pieces: Sequence[Parts]) -> Parts:
 
 def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> None:
     """Raise TornCheckpoint unless the parts in all files add up to the `numel` elements of a parameter.
-    Each part begins where the part in the file before it ends, from element 0 on, so every element is then in one
-    part.
+    Parts follow one another without gaps, in the order of the files. So if their sizes add up, every element is in
+    exactly one part.
     """
     has_impossible_run = any(count < 1 or size < 0 for count, size in runs)
     num_coded_files = sum(count for count, _ in runs)

@@ -22,7 +22,7 @@ def group_size(world_size: int) -> int:
 
 
 def led_group(rank: int, world_size: int) -> int | None:
-    """Return the number of the group of ranks that a rank leads, as its last rank; None if it leads none."""
+    """Return the number of the group that a rank leads, because it is the group's last rank; None if it leads none."""
     size = group_size(world_size)
     if size == 1:
         return None
@@ -31,7 +31,7 @@ def led_group(rank: int, world_size: int) -> int | None:
 
 
 def entry_key(folder: str, rank: int, world_size: int) -> str:
-    """Return the key of a rank's entry: FOLDER/rank-00003.json or, with groups, FOLDER/group-00000/rank-00003.json."""
+    """Return the key of a rank's manifest entry, FOLDER/rank-00003.json or FOLDER/group-00000/rank-00003.json."""
     size = group_size(world_size)
     if size == 1:
         return f"{folder}/rank-{rank:05d}.json"

@@ -31,7 +31,7 @@ _SEED = 0  # of the replacements, equal for all runs
 
 
 class ContextMeasure(Measure):
-    """Measure of how well an encoder, without training, finds tokens that were replaced by tokens of other places."""
+    """Measure of how well an encoder, without fine-tuning, finds tokens replaced by tokens from other places."""
 
     name = CONTEXT_AUC
     metric = "ROC-AUC"
@@ -54,7 +54,7 @@ class ContextMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the ROC-AUC of the replaced tokens; None if the rows have no two different tokens."""
+        """Return the ROC-AUC of replaced against original tokens; the value is None if no two tokens are different."""
         if not self._is_replaced.any():
             return Measured(value=None, failures=("the held-out rows have no two different tokens",))
         scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)

@@ -18,7 +18,7 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 
 class BuiltInPairsMeasure(Measure):
-    """Measure of how often an encoder, without training, prefers the grammatical sentence of a built-in minimal pair.
+    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a generated pair.
     The two sentences of a pair differ in one word, which is wrongly singular or plural in one of them.
     """
 
@@ -31,12 +31,12 @@ class BuiltInPairsMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind."""
+        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
         return _of_pair_scores(score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress))
 
 
 class PairFilesMeasure(Measure):
-    """Measure of how often an encoder, without training, prefers the grammatical sentence of a pair in a file."""
+    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file."""
 
     metric = "accuracy"
 
@@ -51,12 +51,12 @@ class PairFilesMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind."""
+        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
         return _of_pair_scores(score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
 
 
 class TreebankMeasure(Measure):
-    """Measure of how well a probe finds the parts of speech or the heads of words in an encoder's frozen states."""
+    """Measure of how well a probe of frozen states finds the parts of speech or the syntactic heads of words."""
 
     metric = "accuracy"
 
@@ -70,7 +70,7 @@ class TreebankMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the accuracy on the words of the test sentences, at the layer chosen on training data."""
+        """Return the accuracy on the words of the test sentences, at the layer chosen on held-out training data."""
         result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
         return Measured(
             value=result.score,

@@ -14,7 +14,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Score of one encoder by one measure, with its standard error and the scores of its parts or layers."""
+    """Score of one encoder by one measure, with its standard error and scores of single layers or kinds of pairs."""
 
     value: float | None  # a fraction; None if there is no score, for example because every fine-tuning run diverged
     failures: tuple[str, ...] = ()  # why there is no score, or why seeds of fine-tuning count as failed, one line each
@@ -33,8 +33,8 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score an encoder, for example by fine-tuning a copy of it on a task; its own weights are not changed.
-        Raises UserError if the measure cannot score it, for example because it lacks a pretraining head.
+        """Score an encoder, for example by fine-tuning a copy of it on a task; the encoder itself is not changed.
+        Raises UserError if the encoder cannot be scored, for example because it has no pretraining head.
         """
 
 

@@ -17,9 +17,9 @@ from electra_dist.finetune.texts.text_task import TextTask
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
-    """Read the data of all tasks of a comparison; return the measures in the order of the config, then minimal pairs.
-    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes
-    of its encoder decide the default settings of fine-tuning.
+    """Read the data of a comparison; return a measure for each task, in the config's order, then for minimal pairs.
+    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes of its encoder
+    decide the default settings of fine-tuning.
     """
     measures: list[Measure] = []
     model = cell.config.model

@@ -15,10 +15,10 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 
 
 class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts: by a linear probe of its frozen states, or fine-tuned."""
+    """Measure of how well an encoder solves a task on texts: with a linear probe of frozen states, or fine-tuned."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Take the task and how to score it; a linear probe uses only the settings for turning texts into examples."""
+        """Store the task and how to score it; a linear probe uses only the settings that turn texts into examples."""
         self.name = name
         self.metric = task.metric
         self.at = entry.at
@@ -33,7 +33,8 @@ class TaskMeasure(Measure):
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
-        It is None if all seeds diverged. Each seed that diverged or predicts the same for all examples is a failure.
+        The score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
+        all examples.
         """
         device = device_of_choice()
         if self._entry.how == "probe":

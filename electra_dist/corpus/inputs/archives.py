@@ -1,11 +1,11 @@
 """Read the texts in tar and zip archives, among them WebDataset shards that others wrote.
 
-Guarantee: each member of known kind is read once, in the order of the archive; every other one is counted with its
-reason. A tar that was cut off or has a damaged header is an error, even where Python's tarfile takes the damage for
-the end of the archive.
+Guarantee: each member of known kind is read once, in the order of the archive; every other one is counted with the
+reason why it is left out. A tar that was cut off or has a damaged header is an error, even where Python's tarfile
+takes the damage for the end of the archive.
 
-How: consecutive members whose names differ in their ending only are one sample, by the `webdataset` package. The
-ending is everything after the first dot of the file name, as in WebDataset.
+How: the `webdataset` package joins consecutive members whose names differ only in their ending to one sample. The
+ending is everything after the first dot of the file name.
 
     .TEXT_FIELD                one document, whatever the ending is (TEXT_FIELD is --text-field)
     .txt, .md                  each is one document, blank lines or not; left out beside .TEXT_FIELD
@@ -42,7 +42,7 @@ _READ_BYTES = 1 << 20
 
 
 class _Member(NamedTuple):
-    """One regular file in an archive, whose content is read only if it is asked for."""
+    """One regular file in an archive; its content is read only when `read` is called."""
 
     name: str
     read: Callable[[], bytes]
@@ -60,11 +60,11 @@ class ArchiveReader:
         *,
         with_fields: bool = False,
     ) -> None:
-        """Count the members that are read in `members_read`, by ending, and the others in `skipped`.
+        """Store where to count: `members_read` counts the members that are read, by ending, and `skipped` all others.
 
         `text_field` has two meanings. In a JSON or table member it names the field or column that holds the text. It
         is also a file ending: with "caption", each member *.caption is read as one document of plain text.
-        `with_fields` adds the other cells of a table's row to its document. `name` is that of the archive, for the
+        `with_fields` adds the other cells of a table's row to its document. `name` is the archive's name in the
         report.
         """
         self._name = name
@@ -74,7 +74,7 @@ class ArchiveReader:
         self._skipped = skipped
 
     def documents(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
-        """Yield the documents of a decompressed "tar" or "zip" archive, undecoded; a zip archive must be seekable.
+        """Yield the undecoded documents of a decompressed archive, "tar" or "zip"; a zip stream must be seekable.
 
         Raises one of `DAMAGED_FILE_ERRORS` (`formats.py`) if the archive is damaged, cut off or encrypted.
         """
@@ -92,7 +92,7 @@ class ArchiveReader:
             yield from self._documents_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
-        """Yield name and content of the members of known kind, in the form that webdataset takes; count the others."""
+        """Yield name and content of each member of known kind, as a dict for webdataset; count the other members."""
         from webdataset.tariterators import base_plus_ext
 
         for member in members:
@@ -107,7 +107,7 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of one WebDataset sample: lower-case ending -> content, and `__key__` -> name."""
+        """Yield the documents of a WebDataset sample, a dict of lower-case ending -> content and `__key__` -> name."""
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -129,7 +129,7 @@ class ArchiveReader:
             self._members_read[ending_of(name)] += 1
 
     def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
-        """Yield the documents of one member.
+        """Yield the documents of one file in the archive.
 
         A .json member that cannot be parsed gives one document with its whole content. The decoding of that document
         then fails, and the build counts the document as broken JSON.
@@ -146,7 +146,7 @@ class ArchiveReader:
         yield from values
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
-        """Return the kind of members with a lower-case ending such as "2.json.gz"; None if they are left out."""
+        """Return the kind of a member by its lower-case ending, such as "2.json.gz"; None if it is left out."""
         if self._is_text_field_ending(ending):
             return _ONE_TEXT
         kind = kind_of(f"member.{ending}")
@@ -190,7 +190,7 @@ class ArchiveReader:
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    """Return the content of a member; raise OSError above 256 MiB, which a sparse one may have in a small archive."""
+    """Return the content of a member; raise OSError above 256 MiB, which a sparse file in a small archive may have."""
     _check_size(member.name, member.size)
     return content.read()
 
@@ -210,7 +210,7 @@ def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 class _WatchedStream:
-    """Stream of a tar archive that remembers the newest bytes, to check how the archive ends."""
+    """Stream of a tar archive that keeps the newest bytes, so that `check_end` can examine the archive's end."""
 
     _KEPT_BYTES = 1 << 16  # more than tarfile reads ahead
 
@@ -226,10 +226,10 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Raise OSError or EOFError unless zeros, at least 512 of them, follow `offset`, the end of the last member.
+        """Raise OSError or EOFError unless at least 512 zeros and nothing else follow the last member's end, `offset`.
 
-        A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
-        end of a file that was cut off between two members.
+        A tar ends with two blocks of 512 zeros. tarfile stops without an error at a damaged header, and at the end of
+        a file that was cut off between two members.
         """
         num_bytes = self._position - offset
         rest = self._newest[len(self._newest) - num_bytes :]

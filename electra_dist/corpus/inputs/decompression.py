@@ -25,10 +25,10 @@ _PIECE_BYTES = 1 << 10  # of a zstd file: a block of 4 bytes may stand for 128 K
 
 
 def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
-    """Return a stream of the decompressed bytes of a file, which the caller opens and closes; nothing is read yet.
+    """Return a stream of a file's decompressed bytes; nothing is read yet. The caller opens and closes `raw`.
 
-    `compression` is ".gz", ".bz2", ".xz", ".zst" or "", for which `raw` itself is returned. Damage shows when the
-    stream is read, as one of `DAMAGED_FILE_ERRORS` (`formats.py`).
+    `compression` is ".gz", ".bz2", ".xz", ".zst" or "", for which `raw` itself is returned. A damaged file raises one
+    of `DAMAGED_FILE_ERRORS` (`formats.py`) when the stream is read.
     """
     if compression == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)
@@ -60,7 +60,7 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
 class _ZstdFile(io.RawIOBase):
     """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
 
-    The reader of the zstandard package is not used: it treats a file that was cut off as complete.
+    The reader of the zstandard package is not used, because it treats a file that was cut off as complete.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -75,7 +75,7 @@ class _ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer`; return the number of bytes, 0 at the end; raise EOFError if the file ends within a frame."""
+        """Write decompressed bytes to `buffer`; return their number, 0 at the end; EOFError for a cut-off frame."""
         while not self._ready:  # a block of compressed bytes may give no output
             compressed = self._raw.read(_PIECE_BYTES)
             if not compressed and self._inside_frame:
@@ -89,7 +89,7 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self, compressed: bytes) -> bytes:
-        """Decompress the next bytes of the file, which may end within a frame and may hold several.
+        """Decompress the next bytes of the file; they may hold several frames and end within a frame.
 
         Each frame gets a new decompressor, because a decompressor of zstandard stops at the end of its frame.
         """
@@ -106,5 +106,5 @@ class _ZstdFile(io.RawIOBase):
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:
-        """Return a decompressor for one frame with a window of up to 2 GiB, as `zstd --long=31` writes them."""
+        """Return a decompressor for one frame; its window may be 2 GiB, the size that `zstd --long=31` uses."""
         return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

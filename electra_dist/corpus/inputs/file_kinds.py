@@ -41,9 +41,10 @@ class FileKind(NamedTuple):
 
 
 def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
-    """Return the kind of a file by the endings of its name or path, in any case of letters; None if it is unknown.
+    """Return format and compression of a file by the endings of its name, in any letter case; None if unknown.
 
-    `a.parquet.gz` is unknown, because parquet is compressed within the file. `with_pages` adds the endings of `PAGES`.
+    `a.parquet.gz` is unknown, because parquet is compressed within the file. `with_pages` also accepts HTML and WARC
+    files.
     """
     endings = _endings(name)
     compression = ""
@@ -59,10 +60,11 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether the name of a file below an input folder marks it as no data, as for Spark, pandas and pyarrow.
+    """Return whether a file's name marks it as no data, so that a search of its folder leaves it out.
 
-    It does for a parquet table if its name or a folder's begins with an underscore, except partitions (`_year=2024`),
-    and for every file in the folders `_temporary` and `_delta_log`, which Spark makes. `_posts/a.md` is text.
+    As in Spark, pandas and pyarrow, a parquet table is left out if its name or a folder's name begins with an
+    underscore, except for partitions (`_year=2024`). So are all files in Spark's folders `_temporary` and
+    `_delta_log`. `_posts/a.md` is text.
     """
     parts = PurePosixPath(name).parts
     if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):
@@ -73,7 +75,7 @@ def is_no_data(name: str) -> bool:
 def ending_of(name: str) -> str:
     """Return the ending under which reports count a file: ".txt", ".json.gz", or `NO_ENDING` for a name without one.
 
-    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all digits.
+    An ending counts only if it consists of one to ten letters, digits or `_`, and not of digits alone.
     """
     endings = _endings(name)
     num_parts = 2 if endings and endings[-1] in COMPRESSIONS else 1

@@ -58,19 +58,19 @@ class FoundInputs(NamedTuple):
 
 
 def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:
-    """Return the input files that `paths` name, in reading order; `search_inputs` also counts those left out."""
+    """Return the input files at `paths` in reading order; `search_inputs` also counts what is left out."""
     return search_inputs(paths, endpoint_url).files
 
 
 def search_inputs(
     paths: Sequence[str | Path], endpoint_url: str | None = None, *, with_pages: bool = False
 ) -> FoundInputs:
-    """Find the input files that `paths` name, and count everything found that is not read.
+    """Find the input files at `paths`, and count everything found there that is not read.
 
     A path is a file with a known ending, a folder, an s3:// URL of either, or a brace pattern of files or URLs such as
-    `shard-{000000..000099}.tar`. If two paths lead to one file, the first one gives it its name. `with_pages` also
-    finds HTML pages and WARC files, which a corpus build does not read. Raises UserError if a path is missing, of
-    unknown kind or unreadable, or if no file was found.
+    `shard-{000000..000099}.tar`. A file at which two paths lead is read once, under its name below the first path.
+    `with_pages` also finds HTML pages and WARC files, which a corpus build does not read. Raises UserError if a path
+    is missing, of unknown kind or unreadable, or if no file was found.
     """
     search = _Search(endpoint_url, with_pages)
     for path in paths:
@@ -98,7 +98,7 @@ class _Search:
         self._store_of_url: dict[str, Store] = {}  # one client for all files of a brace pattern
 
     def add(self, given: str) -> None:
-        """Add the file, the folder or the files of the brace pattern that the user gave as --input."""
+        """Add the files of one --input: a file, a folder, a brace pattern, or an s3:// URL."""
         is_remote = given.startswith("s3://")
         source = encodable(given.rstrip("/") if is_remote else os.path.normpath(given))
         paths = paths_of_input(given)
@@ -148,8 +148,9 @@ class _Search:
     def _add_remote(self, url: str, source: str) -> None:
         """Add an object on S3, or all objects below the URL.
 
-        A URL with a known file ending, such as .parquet, is taken for an object or, if there is none, for a folder
-        (Spark makes folders of such names). If it ends with a slash, the folder is looked for first.
+        A URL with a known file ending, such as .parquet, is taken for an object. If there is no such object, the URL
+        is taken for a folder, because Spark makes folders with such names. After a slash at the end, the folder is
+        tried first.
         """
         may_be_object = self._kind_of(url) is not None
         if may_be_object and not url.endswith("/"):
@@ -196,7 +197,7 @@ class _Search:
 
 
 def paths_of_input(given: str) -> list[str]:
-    """Return the paths that an input names: `a-{00..02}.tar` names a-00.tar, a-01.tar and a-02.tar, as in bash."""
+    """Return the paths that an input stands for; braces expand as in bash: `a-{0..2}.tar` gives a-0.tar to a-2.tar."""
     if "{" not in given or ("://" not in given and Path(given).exists()):
         return [given]
     try:
@@ -208,7 +209,7 @@ def paths_of_input(given: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return the source of a file in an input folder: in "texts", "texts/wiki" for wiki/a.txt, "texts" for a.txt."""
+    """Return a file's source: in the input folder texts, "texts/wiki" for wiki/a.txt, and "texts" for a.txt."""
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
 

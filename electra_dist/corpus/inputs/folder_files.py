@@ -2,7 +2,7 @@
 
 Guarantee: each file and link below the folder is yielded or counted. Real folders are searched first, sorted by path,
 then folders that a link leads to. A folder that was searched before is not searched again, which also ends cycles of
-links. If a link leads to a folder that is also searched itself, its files therefore have the names of the real path. A
+links. If a folder is reached by a real path and by a link, its files therefore have the names of the real path. A
 folder that may not be listed is an error.
 """
 
@@ -36,7 +36,7 @@ def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = 
 
 
 def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
-    """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read."""
+    """Return why an entry of a folder is left out, as a key of `SKIP_REASONS`; None if the entry is read."""
     try:
         if not path.exists():  # the target is missing, or links lead to one another in a circle
             return "broken_link"
@@ -54,10 +54,10 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
 def _walk(
     start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
 ) -> Iterator[Path]:
-    """Yield the paths of all visible files in the folder `start` and in the real folders below it.
+    """Yield the paths of all visible files in the folder `start` and its real sub-folders; no link is followed.
 
-    `searched` has device and inode of the folders that were searched, and grows. `linked` receives the links to
-    folders, which are not followed. `skipped` counts what is hidden and folders that were searched before, with names
+    Three arguments are changed. `searched` gets device and inode of each folder, and `linked` gets the links to
+    folders, for the caller to follow later. `skipped` counts hidden entries and folders searched before, by names
     relative to `root`.
     """
     waiting = [start]

@@ -48,11 +48,11 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 def read_format(
     file_format: str, stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False
 ) -> Iterator[RawDocument]:
-    """Yield the documents of one decompressed file, undecoded; a CSV or TSV file closes the stream at its end.
+    """Yield the undecoded documents of one decompressed file; a CSV or TSV file closes the stream at its end.
 
-    `file_format` is a value of `FORMATS` that is no archive. `text_field` is the column of a table that holds the text
-    (NoTextColumn if it is missing), and `with_fields` adds the other cells. A JSON record is yielded whole; `decode`
-    finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a file that is damaged or cut off.
+    `file_format` is a value of `FORMATS`, but no archive. `text_field` is the column of a table that holds the text
+    (NoTextColumn if it is missing), and `with_fields` keeps the other cells, too. A JSON record is yielded whole,
+    because `decode` finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a file that is damaged or cut off.
     """
     if file_format == "jsonl":
         for line in lines_of(stream):
@@ -75,7 +75,7 @@ def read_format(
 
 
 def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the file as one document without ASCII white space at its ends; nothing if it has only that."""
+    """Yield the whole file as one document, stripped of ASCII white space; yield nothing if no text is left."""
     text = read_whole(stream).strip()
     if text:
         yield RawDocument(text, is_json=False)
@@ -84,9 +84,9 @@ def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
     """Yield the blocks of text between blank lines, stripped of white space.
 
-    The text after the last blank line of what was read is an unfinished document, which is joined to the next bytes
-    and searched again. Each read is at least as large as that text, so that the time stays linear even for a huge
-    document.
+    The file is read piece by piece. The text after the last blank line of a piece is an unfinished document, to which
+    the next piece is joined. A piece is at least as large as the unfinished text, so that the time stays linear even
+    for a huge document.
     """
     unfinished = b""
     while block := stream.read(max(READ_BYTES, len(unfinished))):
@@ -130,7 +130,7 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
-    """Read the headers of a record and the empty line after them, as {b"warc-type": b"conversion", ...}."""
+    """Read the headers of a WARC record and the empty line after them; return {b"warc-type": b"conversion", ...}."""
     headers: dict[bytes, bytes] = {}
     num_bytes_left = _MOST_HEADER_BYTES
     while line := stream.readline(num_bytes_left + 1):

@@ -7,7 +7,7 @@ How: if the first line is a whole object, the file is read line by line (such a 
 another name, as in C4). Otherwise Python's JSON parser finds the end of each value in a window of the text, which
 grows until it holds a whole value.
 
-Limits: a value of more than 256 MiB of text is an error; a broken one would be searched to the end of the file.
+Limits: a value of more than 256 MiB of text is an error, so that a broken value does not load the whole file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a line is one whole JSON object, so that the file is JSON lines."""
+    """Return whether a line is one whole JSON object, which means that the file is JSON lines."""
     try:
         return isinstance(json.loads(line.decode("utf-8-sig", "replace"), strict=False), dict)
     except (ValueError, RecursionError):
@@ -47,7 +47,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _values(window: _Window) -> Iterator[bytes]:
-    """Yield the elements of a JSON array, or JSON values that follow one another, as the bytes in the file."""
+    """Yield the bytes of each JSON value in a file: the elements of an array, or values that follow one another."""
     in_array = window.next_character() == "["
     if in_array:
         window.skip_character()
@@ -66,7 +66,7 @@ def _values(window: _Window) -> Iterator[bytes]:
 
 
 class _Window:
-    """Text of a file that is read piece by piece: the part in memory, and the position to which it is parsed.
+    """Window on a JSON text that is read piece by piece: the text in memory, and the position of the parser in it.
 
     Bytes that are not UTF-8 become surrogates, which can be turned back into the same bytes.
     """
@@ -79,7 +79,7 @@ class _Window:
         self._position = 0
 
     def next_character(self) -> str:
-        """Move to the next character that is not white space and return it; "" at the end of the file."""
+        """Move to the next character that is not white space, and return that character; "" at the end of the file."""
         while True:
             while self._position < len(self._text):
                 character = self._text[self._position]

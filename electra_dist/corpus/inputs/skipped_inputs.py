@@ -22,7 +22,7 @@ MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact al
 
 
 def encodable(name: str) -> str:
-    r"""Return the name of a file with bytes that are not UTF-8 as escapes (`\udcff`), so that JSON can hold it."""
+    r"""Return a file's name with escapes such as `\udcff` for bytes that are not UTF-8, so that JSON can hold it."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -37,7 +37,7 @@ class SkippedInputs:
         self.names: dict[str, list[str]] = defaultdict(list)  # reason -> the first MAX_NAMES names
 
     def add(self, reason: str, name: str) -> None:
-        """Count a left-out input; `name` is its path below the input folder, or "wiki/a.tar: 1.jpg" in an archive."""
+        """Count a left-out input. `name` is its path below the input folder; in an archive, "wiki/a.tar: 1.jpg"."""
         assert reason in SKIP_REASONS
         self.counts[reason, ending_of(name)] += 1
         if len(self.names[reason]) < MAX_NAMES:
@@ -60,7 +60,7 @@ class SkippedInputs:
         return "; ".join(parts)
 
     def joined(self, other: SkippedInputs) -> SkippedInputs:
-        """Return a new counter with the sums of both counters, and the names of this one before those of `other`."""
+        """Return a new counter with the sums of this counter and `other`; the names in this counter come first."""
         both = SkippedInputs()
         both.counts = self.counts + other.counts
         for reason in SKIP_REASONS:

@@ -4,11 +4,11 @@ CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two
 has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
 the columns.
 
-A column holds text if its values are strings or bytes, however pyarrow stores them: with 32-bit or 64-bit offsets, as
-views, or once each in a dictionary or in runs. A column of nulls only gives documents without text.
+A column holds text if its values are strings or bytes, in any form of pyarrow: with 32-bit or 64-bit offsets, as
+views, dictionary-encoded or run-end-encoded. A column that has only nulls gives documents without text.
 
-Arrow reads from memory or from a file that it opens itself, and where it can without threads: if one of its threads
-still holds an object of Python when the interpreter ends, the process is aborted.
+Arrow reads its own memory or a file that it opens itself, and uses no threads where that can be chosen. Otherwise a
+thread of Arrow that holds a Python object when the interpreter ends would abort the process.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NoTextColumn(Exception):
     """Exception for a table without a column that holds the text; its message says what the table has instead."""
 
     def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
-        """Make the message: the first 20 columns, and what is `found` in place of text, such as "of type int64".
+        """Make the message: it names the first 20 columns, and says what was `found` instead of text: "of type int64".
 
-        Names are cut to 40 characters: the "names" in a CSV file without a header are its first row of data.
+        Names are cut to 40 characters, because without a header the "names" of a CSV file are its first row of data.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
@@ -101,7 +101,7 @@ def read_csv(
 
 
 def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of column `text_field` of a parquet file as undecoded documents; null gives `data` None."""
+    """Yield the cells of column `text_field` of a parquet file as undecoded documents; a null cell has `data` None."""
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
     _check_text_column(schema, text_field)
@@ -114,9 +114,9 @@ def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False
 
 
 def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of column `text_field` of an Arrow file as undecoded documents; null gives `data` None.
+    """Yield the cells of column `text_field` of an Arrow file as undecoded documents; a null cell has `data` None.
 
-    Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
+    Both forms of Arrow IPC are read: the file form, and the stream form, in which Hugging Face stores data sets.
     """
     is_file = stream.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
     source = _arrow_source(stream)
@@ -130,7 +130,7 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
 
 
 def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
-    """Return a file, or an archive member in memory, as a source for Arrow that holds no object of Python."""
+    """Return a source from which Arrow reads a file, or an archive member in memory, without any Python object."""
     if not isinstance(stream, io.BytesIO):
         return pyarrow.OSFile(os.fsencode(stream.name))
     memory = pyarrow.BufferOutputStream()
@@ -139,7 +139,7 @@ def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
 
 
 def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -> Iterator[RawDocument]:
-    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), id and fields."""
+    """Yield a document for each row of a batch: its text cell as bytes, its id and, `with_fields`, the other cells."""
     ids = _ids(batch.column(_ID_COLUMN)) if _has_ids(batch.schema) else itertools.repeat(None)
     fields = _fields(batch, text_field) if with_fields else itertools.repeat(None)
     for cell, document_id, fields_of_row in zip(_cells(batch.column(text_field)), ids, fields, strict=False):
@@ -147,7 +147,7 @@ def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -
 
 
 def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
-    """Yield for each row the cells of all columns but the text column: name of the column -> value."""
+    """Yield for each row a dict of its cells without the text: name of the column -> value."""
     places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
     for row in range(len(batch)):
@@ -155,7 +155,7 @@ def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, A
 
 
 def _values(column: pyarrow.Array) -> list[Any]:
-    """Return the cells of a column as Python values: text and times as str, bytes that are not UTF-8 as None."""
+    """Return the cells of a column as Python values: text and times as str, text that is not UTF-8 as None."""
     if _is_text(column.type):
         return [_text_or_none(cell) for cell in _cells(column)]
     if pyarrow.types.is_temporal(column.type) and not pyarrow.types.is_duration(column.type):
@@ -171,7 +171,7 @@ def _text_or_none(data: bytes | None) -> str | None:
 
 
 def _ids(column: pyarrow.Array) -> Iterator[str | None]:
-    """Yield the ids of documents from integers or text; bytes that are not UTF-8 become U+FFFD."""
+    """Yield the ids in a column of integers or text; null gives None, and bytes that are not UTF-8 become U+FFFD."""
     if pyarrow.types.is_integer(column.type):
         yield from (name_of_value(value) for value in column.to_pylist())
         return
@@ -182,7 +182,8 @@ def _ids(column: pyarrow.Array) -> Iterator[str | None]:
 def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
     """Yield the cells of a column of text as bytes.
 
-    The cells of a dictionary are taken from it one by one: a batch of long ones could be far larger than the file.
+    A dictionary-encoded column is expanded cell by cell: a whole batch of long texts could be far larger than the
+    file.
     """
     if not isinstance(column, pyarrow.DictionaryArray):
         yield from (cell.as_py() for cell in _as_bytes(column))
@@ -200,7 +201,7 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
 
 
 def _check_text_column(schema: pyarrow.Schema, text_field: str) -> None:
-    """Raise NoTextColumn unless exactly one column has this name, and it holds text."""
+    """Raise NoTextColumn unless exactly one column is named `text_field`, and this column holds text."""
     number = schema.names.count(text_field)
     if number == 1 and _is_text(schema.field(text_field).type):
         return

@@ -1,4 +1,4 @@
-"""Find the rows of a shard that hold one document or the documents of a source, by the shard's side file.
+"""Find the rows of a shard that hold a given document, or any document of a source, by the shard's side file.
 
 A side file is a table with one line for each training example of the shard (`origin_table.SCHEMA`). A search first
 marks lines (`lines_of_source`, `lines_of_document`) and then looks up the rows of these lines (`rows_of_lines`).
@@ -31,23 +31,23 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return which lines of a side file belong to a source, named as in build.json or documents' `metadata.source`.
+    """Return for each line of a side file whether its document is from a source, such as "wiki" or "texts/wiki".
 
-    The last folders of a name are enough, such as "wiki" for texts/wiki.
+    `source` is a name in build.json or in the documents' `metadata.source`; the last folders of a name are enough.
     """
     name = encodable(source)  # as a build writes the name of a folder that is not UTF-8
     return _is_source(table.column("source"), name) | _is_source(table.column("record_source"), name)
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
-    """Return which names equal `source`, or end with "/" and `source`; False for a null name."""
+    """Return for each name whether it equals `source`, or ends with "/" and `source`; False for null."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
     return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Return which lines of a side file belong to a document: its id, or FILE#NUMBER (input file, number from 0)."""
+    """Return for each line of a side file whether it belongs to `document`, an id or FILE#NUMBER (number from 0)."""
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
     file, _, number = name.rpartition("#")
@@ -62,7 +62,7 @@ def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
 
 
 def rows_of_lines(table: pyarrow.Table, lines: Mask) -> NDArray[np.int64]:
-    """Return the rows of the marked lines of a side file: row numbers in the shard, ascending, each once."""
+    """Return the numbers of the rows to which the marked lines of a side file belong, ascending, each once."""
     return np.unique(table.column("row").to_numpy()[lines]).astype(np.int64)
 
 
@@ -71,8 +71,8 @@ def documents_of_rows(
 ) -> dict[int, list[RowDocument]]:
     """Return the documents of the given rows of a shard: row -> its documents from left to right.
 
-    A document occurs once for each of its examples in the row. Only lines of the side file that `lines` marks count
-    (None: all); a row without such a line has no entry.
+    A document with several examples in a row occurs several times. `lines` marks the lines of the side file that count
+    (None: all); a row without a marked line has no entry.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:
@@ -87,7 +87,7 @@ def documents_of_rows(
 
 
 def sources_of_table(table: pyarrow.Table) -> set[str]:
-    """Return the names of all sources in a side file: those of input files and those in the documents' records."""
+    """Return the names of all sources in a side file, both of input files and from the documents' own records."""
     names: set[str] = set()
     for column in ("source", "record_source"):
         names.update(table.column(column).unique().to_pylist())

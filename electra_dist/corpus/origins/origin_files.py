@@ -2,7 +2,7 @@
 
 Guarantee: the side files are a function of the inputs and the settings of the build, as the shards are. origins.json
 lists the side files with their digests and holds the fingerprint of the corpus. A side file is used only if its bytes
-have this digest and the corpus has this fingerprint. The corpus itself does not depend on its side files.
+match the digest, and the corpus the fingerprint. The corpus itself does not depend on its side files.
 
 How: each shard has one parquet file (`origin_table.py`) in the folder origins/ beside the shards.
 
@@ -32,7 +32,7 @@ _NEXT_STEP = "restore it, or delete origins.json, which no run needs"
 
 
 class OriginFile(Section):
-    """Entry of origins.json for the side file of one shard."""
+    """Entry of origins.json for the side file of one shard, which names the documents of each row."""
 
     shard: str = Field(description="name of the shard")
     name: str = Field(description="key of the side file, relative to corpus.json")
@@ -44,7 +44,7 @@ class OriginFile(Section):
 
 
 class OriginsManifest(Section):
-    """Content of origins.json, which lists the side files of a corpus."""
+    """Content of origins.json, the list of a corpus's side files."""
 
     format: Literal[1] = Field(default=1, description="version of the file's format")
     corpus: Sha256 = Field(description="fingerprint of the corpus to which the side files belong")
@@ -52,7 +52,7 @@ class OriginsManifest(Section):
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the side file of a shard (such as shard-000007.tar), whose rows count from 0; return its list entry."""
+    """Write the side file of a shard, such as shard-000007.tar, whose rows count from 0; return its entry."""
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
     store.write(name, data)
@@ -62,13 +62,13 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json, the list of a corpus's side files, with its fingerprint; write the side files before."""
+    """Write origins.json, the list of a corpus's side files. The caller must have written the side files before."""
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
 
 class Origins:
-    """Reader of a corpus's side files (the documents of each row), which it verifies; `open_origins` makes one."""
+    """Reader of a corpus's side files (the documents of each row), which verifies them; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
         self._store = store

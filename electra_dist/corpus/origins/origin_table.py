@@ -42,7 +42,7 @@ _COMPRESSION_LEVEL = 9  # of zstd; a shard's table takes milliseconds at any lev
 
 
 class Origin(NamedTuple):
-    """Where a document of a build comes from: its input file, place in the file, source, and own id and source."""
+    """Where a document comes from: input file, number in this file, source, and the names in its own record."""
 
     file: str  # name of the document's input file
     number: int  # number of the document in the file, from 0
@@ -71,7 +71,7 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
 
 
 def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
-    """Join the tables of consecutive blocks of rows, given as (table, number of rows), with row numbers that go on."""
+    """Join the tables of consecutive blocks of rows, given as (table, number of rows), and renumber all rows."""
     tables = [SCHEMA.empty_table()]
     first_row = 0
     for table, num_rows in parts:
@@ -81,7 +81,7 @@ def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
 
 
 def rows_of_table(table: pyarrow.Table, first_row: int, num_rows: int) -> pyarrow.Table:
-    """Return the lines for `num_rows` rows from `first_row` on, rows renumbered from 0; `table` is sorted by row."""
+    """Return the lines of `num_rows` rows from `first_row` on, renumbered from 0; `table` must be sorted by row."""
     start, end = np.searchsorted(table.column("row").to_numpy(), [first_row, first_row + num_rows])
     return _shifted(table.slice(int(start), int(end - start)), -first_row)
 

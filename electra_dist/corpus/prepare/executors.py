@@ -50,9 +50,9 @@ Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, al
 
 
 def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> None:
-    """Run all stages on this machine, and return when the last one is complete.
+    """Run all stages on this machine, and return when the last one is complete; `report` shows the progress.
 
-    Raises UserError if a task raised one, for example for a damaged file, or if another process uses the work folder;
+    Raises UserError if a task raises it, for example for a damaged file, or if another process uses the work folder;
     TaskKilled if a worker process was killed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
@@ -63,9 +63,9 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
 
 
 def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
-    """Submit a Slurm array for each stage that is not complete; return name of the stage -> job id.
+    """Submit a Slurm array for each stage that is not complete; return the job ids: name of the stage -> id.
 
-    Raises NothingSubmitted if sbatch is missing or refuses the first job; UserError if it refuses another one.
+    Raises NothingSubmitted if sbatch is missing or refuses the first job; UserError if sbatch refuses a later job.
     """
     if shutil.which("sbatch") is None:
         raise NothingSubmitted(
@@ -104,22 +104,22 @@ def forget_completed(config: PrepareConfig, stage: Stage) -> None:
 
 
 def _completions(config: PrepareConfig, stage: Stage) -> list[Path]:
-    """Return the files that mark completed tasks; datatrove names them by the numbers of the tasks."""
+    """Return the files by which datatrove marks completed tasks; each is named by the number of its task."""
     folder = run_folder(config, stage) / "completions"
     return [path for path in folder.glob("*") if path.name.isdecimal()]
 
 
 def run_folder(config: PrepareConfig, stage: Stage) -> Path:
-    """Return the folder with datatrove's logs, completions and job script of a stage."""
+    """Return the folder in which datatrove keeps a stage's logs, marks of completed tasks and job script."""
     return Path(config.work) / stage.name / _RUN_DIR
 
 
 class NothingSubmitted(UserError):
-    """Error if Slurm accepted no job, so that the preparation has not begun and its work folder may be reused."""
+    """Error if Slurm has accepted no job. The preparation has not begun, so its work folder may be used again."""
 
 
 class TaskKilled(Exception):
-    """Error for a task without a result, such as one whose process the kernel killed for lack of memory."""
+    """Error for a task that ended without a result, for example because the kernel killed it for lack of memory."""
 
 
 class _WatchedExecutor(LocalPipelineExecutor):
@@ -129,7 +129,7 @@ class _WatchedExecutor(LocalPipelineExecutor):
     """
 
     def run(self) -> None:
-        """Run the tasks that are not completed; if one fails or a worker is killed, end the others and raise."""
+        """Run the tasks that are not completed; if a task fails or a worker is killed, kill the others and raise."""
         self.save_executor_as_json()
         # The workers are forks of one process that has imported everything, and has no threads.
         _shorten_socket_paths()
@@ -156,7 +156,7 @@ class _WatchedExecutor(LocalPipelineExecutor):
 
 
 def _shorten_socket_paths() -> None:
-    """Let multiprocessing put its sockets into /tmp if TMPDIR is too long for the path of a socket (107 bytes)."""
+    """Make multiprocessing use /tmp for its sockets if TMPDIR is too long: a socket's path has at most 107 bytes."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
         tempfile.tempdir = "/tmp"
@@ -173,14 +173,14 @@ def _workers(pool: ProcessPoolExecutor) -> list[Any]:
 def _check_workers(pool: ProcessPoolExecutor) -> None:
     """Raise BrokenProcessPool if a worker has ended.
 
-    The pool checks this, too, but it misses a worker that starts while the pool's own thread lists the workers.
+    The pool itself misses the end of a worker that starts while the pool's own thread lists the workers.
     """
     if any(process.exitcode is not None for process in _workers(pool)):
         raise BrokenProcessPool
 
 
 def _run_task(pickled: bytes, rank: int) -> None:
-    """Run one task in a worker process; its messages go to a log file only (WORK/STAGE/run/logs)."""
+    """Run task `rank` of a pickled executor in a worker process; messages go to a log file (WORK/STAGE/run/logs)."""
     with contextlib.redirect_stderr(io.StringIO()):
         dill.loads(pickled)._run_for_rank(rank)
 
@@ -197,7 +197,7 @@ def _run_locally(config: PrepareConfig, stage: Stage) -> None:
 
 
 class _QuotingSlurmExecutor(SlurmPipelineExecutor):
-    """Slurm executor of datatrove whose job scripts can hold any path and any option; datatrove quotes neither."""
+    """Slurm executor of datatrove that quotes paths and options in job scripts; datatrove itself quotes neither."""
 
     @override
     def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
@@ -213,7 +213,7 @@ class _QuotingSlurmExecutor(SlurmPipelineExecutor):
 
 @contextlib.contextmanager
 def _environment_of_submission(executor: SlurmPipelineExecutor) -> Iterator[None]:
-    """Let datatrove see, and pass to sbatch, only the variables that jobs are to be given, while the block runs."""
+    """Hide the environment variables that a new job must not inherit from this process, while the block runs."""
     given = dict(os.environ)
     kept = environment_of_submission(given, executor.get_sbatch_args())
     for name in given.keys() - kept.keys():
@@ -227,7 +227,7 @@ def _environment_of_submission(executor: SlurmPipelineExecutor) -> Iterator[None
 def _slurm_executor(
     config: PrepareConfig, stage: Stage, depends: SlurmPipelineExecutor | None
 ) -> SlurmPipelineExecutor:
-    """Return datatrove's executor for one stage as a Slurm array, which waits for the stage `depends`."""
+    """Return datatrove's executor for a stage as a Slurm array; it waits for the stage `depends` (None: for none)."""
     settings = config.executor.slurm
     assert settings is not None
     # The tasks use this Python; launch_pickled_pipeline is a command beside it.
@@ -255,7 +255,7 @@ def _slurm_executor(
 
 @contextlib.contextmanager
 def _only_process(work: Path) -> Iterator[None]:
-    """Hold the lock of a work folder on this machine, or raise UserError if another process holds it."""
+    """Lock a work folder while the block runs; raise UserError if another process of this machine has locked it."""
     with (work / _LOCK_FILE).open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

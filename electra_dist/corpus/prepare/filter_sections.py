@@ -19,7 +19,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class UrlFilterSection(Section):
-    """Lists of addresses whose pages are dropped; documents without an address pass."""
+    """Lists of web addresses; pages at these addresses are dropped, and documents without an address stay."""
 
     domains: Path | None = Field(
         default=None, description="file with one domain or subdomain a line whose pages are dropped; null: none"
@@ -47,7 +47,7 @@ class LanguageSection(Section):
 
 
 class GopherRepetitionSection(Section):
-    """Rules of Gopher against repeated text (arXiv:2112.11446, table A1)."""
+    """Filter of documents with much repeated text, by the rules of Gopher (arXiv:2112.11446, table A1)."""
 
     dup_line_frac: Share = Field(default=0.3, description="largest share of lines that repeat an earlier line")
     dup_para_frac: Share = Field(default=0.3, description="largest share of paragraphs that repeat an earlier one")
@@ -64,7 +64,7 @@ class GopherRepetitionSection(Section):
 
 
 class GopherQualitySection(Section):
-    """Rules of Gopher for the quality of a document (arXiv:2112.11446, section A.1.1)."""
+    """Filter of documents of low quality, by the rules of Gopher (arXiv:2112.11446, section A.1.1)."""
 
     min_doc_words: NonNegative = Field(default=50, description="least number of words; 0: no limit")
     max_doc_words: NonNegative = Field(default=100_000, description="largest number of words; 0: no limit")
@@ -88,7 +88,7 @@ class GopherQualitySection(Section):
 
 
 class C4QualitySection(Section):
-    """Rules of C4 (arXiv:1910.10683, section 2.2); they drop lines of documents, and whole documents.
+    """Rules of C4 (arXiv:1910.10683, section 2.2); some drop single lines of a document, others the whole document.
 
     FineWeb switches filter_no_terminal_punct off, because this rule alone drops 30 % of the tokens.
     """
@@ -113,7 +113,7 @@ class C4BadWordsSection(Section):
 
 
 class FineWebQualitySection(Section):
-    """Rules that FineWeb adds (arXiv:2406.17557, section 3.6)."""
+    """Rules of FineWeb's own about the lines of a document (arXiv:2406.17557, section 3.6)."""
 
     line_punct_thr: Share = Field(default=0.12, description="least share of lines that end with punctuation")
     short_line_thr: Share = Field(default=0.67, description="largest share of short lines")
@@ -127,7 +127,7 @@ class FineWebQualitySection(Section):
 
 
 class ClassifierSection(Section):
-    """Filter that keeps documents by the labels of a fastText classifier, which the user provides."""
+    """Filter that keeps documents by the labels that the user's fastText classifier gives them."""
 
     model: Path = Field(description="fastText model file; it is never downloaded")
     keep: dict[str, Share] = Field(

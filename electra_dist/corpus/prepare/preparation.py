@@ -70,7 +70,7 @@ def run(preparation: Preparation, report: Report) -> None:
     """Run on this machine the tasks that are not completed; return when prepare.json is written.
 
     If a new preparation fails before it has completed a task, its plan.json is deleted, so that a corrected config may
-    use the same work folder. Raises UserError if the work folder holds another preparation, or if a task raised one,
+    use the same work folder. Raises UserError if the work folder holds another preparation, or if a task raises it,
     for example for a damaged file; TaskKilled if a worker process was killed.
     """
     is_new = _begin(preparation)
@@ -86,7 +86,7 @@ def run(preparation: Preparation, report: Report) -> None:
 
 
 def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
-    """Submit the stages that are not complete to Slurm; return name of the stage -> job id."""
+    """Submit the stages that are not complete to Slurm; return the job ids: name of the stage -> id."""
     is_new = _begin(preparation)
     try:
         return submit(preparation.config, preparation.stages)
@@ -118,15 +118,15 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
 
 
 def tasks_left(preparation: Preparation) -> dict[str, int]:
-    """Return name of the stage -> number of its tasks that are not completed, for all stages."""
+    """Return for each stage how many of its tasks are not completed: name of the stage -> number."""
     config = preparation.config
     return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
 
 def _begin(preparation: Preparation) -> bool:
-    """Make the work folder and write plan.json; return whether there was no plan.json before.
+    """Make the work folder and write plan.json; return True if the preparation is new (there was no plan.json).
 
-    If prepare.json was deleted, the last stage, which writes it, is made to run again.
+    If prepare.json is missing, the last stage, which writes it, is made to run again.
     """
     work = Path(preparation.config.work)
     output = open_store(preparation.config.output, preparation.config.endpoint_url)
@@ -158,7 +158,7 @@ def _refuse_documents_of_others(output: Store, num_tasks: int) -> None:
 
 
 def _refuse_folders_in_sources(config: PrepareConfig) -> None:
-    """Raise UserError if the output or the work folder is inside a source, which would read it as text."""
+    """Raise UserError if the output or work folder is inside a source, because its files would be read as text."""
     for source in config.sources:
         for key, folder in (("output", config.output), ("work", config.work)):
             if any(_is_inside(folder, path) for path in paths_of_input(source.path)):
@@ -168,7 +168,7 @@ def _refuse_folders_in_sources(config: PrepareConfig) -> None:
 
 
 def _is_inside(folder: str, source: str) -> bool:
-    """Return whether a folder is, or is inside, a source's path or, for a glob pattern, a folder that it matches."""
+    """Return whether a folder is a source's path or inside it; for a glob pattern, inside a path that it matches."""
     if "://" in source or "://" in folder:
         return f"{folder.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
     path, root = Path(folder).resolve(), Path(source).resolve()

@@ -45,13 +45,13 @@ class ExtractionSection(Section):
 
 
 class ExactSection(Section):
-    """Exact deduplication: of documents with the same text, one stays."""
+    """Exact deduplication: of all documents with the same text, one is kept."""
 
     finder_tasks: Positive = Field(default=1, description="tasks that search for equal hashes, each a range of hashes")
 
 
 class MinhashSection(Section):
-    """MinHash deduplication: of each cluster of near-duplicates one document stays.
+    """MinHash deduplication: of each cluster of near-duplicates, one document is kept.
 
     Two documents whose sets of word n-grams have Jaccard similarity s match with probability
     1 - (1 - s^hashes_per_bucket)^num_buckets.
@@ -79,7 +79,7 @@ class SentencesSection(Section):
 
 
 class DeduplicationSection(Section):
-    """Kinds of deduplication in the order in which they are applied, over all sources together."""
+    """Kinds of deduplication in the order in which they run. Each compares the documents of all sources together."""
 
     exact: ExactSection | None = Field(default=None, description="documents with the same text")
     minhash: MinhashSection | None = Field(default=None, description="near-duplicates")
@@ -103,7 +103,7 @@ class PiiSection(Section):
 
 
 class FormattingSection(Section):
-    """Changes to the text of the documents that stay; each off unless its key is set."""
+    """Changes to the text of the documents that were not dropped; each is off unless its key is set."""
 
     fix_encoding: bool = Field(default=False, description="repair text in a wrong encoding (mojibake) by ftfy")
     drop_symbol_lines: bool = Field(default=False, description="remove lines that consist of punctuation only")
@@ -111,7 +111,7 @@ class FormattingSection(Section):
 
 
 class SlurmSection(Section):
-    """What the jobs of `executor.kind: slurm` ask for."""
+    """Resources and options of the Slurm jobs that run a preparation (`executor.kind: slurm`)."""
 
     partition: str = Field(min_length=1, description="partition of the jobs")
     time: str = Field(default="24:00:00", description="time limit of a task, as Slurm writes it")
@@ -129,7 +129,7 @@ class SlurmSection(Section):
     @field_validator("partition", "time", "qos", "options")
     @classmethod
     def _one_line(cls, value: object) -> object:
-        """Refuse a line break, which would begin a shell command."""
+        """Refuse a line break: what follows it in a job script would be a shell command."""
         texts = [*value, *value.values()] if isinstance(value, dict) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError("must not contain a line break or a control character")
@@ -158,7 +158,7 @@ class ExecutorSection(Section):
 
 
 class PrepareConfig(Section):
-    """The whole YAML file of `electra-dist corpus prepare`."""
+    """The whole config of `electra-dist corpus prepare`, a YAML file."""
 
     output: str = Field(
         min_length=1, description="folder or s3://bucket/prefix for documents/*.jsonl.gz, samples/ and prepare.json"
@@ -198,7 +198,7 @@ class PrepareConfig(Section):
 
 
 def local_files(config: PrepareConfig) -> dict[str, Path]:
-    """Return the model and list files that the filters need: dotted key, such as filters.url.domains -> path."""
+    """Return the model and list files that the filters need: key in the config, as filters.url.domains -> path."""
     filters = config.filters
     files: dict[str, Path | None] = {}
     if filters.url is not None:

@@ -1,7 +1,7 @@
-"""Write the tables of all keys of `corpus prepare`, which docs/corpus_prepare.md holds, from the fields' descriptions.
+"""Print the tables of docs/corpus_prepare.md, which list all keys of `corpus prepare`, from the fields' descriptions.
 
-Run `python -m electra_dist.corpus.prepare.prepare_reference` and put its output at the end of the page after a change
-of the config. A test fails if the page is out of date.
+After a change of the config, run `python -m electra_dist.corpus.prepare.prepare_reference` and put its output at the
+end of the page. A test fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from electra_dist.corpus.prepare.prepare_config import (
 
 
 def reference() -> str:
-    """Return the Markdown tables of all keys of `corpus prepare`'s YAML file, one for each section, in its order."""
+    """Return Markdown tables of all keys in `corpus prepare`'s YAML file: a table for each section, in file order."""
     return "\n".join(
         [
             plain_table("The file", PrepareConfig),

@@ -79,19 +79,19 @@ REPORT = TypeAdapter(PrepareReport)
 
 
 class WriteReport(PipelineStep):
-    """Only step of a preparation's last stage: writes the samples of dropped documents, then prepare.json."""
+    """The only step of a preparation's last stage. It writes samples of dropped documents, then prepare.json."""
 
     name = "report"
     type = "WRITER"
 
     def __init__(self, config: PrepareConfig, stage_names: Sequence[str]) -> None:
-        """Store which stages have records to add up: `stage_names`, the stages that write documents, in order."""
+        """Store the config, and the names of the stages that write documents, in order; their counts are added up."""
         super().__init__()
         self._config = config
         self._stage_names = stage_names
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Add up the records of all stages and write the report."""
+        """Add up the counts of all stages, and write the samples and prepare.json; yield nothing."""
         config = self._config
         work = Path(config.work)
         records = [
@@ -112,7 +112,7 @@ class WriteReport(PipelineStep):
 def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
     """Return the content of prepare.json; AssertionError if the counts do not add up.
 
-    `records` has the records of the tasks of each stage that writes documents, in order.
+    `records` holds, for each stage that writes documents, in order, the records with the counts of its tasks.
     """
     documents_in = _sum(records[0], "documents_in")
     documents_out = _sum(records[-1], "documents_out")
@@ -162,7 +162,7 @@ def _sum(records: Sequence[Tree], key: str) -> Counter[str]:
 
 
 def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
-    """Return the samples of dropped documents as lines of JSON, by step, in the order of stages and tasks."""
+    """Return samples of dropped documents as JSON lines: step -> its samples, in the order of stages and tasks."""
     lines: dict[str, list[str]] = {}
     for stage_records in records:
         for record in stage_records:

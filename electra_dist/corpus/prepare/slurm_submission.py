@@ -49,8 +49,8 @@ _VARIABLE_OF_OPTION = {
 def environment_of_submission(environment: Mapping[str, str], script_options: Collection[str]) -> dict[str, str]:
     """Return the environment variables with which to run sbatch, without those that describe another job.
 
-    The new job inherits them. `script_options` are the options that the batch script sets, such as "time"; variables
-    that would overrule them are left out, too.
+    The new job inherits the returned variables. `script_options` names the options that the batch script sets, such as
+    "time"; variables that would overrule these options are left out, too.
     """
     left_out = _left_out(script_options)
     return {
@@ -61,7 +61,7 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
 
 
 def unset_lines(script_options: Collection[str]) -> str:
-    """Return lines of bash, to run before sbatch, that unset what `environment_of_submission` leaves out."""
+    """Return bash lines to run before sbatch; they unset the variables that `environment_of_submission` leaves out."""
     return f"""for name in $(compgen -e); do
         case $name in
         {" | ".join(_HANDED_ON)}) ;;
@@ -77,7 +77,7 @@ def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
 
 
 def _lines_of(patterns: Sequence[str]) -> str:
-    """Join the shell patterns for one branch of `case` in bash, four in a line."""
+    """Join shell patterns with `|`, four in a line, for one branch of bash's `case`."""
     lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
     return " | \\\n            ".join(lines)
 

@@ -76,7 +76,7 @@ def make_plan(config: PrepareConfig) -> SourcePlan:
 def _files_of_source(
     source: SourceSection, endpoint_url: str | None
 ) -> tuple[list[PlannedFile], dict[str, dict[str, int]]]:
-    """Return the files of a source in reading order, and what is left out: reason -> ending -> number."""
+    """Return a source's files in reading order, and counts of what is left out: reason -> ending -> number."""
     paths = [source.path]
     is_glob = glob.has_magic(source.path) and "://" not in source.path and not Path(source.path).exists()
     if is_glob:
@@ -101,7 +101,7 @@ def _files_of_source(
 
 
 def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
-    """Give the files, the largest first, each to the task with the fewest bytes; return each task's file indices."""
+    """Give each file, the largest first, to the task with the fewest bytes so far; return the tasks' file indices."""
     tasks: list[list[int]] = [[] for _ in range(num_tasks)]
     loads = [(0, rank) for rank in range(num_tasks)]  # a heap of (bytes, task)
     for index in sorted(range(len(files)), key=lambda index: (-files[index].size, index)):
@@ -112,7 +112,7 @@ def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
-    """Return what decides the result beside files: library versions, and the config without folders and machines."""
+    """Return the settings that decide the result: library versions, and the config without folders and machines."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
@@ -120,7 +120,7 @@ def _identity(config: PrepareConfig) -> dict[str, Any]:
 
 
 def write_plan(plan: SourcePlan, work: Path) -> None:
-    """Write plan.json into the work folder; raise UserError if the folder holds another preparation."""
+    """Write plan.json into the work folder, or check the plan that is there; raise UserError if it is another one."""
     path = work / PLAN_FILE
     if path.exists():
         _refuse_other_plan(read_plan(work), plan, path)
@@ -141,7 +141,7 @@ def read_plan(work: Path) -> SourcePlan:
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
-    """Raise UserError with the first difference if the work folder holds another preparation."""
+    """Raise UserError with the first difference between the stored plan and the new one, if they differ."""
     stored_values = {"output": stored.output, **_leaves(stored.identity)}
     values = {"output": plan.output, **_leaves(plan.identity)}
     advice = f"set another `work`, or delete {path.parent} and prepare again"

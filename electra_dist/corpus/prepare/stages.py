@@ -71,7 +71,7 @@ def make_stages(config: PrepareConfig) -> list[Stage]:
 
 
 def whole_text(document: Document) -> str:
-    """Return the whole text of a document, whose hash the exact deduplication compares."""
+    """Return the whole text of a document, for the exact deduplication, which compares hashes of texts."""
     return str(document.text)
 
 
@@ -98,7 +98,7 @@ class _StageList:
         self._add("report", 1, [WriteReport(config, counting)])
 
     def _add_first(self) -> None:
-        """Add the stage that reads the sources, extracts text and filters."""
+        """Add the first stage, which reads the sources, extracts text and filters."""
         config = self._config
 
         def steps(recorder: DropRecorder) -> list[Any]:
@@ -174,7 +174,7 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage that does these steps and writes its documents; the last such stage writes to the output."""
+        """Add a stage that runs these steps and writes documents; the last such stage writes them to the output."""
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
         folder = self._folder(name)
@@ -188,14 +188,14 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
-        """Add a stage that reads the documents of the last writing stage, and lets `step` write their signatures."""
+        """Add a stage that reads the newest documents and gives them to `step`, which writes their signatures."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:
         return ReadDocuments(self._newest_documents, recorder)
 
     def _add(self, name: str, num_tasks: int, steps: list[Any], *, has_record: bool = False) -> None:
-        """Append a stage to the list; its name gets its position, from 01, in front: "02-exact-signatures"."""
+        """Append a stage to the list; its position, from 01, is put before its name: "02-exact-signatures"."""
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:

@@ -56,7 +56,7 @@ class UndecodableText(Section):
 
 
 class TokenCounts(Section):
-    """Documents that are in the corpus, held out or not, and their tokens of text."""
+    """Number of documents in the corpus, held-out ones included, and of their tokens of text."""
 
     documents: int = Field(description="documents that were used or held out")
     tokens: int = Field(description="their tokens, without [CLS], [SEP] and [PAD]")
@@ -111,8 +111,8 @@ def make_report(
 ) -> BuildReport:
     """Combine the counts of a finished build into its report, the content of build.json.
 
-    `skipped` counts the inputs that the search for files left out, and `stream` what was read. `sources` has the
-    counts of each source's documents (keys: see `DocumentCounts`), held-out ones included.
+    `skipped` counts the inputs that the search for files left out, `stream` the files that were read. `sources` maps
+    each source to the counts of its documents (`DocumentCounts`), held-out ones included.
     """
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()
@@ -161,7 +161,7 @@ def _token_counts(counts: Counter[str]) -> dict[str, Any]:
 
 
 def _lengths(counts: Counter[str]) -> dict[str, int]:
-    """Return N -> number of documents of N up to 2N - 1 tokens, for powers of two N in rising order."""
+    """Return a histogram of document lengths: power of two N -> number of documents of N to 2N - 1 tokens."""
     powers = sorted(int(key.removeprefix(LENGTH)) for key in counts if key.startswith(LENGTH))
     return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
 
@@ -184,7 +184,7 @@ def write_report(store: Store, report: BuildReport) -> None:
 
 
 def read_report(store: Store) -> BuildReport | None:
-    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version.
+    """Return the report of the corpus in `store`; None if it has no build.json, as in earlier versions.
 
     Raises UserError if build.json is damaged or of another version of the format.
     """
@@ -200,7 +200,7 @@ def read_report(store: Store) -> BuildReport | None:
 
 
 def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
-    """Return source -> {"tokens": number, "licence": str or None}, which a run records in environment.json.
+    """Return a corpus's sources for a run's environment.json: source -> {"tokens": number, "licence": str or None}.
 
     The result is empty if build.json is missing or damaged, because a run does not need that file.
     """

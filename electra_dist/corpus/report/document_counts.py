@@ -35,7 +35,7 @@ class DocumentCounts(Counter[str]):
         self[SKIPPED_BYTES + kind] += num_bytes
 
     def add_undecodable(self, num_bytes: int) -> None:
-        """Count a document's bytes that are not UTF-8, whether it is left out for them or used without them."""
+        """Count a document's bytes that are not UTF-8, whether the document is left out or the bytes are replaced."""
         if num_bytes:
             self["undecodable_documents"] += 1
             self["undecodable_bytes"] += num_bytes
@@ -56,7 +56,7 @@ SourceCounts = dict[str, DocumentCounts]  # source -> counts of its documents
 
 
 def add_sources(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Add up the counts of parts of a corpus; return source -> key of `DocumentCounts` -> number, both sorted."""
+    """Add up counts of several parts of a corpus; return source -> key of `DocumentCounts` -> number, keys sorted."""
     totals: dict[str, Counter[str]] = {}
     for part in parts:
         for source, counts in part.items():

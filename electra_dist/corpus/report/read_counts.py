@@ -26,7 +26,7 @@ class ReadCounts(Section):
 
 
 def of_skipped(skipped: SkippedInputs) -> ReadCounts:
-    """Convert counts of left-out inputs to the form of a build's records, without files that were read."""
+    """Convert counts of left-out inputs to the form of a build's records; the counts of files read stay empty."""
     return ReadCounts(skipped=skipped.by_reason(), skipped_names=dict(skipped.names))
 
 

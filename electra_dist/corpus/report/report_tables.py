@@ -30,7 +30,7 @@ def input_table(report: BuildReport) -> Table:
 
 
 def source_table(report: BuildReport) -> Table:
-    """Return a table of the documents and tokens of each source, and of all together."""
+    """Return a table of the documents and tokens of each source, and of all sources together."""
     table = Table(title="Sources", title_justify="left")
     table.add_column("source", overflow="fold")
     for heading in ("documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
@@ -66,8 +66,8 @@ def source_table(report: BuildReport) -> Table:
 def length_line(report: BuildReport) -> str:
     """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
-    It names 10, 50 and 90 % of the documents, each with the smallest power of two for which this is true, because the
-    report counts lengths in such bins.
+    The line gives such a limit for 10, 50 and 90 % of the documents. Each limit is a power of two, because the report
+    counts documents in bins between powers of two.
     """
     limits = []
     for share in (0.1, 0.5, 0.9):
@@ -81,9 +81,9 @@ def length_line(report: BuildReport) -> str:
 
 
 def remarks(report: BuildReport) -> list[str]:
-    """Return one line for each finding in a report that a user may want to change; empty without findings.
+    """Return one line for each finding that a user may want to correct; [] if there is none.
 
-    Findings are broken links, empty files and tables without the text column, each with the first names, and bytes
+    Findings are broken links, empty files and tables without the text column, each with the first ten names, and bytes
     that are not UTF-8.
     """
     lines = []

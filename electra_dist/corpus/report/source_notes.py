@@ -45,7 +45,7 @@ class SourceNotes(Section):
     prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
 
     def licence(self, source: str) -> str | None:
-        """Return a source's licence in corpus.licences, else all licences that its prepare.json states, else None."""
+        """Return a source's licence from corpus.licences, else all licences in its prepare.json, else None."""
         if source in self.licences:
             return self.licences[source]
         if source in self.prepared:
@@ -54,7 +54,7 @@ class SourceNotes(Section):
 
 
 def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[str, PreparedText]:
-    """Return source -> counts of `corpus prepare`, for each given input that was made by this command.
+    """Find the given inputs that `corpus prepare` wrote; return source -> counts of the preparation.
 
     An input is recognized if it is the folder `documents` in the command's output or, on a local disk, the output
     folder itself. Raises UserError if a prepare.json is damaged.

@@ -15,14 +15,14 @@ NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
 
 
 class UnknownTokens(NamedTuple):
-    """Counts for one text: its tokens without special tokens, and how many of them are [UNK]."""
+    """Counts for one text: its tokens without [CLS], [SEP] and [PAD], and how many of them are [UNK]."""
 
     tokens: int
     unk_tokens: int
 
     @property
     def rate(self) -> float:
-        """Return the share of [UNK]; 0 without tokens."""
+        """Return the share of [UNK] among the tokens; 0 if there are none."""
         return self.unk_tokens / self.tokens if self.tokens else 0.0
 
 
@@ -34,14 +34,14 @@ def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int])
 
 
 def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
-    """Return source -> counts of its tokens, from the report of a build."""
+    """Return how many tokens and [UNK] each source has, from the report of a build: source -> counts."""
     return {name: UnknownTokens(source.tokens, source.unk_tokens) for name, source in report.sources.items()}
 
 
 def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
     """Return a line for each source with 5 % of [UNK] or more; raise UserError if one has more than `max_rate`.
 
-    The lines and the error name `place` (such as the corpus's URL) and the config key `key`, which holds `max_rate`.
+    Both name `place`, such as the corpus's URL. The error also names `key`, the config key that sets `max_rate`.
     """
     lines = []
     for source, count in counts.items():

@@ -4,9 +4,9 @@ Guarantee: the shards of a bucket depend on the documents, the parameters and th
 shard follows from the number of its bucket, so two parts of a build never write shards of the same name. The record of
 the bucket is written after its shards.
 
-How: a bucket is a range of cells of the order of documents (`document_order.py`). Its documents are collected from all
-spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows. The rows of a bucket are divided
-evenly among its shards.
+How: a cell is a range of the documents' shuffle keys (`document_order.py`), and a bucket is a range of cells. Its
+documents are collected from all spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows.
+The rows of a bucket are divided evenly among its shards.
 
 Limits: a worker holds the documents of a bucket and their rows in memory.
 """
@@ -85,7 +85,8 @@ class _RowMaker:
     def make(self, bucket: int) -> FinishedBucket:
         """Write the shards of a bucket (a range of documents) and then its record; return the record.
 
-        The returned record lacks the digests of the held-out rows and their documents; only the written one has them.
+        Only the written record has the digests of the held-out rows and of their documents; the returned one lacks
+        them.
         """
         chunks: list[ChunkRows] = []
         train_origins: list[pyarrow.Table] = []
@@ -169,7 +170,7 @@ class _RowMaker:
             first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
-        """Return the documents of a bucket sorted by key; a document that is used twice occurs with two keys."""
+        """Return a bucket's documents, sorted by shuffle key; a document that is used twice occurs with two keys."""
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
         most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
@@ -226,7 +227,7 @@ def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[l
 
 
 def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write rows ([rows, seq_len], at least one) as a shard; `num_tokens` counts the ids that are not [PAD]."""
+    """Write rows, [rows, seq_len], as a shard; return its entry for corpus.json. `num_tokens` counts all but [PAD]."""
     tar = io.BytesIO()
     write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
     data = tar.getvalue()

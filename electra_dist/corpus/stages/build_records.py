@@ -147,16 +147,17 @@ class FinishedBucket(Section):
 
 
 class BuildRecords:
-    """Reader and writer of the folder progress/ in the output of a corpus build."""
+    """Reader and writer of a build's records, in the folder progress/ of its output."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
-        """Return the manifest if the corpus is finished, and delete what is left in progress/; None if it is not.
+        """Return the manifest of a finished corpus, and delete what is left in progress/; None if it is not finished.
 
         `parameters` (`BuildRequest.parameters`) and `inputs` (number and digest of the input files' names and sizes)
-        identify the corpus. Raises ManifestMismatch if the store holds a finished corpus of others.
+        identify the corpus. Raises ManifestMismatch if the store holds a finished corpus of other parameters or
+        inputs.
         """
         if not self._store.exists(MANIFEST_KEY):
             return None
@@ -174,12 +175,12 @@ class BuildRecords:
         return manifest
 
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
-        """Record a build's parameters and vocab.txt, or compare with the record; return whether it has side files.
+        """Begin or resume a build; return whether it writes side files, which name the documents of each row.
 
-        From then on, a build with other parameters is refused (ManifestMismatch) in the same folder. The first call
-        decides whether the build writes side files, so that all shards have them or none; a build that an earlier
-        version began writes none. The other notes are those of the newest call. Raises UserError if the store
-        holds another vocab.txt, or shards without records or corpus.json.
+        The first call records the parameters and writes vocab.txt. Later calls with other parameters are refused
+        (ManifestMismatch). The first call also decides whether there are side files, so that all shards have them or
+        none; a build that an earlier version began writes none. All other notes are those of the newest call. Raises
+        UserError if the store holds another vocab.txt, or shards without records or corpus.json.
         """
         if self._store.exists(_BUILD_KEY):
             self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
@@ -196,7 +197,7 @@ class BuildRecords:
         return notes.with_origins
 
     def is_begun(self) -> bool:
-        """Return whether the store holds an unfinished build, so that one with other parameters would be refused."""
+        """Return whether the store holds an unfinished build; `begin` then refuses other parameters."""
         return self._store.exists(_BUILD_KEY)
 
     def has_groups(self) -> bool:
@@ -204,7 +205,7 @@ class BuildRecords:
         return bool(self._record_keys(_GROUPS))
 
     def give_up(self) -> None:
-        """Delete all records of the build, and the vocab.txt that it wrote, so that any other build may begin here."""
+        """Delete all records of the build, and vocab.txt if the build wrote it; any other build may then begin."""
         wrote_vocabulary = self.notes().wrote_vocabulary
         self.clear()
         if wrote_vocabulary:
@@ -248,7 +249,7 @@ class BuildRecords:
         return self._store.exists(f"{_GROUPS}{number:06d}.json")
 
     def record_order(self, order: CorpusOrder) -> None:
-        """Write order.json when all input groups were read. If several parts write it, they write the same bytes."""
+        """Write order.json, after all input groups were read. Several parts may write it, with the same bytes."""
         self._write(_ORDER_KEY, order)
 
     def order(self) -> CorpusOrder | None:
@@ -258,10 +259,10 @@ class BuildRecords:
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
     ) -> None:
-        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len]. Write its shards before.
+        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len]; write its shards before.
 
-        `bucket.heldout_rows` must be the number of `heldout_rows`, which may be 0. `heldout_origins` names their
-        documents; None if the build writes no side files.
+        `bucket.heldout_rows` must be the number of `heldout_rows`, which may be 0. `heldout_origins` names the
+        documents of these rows; None if the build writes no side files.
         """
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
@@ -279,15 +280,15 @@ class BuildRecords:
     def buckets(self) -> dict[int, FinishedBucket]:
         """Return number -> record for each bucket (range of documents) whose shards are finished.
 
-        A bucket is left out if a shard or side file is missing or has another size than recorded: it must be written
-        again.
+        A bucket is left out if a shard or side file is missing or does not have the recorded size; the bucket must
+        then be written again.
         """
         buckets = [self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS)]
         sizes = self._store.sizes() if buckets else {}
         return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
-        """Return the held-out rows of a finished bucket that has some, [rows, seq_len] uint16 or uint32."""
+        """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32; the bucket must have some."""
         key = _heldout_key(bucket.number, "npy")
         data = self._store.read(key)
         if bucket.heldout_sha256 not in (None, hashlib.sha256(data).hexdigest()):
@@ -299,7 +300,7 @@ class BuildRecords:
         return rows
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
-        """Return the table that names the documents of a bucket's held-out rows (`origin_table.py`); it must exist."""
+        """Return the table that names the documents of a bucket's held-out rows; the build must write side files."""
         key = _heldout_key(bucket.number, "parquet")
         data = self._store.read(key)
         if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
@@ -324,8 +325,8 @@ class BuildRecords:
     def clear(self) -> None:
         """Delete the files of the build in progress/; shards, vocab.txt, corpus.json and files of the user stay.
 
-        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without it
-        never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
+        build.json, which holds the parameters, is deleted after the records of all steps, so that no steps of an
+        earlier build are ever left without it. A notes.json that remains is overwritten by the next build.
         """
         for key in self._store.list(_FOLDER):
             if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER)):
@@ -359,7 +360,7 @@ class BuildRecords:
             )
 
     def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
-        """Raise ManifestMismatch if a given parameter differs from the stored one, or the store lacks it."""
+        """Raise ManifestMismatch if a given parameter differs from the stored one, or is not stored."""
         all_stored = {**PARAMETERS_LEFT_OUT, **stored}
         for key, value in json.loads(canonical_json({**PARAMETERS_LEFT_OUT, **given})).items():
             stored_value = all_stored.get(key)
@@ -373,8 +374,8 @@ class BuildRecords:
 def read_output_vocabulary(store: Store) -> Vocabulary:
     """Return the vocabulary in the output of a build; its digest must be the one that the build has recorded.
 
-    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
-    vocabulary is no build's, and only its form is checked.
+    A finished corpus records the digest in corpus.json, a half-built one in progress/build.json. Without either file,
+    no build wrote the vocabulary, and only its form is checked.
     """
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)

@@ -23,7 +23,7 @@ _PAIR = struct.Struct("<QQ")
 
 
 def document_key(order_seed: int, file: int, number: int) -> int:
-    """Return the shuffle key, in [0, 2**64), of document `number` of file `file`, from 0; `order_seed` has 63 bits."""
+    """Return the shuffle key, in [0, 2**64), of document `number` in file `file`, from 0; `order_seed` has 63 bits."""
     digest = blake2b(_PAIR.pack(file, number), digest_size=8, key=order_seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little")
 
@@ -40,7 +40,7 @@ def cell_of(key: int) -> int:
 
 
 def copy_key(key: int, copy: int) -> int:
-    """Return the shuffle key of copy number `copy` of a document; copy 0 has `key`, the document's own."""
+    """Return the shuffle key of a document's copy number `copy`; copy 0 has the document's own key, `key`."""
     if copy == 0:
         return key
     cell = (cell_of(key) + copy * _CELLS_PER_COPY) % NUM_CELLS
@@ -49,12 +49,12 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell of those documents whose copy number `copy` lies in `cell`: the inverse of `copy_key`."""
+    """Return the cell of the documents whose copy number `copy` lies in `cell`; this inverts `copy_key`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 
 def num_copies(key: int, epochs: float) -> int:
-    """Return how often a document is used: `epochs` rounded up or down by a hash of its key, on average `epochs`."""
+    """Return how often a document is used: `epochs` rounded up or down by a hash of its key, with mean `epochs`."""
     whole = int(epochs)
     threshold = int((epochs - whole) * 2**64)
     draw = int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"copies").digest(), "little")
@@ -62,5 +62,5 @@ def num_copies(key: int, epochs: float) -> int:
 
 
 def cells_of_bucket(bucket: int, num_buckets: int) -> range:
-    """Return the cells (ranges of shuffle keys) of a bucket; buckets divide them, in order, as evenly as possible."""
+    """Return the cells (ranges of shuffle keys) of a bucket; all buckets, in order, have nearly equally many cells."""
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)

@@ -44,7 +44,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Parameters of a build that joining its parts needs; they are in progress/build.json."""
+    """Those parameters of a build, recorded in progress/build.json, that are needed to join its parts."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool
@@ -57,7 +57,7 @@ _USED_PARAMETERS = TypeAdapter(_UsedParameters)
 
 @dataclass(frozen=True)
 class JoinedCorpus:
-    """A finished corpus: its manifests and report, and what of it existed before the call that returned it."""
+    """A finished corpus: manifests, report, and how much of it existed before the call that returns this object."""
 
     manifest: CorpusManifest
     heldout: CorpusManifest | None  # None if no document was held out
@@ -183,9 +183,10 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield for each held-out shard the buckets (ranges of documents) of its rows, and the rows, [rows, seq_len].
+        """Yield (buckets, rows) for each held-out shard: its rows, [rows, seq_len], and the buckets they come from.
 
-        A bucket has far fewer held-out rows than a shard, so the rows of consecutive buckets are joined.
+        A bucket (range of documents) has far fewer held-out rows than a shard, so the rows of several buckets are
+        joined.
         """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
         buckets: list[FinishedBucket] = []
@@ -220,7 +221,7 @@ class _Join:
         )
 
     def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
-        """Return the `totals` of a corpus.json: documents over both corpora, all other counts for `corpus` alone."""
+        """Return the `totals` of a corpus.json: documents of both corpora together, other counts of `corpus` alone."""
         documents = sum_counts(Counter(bucket.documents) for bucket in self._buckets)
         if corpus == "train":
             counts = sum_counts(Counter(bucket.train) for bucket in self._buckets)

@@ -117,7 +117,7 @@ class _SpillWriter:
 
 
 def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
-    """Add a document to a group's digest, its length first, so that the digest depends on where documents end."""
+    """Add a document's length and the document to a group's digest, which so depends on where documents end."""
     data = document.data or b""
     length = -1 if document.data is None else len(data)
     digest.update(b"%d%d:" % (document.is_json, length))

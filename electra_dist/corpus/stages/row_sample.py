@@ -25,8 +25,8 @@ class RowSample(NamedTuple):
 def sample_rows(spills: Sequence[SpillFile], rules: Rules, seed: int) -> RowSample:
     """Make rows of the first documents of the shuffled corpus, 1 MB or more (`SAMPLE_BYTES`), and measure the rows.
 
-    Whole cells (1/4096 of the documents each) are read from all intermediate files, so a huge corpus has a larger
-    sample.
+    The documents are read in cells of 1/4096 of the corpus each, from all intermediate files, so a huge corpus has a
+    larger sample.
     """
     documents: list[RawDocument] = []
     size = 0

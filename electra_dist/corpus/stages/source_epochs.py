@@ -12,9 +12,9 @@ def source_epochs(
 ) -> dict[str, float]:
     """Return how often the documents of each source are used, on average: source -> epochs.
 
-    A source that is not in `given_epochs` is used once. `given_shares` is empty, or has a share of the bytes of the
-    corpus for each source; only the ratios of the shares matter. The source with the largest ratio of share to
-    undecoded bytes is then used once and no source more often, so that no document repeats.
+    A source that is not in `given_epochs` is used once. `given_shares` is empty, or has for each source a share of the
+    corpus's bytes; only the ratios of the shares matter. The source with the largest share for its size in undecoded
+    bytes is then used once and no source more often, so that no document repeats.
     """
     refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
     refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)

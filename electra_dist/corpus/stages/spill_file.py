@@ -79,7 +79,7 @@ class SpillFile:
             raise self._damaged()
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
-        """Yield the documents of some cells (key ranges) in order, `source` empty; ManifestMismatch if damaged."""
+        """Yield the documents of some cells (key ranges), sorted by key; raise ManifestMismatch for a damaged file."""
         if not cells:
             return
         start = int(self._offsets[cells.start])

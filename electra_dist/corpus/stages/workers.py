@@ -32,8 +32,8 @@ class WorkerPool(Generic[Task, Result]):
     def __init__(self, start: Callable[[], Callable[[Task], Result]], num_workers: int) -> None:
         """Start nothing yet; with one worker, the calling process does the work.
 
-        `start` is called once in each process and returns the function that does a task. It is pickled, so it must be
-        a function of a module or a `functools.partial` of one.
+        `start` is called once in each process and returns the function that does a task. `start` is pickled, so it
+        must be a function of a module or a `functools.partial` of one.
         """
         self._start = start
         self._num_workers = num_workers
@@ -51,7 +51,7 @@ class WorkerPool(Generic[Task, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """End the processes after their present tasks."""
+        """Wait for the tasks that run, cancel all others, and end the processes."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -84,7 +84,7 @@ class WorkerPool(Generic[Task, Result]):
 
 
 def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Set up a worker process, and make the function that does its tasks."""
+    """Set up a worker process: ignore Ctrl-C, end with the main process, and make the function that does tasks."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

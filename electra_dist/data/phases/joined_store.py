@@ -24,9 +24,9 @@ def phase_key(phase: int, key: str) -> str:
 
 
 class JoinedStore(Store):
-    """Read-only store of the objects of all corpora of a run, one corpus for each phase; `phase_key` gives the keys.
+    """Read-only store that joins the stores of a run's corpora, one for each phase; `phase_key` makes its keys.
 
-    Methods raise the errors of the store of the object's corpus, and AssertionError if a caller writes or deletes.
+    Reading raises the errors of the corpus's own store. Writing or deleting raises AssertionError.
     """
 
     url = "data.phases"

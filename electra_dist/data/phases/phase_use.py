@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUse:
-    """Number of rows of one phase's corpus that a run has trained on up to some step."""
+    """How much of one phase's corpus a run has trained on up to some step."""
 
     from_step: int  # first step of the phase, from 0
     fingerprint: str  # of the corpus
@@ -35,7 +35,7 @@ class PhaseUse:
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps belong to each phase, by their first steps, ascending from 0."""
+    """Return how many of the first `num_steps` steps each phase has; `from_steps` are the phases' first steps."""
     end_steps = [*from_steps[1:], num_steps]
     ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
     return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]
@@ -44,7 +44,7 @@ def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
 def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:
     """Return how much of each phase's corpus the first `num_steps` steps have used; [] without `data.phases`.
 
-    `phases` is the entry "phases" of `RunCorpora.sizes` or of environment.json; `global_batch` is over all ranks.
+    `phases` is the entry "phases" of `RunCorpora.sizes()` or of environment.json. `global_batch` is in rows.
     """
     if not phases:
         return []
@@ -62,7 +62,7 @@ def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_b
 
 
 def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
-    """Return the share of each phase in the tokens that the run has trained on; 0 before the first step."""
+    """Return which share of the run's tokens each phase has used, from 0 to 1; all 0 before the first step."""
     tokens = sum(use.tokens for use in uses)
     return [use.tokens / max(tokens, 1.0) for use in uses]
 

@@ -22,7 +22,7 @@ from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWin
 
 
 class PhasedOrder:
-    """Infinite sequence of the rows of a run that trains on several corpora in turn (`RowSequence`). Thread-safe."""
+    """Row order of a run that trains on several corpora in turn; implements `RowSequence`. Thread-safe."""
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
         """Take the order of each phase's rows, and each phase's first position in the run, ascending from 0."""
@@ -46,7 +46,7 @@ class PhasedOrder:
         return self._phases
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each position's epoch in its phase, shard (among all corpora) and row in it, int64 [P] each."""
+        """Return each position's epoch, shard and row in the shard, three int64 [P]; see `RowSequence.locate`."""
         positions = np.asarray(positions, dtype=np.int64)
         phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
         epochs = np.empty_like(positions)
@@ -61,11 +61,11 @@ class PhasedOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64, unique among all corpora; `shards`, too, are counted over all."""
+        """Return the id of each row, int64 [P], unique among all corpora. `shards` are numbered over all corpora."""
         return self._shard_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position; if its phase ends within the window, the window ends there."""
+        """Return the shuffle window around a position. A window that a phase's end cuts ends with the phase."""
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self._phases[number]
         window = phase.order.window_at(position - phase.first_position)

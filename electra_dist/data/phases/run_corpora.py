@@ -32,11 +32,11 @@ from electra_dist.store.retry import RetryPolicy
 
 
 class JoinedManifest(CorpusManifest):
-    """Manifest of all corpora of a run; `builder["phases"]` lists first step and corpus fingerprint of each phase."""
+    """One manifest for all corpora of a run; `builder["phases"]` has each corpus's first step and fingerprint."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the first steps and the corpus fingerprints of all phases, in hexadecimal."""
+        """Return a SHA-256 in hexadecimal over the first step and the corpus fingerprint of every phase."""
         return hashlib.sha256(canonical_json(self.builder["phases"]).encode()).hexdigest()
 
 
@@ -52,20 +52,20 @@ class CorpusPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCorpora:
-    """All corpora that a run trains on, in the order in which it reads them; one phase without `data.phases`."""
+    """All corpora that a run trains on, in the order of its phases. Without `data.phases` there is one phase."""
 
     phases: tuple[CorpusPhase, ...]
 
     @functools.cached_property
     def store(self) -> Store:
-        """Return the store of the only corpus or, with `data.phases`, one that reads the objects of all corpora."""
+        """Return one store for all corpora: the store of the only corpus or, with `data.phases`, a `JoinedStore`."""
         if len(self.phases) == 1:
             return self.phases[0].store
         return JoinedStore([phase.store for phase in self.phases])
 
     @functools.cached_property
     def manifest(self) -> CorpusManifest:
-        """Return the manifest of the only corpus or, with `data.phases`, one of all shards, named as in `store`."""
+        """Return one manifest for all corpora; its shard names are keys of the property `store`."""
         if len(self.phases) == 1:
             return self.phases[0].manifest
         return _join_manifests(self.phases)
@@ -78,7 +78,7 @@ class RunCorpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowSequence:
-        """Return the infinite sequence of the run's rows; a phase from step t begins at position t * global_batch."""
+        """Return the order in which the run reads rows; a phase from step t on begins at position t * global_batch."""
         orders = [
             RowOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
         ]
@@ -87,7 +87,7 @@ class RunCorpora:
         return PhasedOrder(orders, [phase.from_step * global_batch for phase in self.phases])
 
     def phase_that_begins_at(self, step: int) -> CorpusPhase | None:
-        """Return the phase that begins at a step, counted from 0; None if none does, or if it is the first phase."""
+        """Return the phase that begins at a step (from 0); None if no phase, or only the first one, begins there."""
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class RunCorpora:
 
 
 def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunCorpora:
-    """Open all corpora of a run and read their manifests; ManifestMismatch if two are equal or do not fit together."""
+    """Open all corpora of a run; raise ManifestMismatch if two are equal or differ in tokenizer or row format."""
     phases = []
     for named in data.training_corpora():
         store = open_store(named.url, data.endpoint_url, retry=retry)
@@ -159,7 +159,7 @@ def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
 
 
 def describe_tokenizer(manifest: CorpusManifest) -> str:
-    """Return a text that identifies a corpus's tokenizer (vocabulary, casing, special ids) and can be shown."""
+    """Describe a corpus's tokenizer for messages: digest of the vocabulary, casing and ids of special tokens."""
     tokenizer = manifest.tokenizer
     case = "lower case" if tokenizer.lowercase else "cased"
     special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
@@ -167,7 +167,7 @@ def describe_tokenizer(manifest: CorpusManifest) -> str:
 
 
 def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
-    """Return one manifest that lists the shards of all corpora; their names are their keys in a `JoinedStore`."""
+    """Return one manifest that lists the shards of all corpora, each named by its key in a `JoinedStore`."""
     first = phases[0].manifest
     shards = [
         shard.model_copy(update={"name": phase_key(number, shard.name)})

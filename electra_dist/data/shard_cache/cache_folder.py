@@ -32,7 +32,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class CacheFolder(NamedTuple):
-    """Folder of a node's cache, and the setting that has decided on it."""
+    """Folder of a node's cache, and what named it: a setting, an environment variable or a directory."""
 
     path: Path
     source: str  # for the log: a config key, an environment variable or a directory, such as "TMPDIR"
@@ -45,9 +45,9 @@ def choose_cache_folder(
     has_several_nodes: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> CacheFolder:
-    """Return `configured` (`data.cache_dir`) if set, else `folder_in_run` on a single node, else one on a local disk.
+    """Choose `configured` (`data.cache_dir`) if set, else `folder_in_run` for one node, else a folder on a local disk.
 
-    Only a folder of the last kind is created here. Raises StoreError if others than this user can use that folder.
+    The folder on a local disk is created; StoreError is raised if other users can read or write it.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")
@@ -75,7 +75,7 @@ def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write, or check that an existing one is such a folder."""
+    """Create a folder that only this user can read and write; raise StoreError if an existing one is not private."""
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
     if not is_private(path):
@@ -86,7 +86,7 @@ def _make_private(path: Path) -> None:
 
 
 def _read_mounts() -> list[tuple[Path, str]]:
-    """Return mount points and types of file systems in the order of mounting; [] without /proc/self/mounts."""
+    """Return (mount point, file system type) of all mounts, oldest first; [] if /proc/self/mounts is unreadable."""
     try:
         lines = _MOUNTS.read_text("utf-8", errors="replace").splitlines()
     except OSError:

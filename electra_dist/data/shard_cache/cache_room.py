@@ -21,16 +21,16 @@ class CacheRoom(NamedTuple):
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return an upper bound on the bytes of two shuffle windows: the largest 2 * `window_shards` shards together."""
+    """Return the most bytes that two shuffle windows can have: the sum of the 2 * `window_shards` largest shards."""
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 
 def refetched_share(room: CacheRoom) -> float:
     """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1].
 
-    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. With
-    capacity = k * corpus + (1 - k) * windows, the cache is full: it holds the kept shards and those shards of two
-    windows that are not kept. The result is 1 - k.
+    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. The
+    full cache holds the kept shards and, of two windows, the shards that are not kept: capacity = k * corpus + (1 - k)
+    * windows. The result is 1 - k.
     """
     if room.capacity_bytes >= room.corpus_bytes:
         return 0.0

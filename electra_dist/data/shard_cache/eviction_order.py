@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def keep_rank(digest: str, preferred: Collection[str] = ()) -> tuple[bool, str]:
-    """Return a shard's sort key: a full cache keeps the shards with the lowest keys, `preferred` digests first."""
+    """Return a shard's sort key: a full cache keeps the lowest keys. Digests in `preferred` have the lowest keys."""
     is_other = digest not in preferred
     return is_other, digest
 
@@ -33,9 +33,10 @@ def eviction_order(
     last_used: Callable[[Path], float],
     preferred: Collection[str] = (),
 ) -> list[Path]:
-    """Return the shards (`<sha256>.tar`) of a cache folder that may be deleted, in the order in which to delete them.
+    """Return the shards (`<sha256>.tar`) among `paths` that may be deleted, the one to delete first in front.
 
-    Shards whose digest is not in `corpus` come first, by time of last use. Digests in `wanted` are left out.
+    Shards of other corpora (digest not in `corpus`) come first, the least recently used one in front. Digests in
+    `wanted` are left out.
     """
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)

@@ -52,10 +52,10 @@ class Address(NamedTuple):
 
 
 class PeerGroup:
-    """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe."""
+    """Client with which a node fetches shards from the caches of the other nodes (peers). Thread-safe."""
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
-        """Take all nodes' addresses, in the same order on each node, this node's index, and the servers' token."""
+        """Take all nodes' addresses (in the same order everywhere), this node's index and the servers' token."""
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
         self._addresses = tuple(addresses)
@@ -74,21 +74,21 @@ class PeerGroup:
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return the sort key by which this node orders the shards of a window before it fetches them.
+        """Return the sort key of a shard: of several shards, this node fetches the one with the lowest key first.
 
-        It is 0 for a shard that this node fetches from the store, because other nodes wait for it. Else it is how far
-        the owner's index is above this node's (cyclically), so that the nodes do not all ask one owner at a time.
+        The key is 0 for a shard that this node fetches from the store, because other nodes wait for it. Otherwise it
+        is the owner's index minus this node's, modulo the number of nodes, so that nodes do not all ask one owner.
         """
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return those of these shards that this node fetches from the store for all other nodes."""
+        """Return the shards among `digests` that this node fetches from the store for all other nodes."""
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
-        """Copy a shard from another node's cache into an existing file, unverified; return whether it is complete.
+        """Copy a shard from another node's cache into an existing file; return whether the whole shard has arrived.
 
-        After False, the file may hold a part of the shard, and the caller must fetch the shard from the store.
+        Its digest is not verified. After False, the file may hold a part, and the caller must ask the store.
         """
         num_asked = 0
         for node in self.owners(entry.sha256):
@@ -111,7 +111,7 @@ class PeerGroup:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard, repeatedly while the peer fetches it; False if it refuses or takes too long."""
+        """Ask a peer for a shard until the peer has it. Return False if the peer refuses or takes too long."""
         most_fetched_bytes = -1
         asked_at = time.monotonic()
         last_progress_at = asked_at

@@ -63,12 +63,12 @@ class _Connection:
 class ShardServer:
     """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end.
 
-    It listens from the moment it is created, so that its address can be sent to the other nodes. It sends shards once
-    `serve` has been called; before that, its answer to every request is 202 (Accepted).
+    The server listens from its creation on, so that its address can be sent to the other nodes. Until `serve` is
+    called, it answers every request with 202 (Accepted): the other node asks again later.
     """
 
     def __init__(self, host: str, token: str, port: int = 0) -> None:
-        """Listen on this node's address `host` in the cluster's network; port 0 means any free port."""
+        """Listen on `host`, this node's address in the cluster's network. Port 0 means any free port."""
         self._token = token.encode()
         self._served: _ServedCache | None = None
         self._listener = socket.create_server((host, port), backlog=_BACKLOG)
@@ -88,7 +88,7 @@ class ShardServer:
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
-        """Stop listening and reading requests; answers that have begun go on in threads that end with the process."""
+        """Stop accepting connections and requests. Answers that have begun go on in daemon threads."""
         self._is_closed = True
         self._thread.join()
 
@@ -108,7 +108,7 @@ class ShardServer:
                 self._drop(connection)
 
     def _accept(self) -> None:
-        """Accept one connection; above the limits, close the oldest one that has not sent its request."""
+        """Accept one connection. If too many have not sent a request yet, close the oldest of these."""
         try:
             accepted, (host, *_) = self._listener.accept()
         except OSError:  # It is gone again, or this process has no descriptor left.
@@ -125,7 +125,7 @@ class ShardServer:
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _read(self, connection: _Connection) -> None:
-        """Read what a connection has sent; answer its request in a thread once it is whole and has the token."""
+        """Read what a connection has sent. Once its request is complete and has the token, answer it in a thread."""
         try:
             received = connection.socket.recv(_HEAD_BYTES)
         except BlockingIOError:
@@ -151,7 +151,7 @@ class ShardServer:
         self._answer_in_thread(connection, match[1].decode("latin-1"))
 
     def _answer_in_thread(self, connection: _Connection, path: str) -> None:
-        """Begin to answer a request with the token, or put it off if too many are being answered."""
+        """Answer a request in a new thread; if too many are being answered, tell the other node to ask again."""
         connection.socket.settimeout(_SILENT_S)
         connection.deadline = time.monotonic() + _HOLD_S + _SILENT_S
         with self._lock:
@@ -166,7 +166,7 @@ class ShardServer:
         threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
 
     def _answer(self, connection: _Connection, path: str) -> None:
-        """Answer a request with the token; if the connection breaks, the other node fetches from the store."""
+        """Answer a request; ignore a broken connection, because the other node then fetches from the store."""
         try:
             with contextlib.suppress(OSError), connection.socket:
                 _answer_request(connection, path, self._served)
@@ -175,7 +175,7 @@ class ShardServer:
                 self._answered.remove(connection)
 
     def _close_late(self) -> None:
-        """Close the connections whose request has not come in time, and end answers that take too long."""
+        """Close connections that have not sent a request in time, and cut off answers that take too long."""
         now = time.monotonic()
         for connection in [connection for connection in self._waiting if connection.deadline < now]:
             self._drop(connection)
@@ -195,7 +195,7 @@ class ShardServer:
 
 
 class _ServedCache:
-    """Cache of this node, with the fetches of shards that other nodes have asked for. Thread-safe."""
+    """This node's cache, and the running fetches of shards that other nodes have asked for. Thread-safe."""
 
     def __init__(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
         self.cache = cache
@@ -209,7 +209,7 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Wait until a shard is in the cache, fetched if necessary; raise FutureTimeout after `_HOLD_S` seconds."""
+        """Wait until a shard is in the cache; fetch it if missing. Raise FutureTimeout after `_HOLD_S` seconds."""
         entry = self.entries[digest]
         if self.cache.holds(entry):
             return

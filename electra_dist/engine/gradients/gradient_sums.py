@@ -48,7 +48,7 @@ class _Bucket:
         self.is_exchanging = False  # whether an all-reduce of the sums is started and its result not yet in use
 
     def add_gradients(self) -> None:
-        """Add the collected gradients to the sums with one operation, and drop the references to them."""
+        """Add the collected gradients to the sums with one operation, and drop these gradients."""
         if not self.gradients:
             return
         torch._foreach_add_(self.targets, self.gradients)
@@ -58,11 +58,11 @@ class _Bucket:
 
 
 class GradientSums:
-    """The fp32 sums of the gradients of a BF16_Optimizer, which are added up bucket by bucket.
+    """Adds up the gradients of a BF16_Optimizer in fp32, bucket by bucket, in place of DeepSpeed's own code.
 
-    The constructor replaces methods of the optimizer, so the caller need not keep a reference to this object. It must
-    be called before the first backward pass. With `overlaps` the optimizer must have been built with
-    `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
+    Create it before the first backward pass. It replaces methods of the optimizer, so the caller need not keep a
+    reference to it. With `overlaps` the exchange runs during the backward pass; the optimizer must then have been
+    built with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
     """
 
     def __init__(self, optimizer: Any, is_last_micro_batch: Callable[[], bool], *, overlaps: bool) -> None:
@@ -90,7 +90,7 @@ class GradientSums:
             optimizer._update_hp_grad = self._add_gradient
 
     def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor, most_elements: int) -> None:
-        """Divide the parameters of a group into buckets; only a single parameter may exceed `most_elements`."""
+        """Divide a group's parameters into buckets of at most `most_elements`, or of one larger parameter."""
         parameters_of_buckets: list[list[torch.Tensor]] = []
         bucket_numel = 0  # elements of the newest bucket
         for parameter in parameters:
@@ -118,7 +118,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        """Add a gradient to its fp32 sum, in place of DeepSpeed's `_update_hp_grad`."""
+        """Add a gradient to its fp32 sum. This replaces DeepSpeed's `_update_hp_grad`."""
         if parameter.grad is None:
             return
         self._targets[group][index].add_(parameter.grad)
@@ -128,7 +128,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
-        """Move a gradient to its bucket as soon as it exists, in place of `accumulate_hp_grads_and_remove_lp`."""
+        """Move a new gradient to its bucket. This replaces DeepSpeed's `accumulate_hp_grads_and_remove_lp`."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
@@ -154,7 +154,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _end_backward(self, **options: Any) -> None:
-        """Add gradients of incomplete buckets and finish the exchange, before DeepSpeed's `backward_epilogue`."""
+        """Add what is left in buckets and finish the exchange; then call DeepSpeed's own `backward_epilogue`."""
         for bucket in self._buckets:
             bucket.add_gradients()
             bucket.num_added = 0
@@ -194,12 +194,12 @@ class GradientSums:
 
 @contextlib.contextmanager
 def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
-    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it.
+    """Let DeepSpeed compute the gradient norm and clip at ZeRO stages 1 and 2 without making the host wait.
 
     DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite, and to
-    decide whether to clip. In this context, which replaces them, DeepSpeed skips no step; the engine reads the norm
-    when DeepSpeed calls the base optimizer, and decides then. Gradients within the limit are multiplied by 1. `fused`
-    computes all norms of a BF16_Optimizer with one operation, which on a GPU rounds differently.
+    decide whether to clip. This context replaces these functions: DeepSpeed skips no step, and always multiplies by a
+    clipping factor, which is 1 within the limit. The engine reads the norm before the update, and decides then.
+    `fused` computes all norms of a BF16_Optimizer with one operation, which on a GPU rounds differently.
     """
 
     def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
@@ -220,7 +220,7 @@ def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
         return False
 
     def leave_norm(*_: Any, **__: Any) -> None:
-        """Leave a norm that is not finite as it is."""
+        """Do nothing: a norm that is not finite stays as it is."""
 
     replacements: dict[Any, dict[str, Callable[..., Any]]] = {
         bf16_optimizer: {

@@ -23,12 +23,12 @@ class StepNumbers:
         self._values: list[list[Any]] | None = None
 
     def read_with(self, norm: torch.Tensor) -> float:
-        """Copy all numbers and the norm of the gradients to the host with one copy, and return the norm."""
+        """Copy all numbers and the gradient norm to the host with a single copy; return the norm."""
         norm_on_host, *self._values = _read([norm.double().reshape(1), *self._tensors])
         return float(norm_on_host[0])
 
     def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers; copy them only if that has not been done before."""
+        """Return the elements of each tensor as Python numbers; copy them unless `read_with` has done so."""
         if self._values is None:
             self._values = _read(self._tensors)
         return self._values

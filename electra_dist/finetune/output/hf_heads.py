@@ -30,17 +30,18 @@ _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 
 
 def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
-    """Return whether the head is linear with over `width` / 2 labels, too many for Hugging Face (see Limits)."""
+    """Return whether a head cannot be written in Hugging Face's form: it is linear and has over `width` / 2 labels."""
     return settings.head == "reference" and 2 * num_labels > width
 
 
 def classifier_head(
     layers: nn.Sequential, labels: Sequence[str], span: tuple[float, float], dropout: float
 ) -> TaskHead:
-    """Convert the head of a `Classifier` to that of ElectraForSequenceClassification or its ModernBERT counterpart.
+    """Convert a `Classifier`'s head to that of ElectraForSequenceClassification or its counterpart for ModernBERT.
 
-    `labels` is empty for a regression, whose lowest and highest label are `span`, in the units of the training files.
-    `dropout` is the dropout probability before each linear layer.
+    `labels` are in the order of their numbers, and empty for a regression. `span` has the lowest and the highest label
+    of a regression, in the units of the training files, to which its outputs are scaled. `dropout` is the dropout
+    probability before each linear layer.
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
@@ -73,7 +74,7 @@ def classifier_head(
 
 
 def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
-    """Convert a tagging model's head to Hugging Face's token-classification head; `tags` are ordered by number."""
+    """Convert a tagging model's head to Hugging Face's token-classification head; `tags` names outputs in order."""
     # Tagging models are trained without dropout in the head, and would get Hugging Face's default otherwise.
     config = {"classifier_dropout": 0.0, **label_names(tags)}
     if isinstance(head, nn.Sequential):
@@ -84,7 +85,7 @@ def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
 
 
 def span_head(head: nn.Module) -> TaskHead:
-    """Convert the linear SQuAD head to that of ElectraForQuestionAnswering or its ModernBERT counterpart."""
+    """Convert the linear SQuAD head to that of ElectraForQuestionAnswering or ModernBertForQuestionAnswering."""
     if isinstance(head, nn.Sequential):
         config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
         return TaskHead("ModernBertForQuestionAnswering", _modern_weights(head), config)
@@ -94,7 +95,7 @@ def span_head(head: nn.Module) -> TaskHead:
 
 
 def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the entries `id2label` and `label2id` of config.json for labels in the order of their numbers."""
+    """Return the entries `id2label` and `label2id` of Hugging Face's config.json; labels are numbered in order."""
     return {
         "id2label": {str(number): label for number, label in enumerate(labels)},
         "label2id": {label: number for number, label in enumerate(labels)},
@@ -102,7 +103,7 @@ def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
-    """Return the weights of a head of the architecture `modern` under Hugging Face's names."""
+    """Return the weights of a head with `ModernFeatures` under the names of Hugging Face's ModernBERT classes."""
     features = layers[0]
     output_layer = layers[-1]
     assert isinstance(features, ModernFeatures) and isinstance(output_layer, nn.Linear)
@@ -115,7 +116,7 @@ def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
 
 
 def _linear_as_two_layers(linear: nn.Linear) -> dict[str, torch.Tensor]:
-    """Return the weights of a two-layer Hugging Face classifier that equals one linear layer [N, H]; 2 N <= H."""
+    """Return the weights of a two-layer classifier that computes the same as a linear layer [N, H]; needs 2 N <= H."""
     weight_NH = _host(linear.weight)
     bias_N = _host(linear.bias)
     num_labels, width = weight_NH.shape

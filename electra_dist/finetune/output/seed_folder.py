@@ -1,8 +1,8 @@
 """Write the folder of a fine-tuned seed: the model in Hugging Face's format, predictions, and a record of the result.
 
-Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
-its file finetune.json has the identity of the result, a digest of model, data and settings, so a folder of other ones
-is recognised and never replaced. Its bytes depend on the identity, the seed and the pretrained model's name only.
+Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end.
+Its file finetune.json has the identity of the result, a digest of model, data and settings, so a folder with another
+identity is recognised and never replaced. Its bytes depend on identity, seed and the pretrained model's name only.
 
 Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
 seed's own folder where the file system has hard links.
@@ -50,8 +50,8 @@ def write_seed_folder(
 ) -> None:
     """Write a trained model with its tokenizer, its predictions and the record of its result to `folder`.
 
-    In an existing folder, files of the same names are replaced, and others stay. `head` is None to write no model. The
-    names of `predictions` are relative to the folder.
+    In an existing folder, files of the same names are replaced, and others stay. `head` is the model's head under
+    Hugging Face's names; None writes no model. The names of `predictions` are relative to the folder.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     record = {
@@ -123,10 +123,10 @@ def read_identity(folder: Path) -> str | None:
 
 
 def check_folder(folder: Path, identity: str, task: str) -> None:
-    """Raise UserError if a folder contains models of another task, encoder, data or settings than this command's.
+    """Raise UserError if `folder` has models whose task, encoder, data or settings are not those of this command.
 
-    Results of several commands would otherwise be mixed in one folder. `folder`, which may be missing, is where the
-    folders seed-N and best are. `identity` is the digest of the results that will be written.
+    This keeps the results of different commands apart. `folder`, which may be missing, contains the folders seed-0,
+    seed-1, ... and best. `identity` is the digest of the results that will be written; the message names `task`.
     """
     for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
         found = read_identity(path)
@@ -140,8 +140,8 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
     """Copy the folder of the best-scoring seed to FOLDER/best, and return that path; None if no seed has a score.
 
-    Of equally good seeds, the lowest is taken. The folder of every seed with a score must exist. The complete copy
-    replaces an existing FOLDER/best; files that only the old folder has stay.
+    Of equally good seeds, the one with the lowest number is taken; its folder must exist. FOLDER/best is replaced only
+    when the copy is complete, and keeps the files that the copy does not have.
     """
     scored = [(result.score, -result.seed) for result in results if result.score is not None]
     if not scored:
@@ -158,7 +158,7 @@ def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy a file and return the new path; the weights, the only large file, are hard-linked where possible."""
+    """Copy `source` to `target` and return `target`; the model's weights are hard-linked instead where possible."""
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)

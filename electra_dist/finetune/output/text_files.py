@@ -14,6 +14,6 @@ class TextFile(NamedTuple):
 
 
 def tsv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> TextFile:
-    """Return a file of tab-separated columns with a line of titles; no cell may contain a tab or a line feed."""
+    """Return a tab-separated file with `titles` as its first line; no cell may contain a tab or a line feed."""
     lines = ["\t".join(cells) for cells in (titles, *rows)]
     return TextFile(name=name, text="\n".join(lines) + "\n")

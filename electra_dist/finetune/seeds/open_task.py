@@ -19,7 +19,7 @@ _TAGGING = ("ner", "tagging")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRequest:
-    """Name of a task, where its data are, and the columns of a custom task; hashable, and can be sent to a process."""
+    """What `open_task` needs: name of a task, folder of its data, columns. Hashable, and can be sent to a process."""
 
     name: str  # name of a GLUE task, squad1, squad2, ner, tagging or custom
     data: Path  # folder of the data
@@ -31,7 +31,7 @@ class TaskRequest:
 
 
 def open_task(request: TaskRequest) -> Task:
-    """Open a task, and read its data; UserError if the task is unknown or its data are not valid."""
+    """Read the data of a task and return the task; raise UserError if the name is unknown or the data are invalid."""
     name = request.name
     if name in GLUE:
         return TextTask(GLUE[name], request.data, with_test=request.with_test)

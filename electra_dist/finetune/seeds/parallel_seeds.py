@@ -49,7 +49,7 @@ class ModelRequest:
 
 
 class SeedProcesses:
-    """Pool of processes that compute seeds in parallel; pass an instance to `run_seeds.run_all` as `compute_jobs`."""
+    """Processes that fine-tune with several seeds at once; pass them to `run_seeds.run_all` as `compute_jobs`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SeedProcesses:
         tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
         progress: Progress = quiet,
     ) -> None:
-        """Take what the processes need (`tasks`: name of a task -> its data and settings); none is started yet."""
+        """Store what the processes will need, but start none. `tasks` maps a task's name to its data and settings."""
         self._num_processes = num_processes
         self._model = model
         self._tasks = tasks
@@ -103,7 +103,7 @@ class SeedProcesses:
 
 
 def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> str:
-    """Return one line of advice if processes on a CPU would need more cores than there are; empty if they do not."""
+    """Return a line of advice if processes with `num_threads` threads each need more cores than there are; else ""."""
     if num_processes == 1 or num_processes * num_threads <= num_cores:
         return ""
     return (
@@ -113,7 +113,7 @@ def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> s
 
 
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
-    """Prepare a new process: set its threads, take a GPU number from `numbers`, and let it end with its parent."""
+    """Set the threads of a new process and its GPU (by a number from `numbers`), and make it end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)

@@ -36,7 +36,7 @@ RESULTS_FILE = "results.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedJob:
-    """Job of computing one seed of one task. It names the task and holds no data, so it can be sent to a process."""
+    """Order to fine-tune on a task with one seed. It has only the task's name, so it can be sent to a process."""
 
     task: str
     seed: int
@@ -59,12 +59,13 @@ def run_all(
     save_to: Mapping[str, Path] | None = None,
     compute_jobs: ComputeJobs | None = None,
 ) -> list[Result]:
-    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
+    """Return the results of all tasks and seeds; compute only those that OUTPUT/results.jsonl does not contain yet.
 
-    With `probe`, linear models are fitted to frozen states, and each task has one result, with seed 0. `note` is
-    called with one line of text for each result, each remark about a task's data and the folder of the best model.
-    `save_to` maps the name of a task to a folder for its models: seed-0, seed-1, ... and best. No model is written
-    for other tasks or for probes. `compute_jobs` replaces the loop that computes the seeds in this process, in turn.
+    `work` has the tasks with their settings. With `probe`, linear models are fitted to frozen states, and each task
+    has one result, with seed 0. `note` is called with one line of text for each result, each remark about a task's
+    data and each folder of a best model. `save_to` maps a task's name to the folder for its models (seed-0, seed-1,
+    ... and best); no model is written for other tasks or for probes. `compute_jobs`, such as `SeedProcesses`, computes
+    the seeds; None computes them in this process, one after another.
 
     The results are ordered by task and then by seed. Raises UserError if a folder has models of another task, encoder
     or settings, if results.jsonl is damaged, or if a task has no linear probe.
@@ -128,21 +129,21 @@ def run_all(
 
 
 def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig) -> list[str]:
-    """Return a remark if many tokens of a task's training examples are [UNK]; raise UserError above `max_unk_rate`."""
+    """Return a remark if many tokens of the training examples are [UNK]; raise UserError above `max_unk_rate`."""
     ids = np.concatenate([np.asarray(row, np.int64) for row in task.examples(encoder, settings).ids])
     counts = {"the training examples": unknown_tokens_of_rows(ids, encoder.vocabulary.special)}
     return remarks_on_unknown_tokens(counts, settings.max_unk_rate, "max_unk_rate", task.name)
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:
-    """Return whether a finished seed's model is in `folder`; true, too, without a folder or if the loss diverged."""
+    """Return whether `folder` has a result's model; True if none is expected (folder None, or the loss diverged)."""
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
 
 
 def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str], None]) -> None:
-    """Copy the folder of the best seed of one task to MODEL_DIR/best, and report in one line what the copy holds."""
+    """Copy the best seed's folder to MODEL_DIR/best, and report what the copy contains; `results` are of one task."""
     best = copy_best(model_dir, results)
     if best is None:
         note(f"{model_dir}: no model, because every seed diverged")
@@ -153,7 +154,7 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
 
 
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl as (task, seed, identity) -> result, the last of several; empty if there is no file."""
+    """Read results.jsonl as {(task, seed, identity): result}; the last of equal keys counts. Empty without a file."""
     results = []
     for number, record in enumerate(read_records(file), start=1):
         try:
@@ -166,7 +167,7 @@ def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
 
 
 def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)"."""
+    """Format a result as one line, such as "rte seed 0  accuracy 0.6643  (41 s)"; `origin` is the text in brackets."""
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"
     if result.layer is not None:

@@ -21,7 +21,7 @@ SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package score
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the pretraining head predicts tokens; false if it detects replaced tokens, or is missing."""
+    """Return whether the pretraining head predicts tokens; False if it detects replaced tokens or does not exist."""
     # Only a head that predicts tokens has a `bias`, with one value per entry of the vocabulary.
     return "bias" in encoder.head_state()
 
@@ -29,7 +29,8 @@ def predicts_tokens(encoder: Pretrained) -> bool:
 def discriminator_output_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from padded token ids [B, S] to the discriminator's output for each token, fp32 [B, S].
 
-    The output is the logit of "replaced" or, for Electric, an energy. Raises UserError if the model has no such head.
+    The output is the logit of "replaced" or, for Electric, an energy. Raises UserError if the model has no
+    discriminator head.
     """
     head = _head(encoder, device, "dense.weight", "out.weight")
     backbone = encoder.backbone().to(device).eval()
@@ -50,9 +51,10 @@ def discriminator_output_function(encoder: Pretrained, device: torch.device) -> 
 def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from padded token ids [B, S] to log P(the token is the original one), fp32 [B, S].
 
-    Without a copy gate it is log p(token), where p is the distribution that the head predicts at the token's position.
-    A copy gate also predicts the probability c that the token was not replaced, and the result is log(c + (1 - c) *
-    p(token)). Logarithms are natural. Raises UserError if the model has no head that predicts tokens.
+    Let p be the distribution that the head predicts at the token's position. Without a copy gate, the result is the
+    log of p(token). A copy gate predicts the probability c that the token was not replaced; with this gate the result
+    is log(c + (1 - c) * p(token)). Logarithms are natural. Raises UserError if the model has no head that predicts
+    tokens.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     gate = {name: weight.to(device) for name, weight in encoder.head_state().items() if name.startswith("copy_gate.")}
@@ -75,8 +77,8 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
 def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from states of the encoder [..., H] to log-probabilities of all V tokens, fp32 [..., V].
 
-    Its layers are Dense(H -> E), GELU, LayerNorm and an output layer, whose weight is the token embedding table [V,
-    E]. Raises UserError if the model has no head that predicts tokens.
+    The function computes Dense(H -> E), GELU, LayerNorm and an output layer, whose weight is the token embedding table
+    [V, E]. Raises UserError if the model has no head that predicts tokens.
     """
     head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
     table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
@@ -97,7 +99,7 @@ def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`; raise UserError if a name of `needed` is missing."""
+    """Return the weights of the pretraining head on `device`; raise UserError if a name in `needed` has no weight."""
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]
     if missing:

@@ -23,10 +23,10 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Return a function that gives log p(token | all other tokens), natural logarithm, for the tokens of each row.
+    """Return a function that scores the tokens of each row by log p(token | all other tokens), natural logarithm.
 
-    If the model has no head that predicts tokens, UserError is raised when the returned function is called, not
-    before.
+    The function scores all tokens but [CLS] and the last [SEP]. It raises UserError if the model has no head that
+    predicts tokens.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ ALL = "all"  # name of the score over all phenomena
 
 
 class PairScore(NamedTuple):
-    """Accuracy on the pairs of one phenomenon (a kind of grammar), or of all (`ALL`), as a fraction."""
+    """Accuracy, a fraction, on the pairs of one phenomenon (such as subject-verb agreement), or on `ALL` pairs."""
 
     phenomenon: str
     pairs: int  # number of pairs
@@ -54,7 +54,7 @@ class PairScore(NamedTuple):
 
 
 class _SingleTokens:
-    """Container of all words that the tokenizer keeps whole, both at the beginning of a text and after a space."""
+    """Container of all words that are a single token, both at the beginning of a text and after a space."""
 
     def __init__(self, encoder: Pretrained) -> None:
         self._encoder = encoder
@@ -71,11 +71,11 @@ class _SingleTokens:
 def score_minimal_pairs(
     encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet, seed: int = 0
 ) -> list[PairScore]:
-    """Score an encoder with its pretraining head on pairs of sentences that `number_agreement.make_pairs` generates.
+    """Return how often an encoder prefers the grammatical sentence of pairs made by `number_agreement.make_pairs`.
 
-    `num_pairs` are requested for each phenomenon; a small vocabulary may give fewer. Returns one score for each
-    phenomenon with at least one pair, then one for all pairs together, named `ALL`. Raises UserError if the model has
-    no pretraining head, or if its vocabulary lacks the words to form any pair.
+    `num_pairs` are made for each phenomenon (kind of agreement), or fewer if the vocabulary is small. There is one
+    score for each phenomenon with at least one pair, then one for all pairs, named `ALL`. Raises UserError if the
+    model has no pretraining head, or if its vocabulary lacks the words to form any pair.
     """
     pairs_of = make_pairs(_SingleTokens(encoder), num_pairs, seed)  # phenomenon -> its pairs
     all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
@@ -93,11 +93,11 @@ def score_minimal_pairs(
 def score_sentence_pairs(
     encoder: Pretrained, pairs: Sequence[SentencePair], device: torch.device, progress: Progress = quiet
 ) -> list[PairScore]:
-    """Score an encoder with its pretraining head on at least one pair of whole sentences, such as those of BLiMP.
+    """Return how often an encoder prefers the grammatical sentence of given pairs (at least one), such as BLiMP's.
 
-    Returns one score for each kind of pair, in the order in which the kinds occur, then one for all pairs, named
-    `ALL`. Raises UserError if the model has no pretraining head, or if a sentence has more tokens than the model has
-    positions.
+    There is one score for each kind of pair, in the order in which the kinds first occur, then one for all pairs,
+    named `ALL`. Raises UserError if the model has no pretraining head, or if a sentence has more tokens than the model
+    has positions.
     """
     special = encoder.special
     sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
@@ -120,7 +120,7 @@ def score_sentence_pairs(
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
-    """Return the accuracy on each kind of pair, then on all; `scores` has the grammatical sentence of a pair first."""
+    """Return the accuracy for each kind of pair, then for all; `scores` alternates grammatical and ungrammatical."""
     good_scores = scores[0::2]
     bad_scores = scores[1::2]
     is_hit = (good_scores > bad_scores).tolist()  # a tie counts as a miss
@@ -158,7 +158,7 @@ def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str,
 def _sentence_scores(
     encoder: Pretrained, pairs: Sequence[Pair], device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    """Return a score for each sentence, the grammatical one of each pair first, fp32 [2 * pairs]; higher is better."""
+    """Return two scores per pair, fp32 [2 * pairs], first the grammatical sentence's; a higher score is better."""
     special = encoder.special
     ids = []
     positions = []  # for each row, the index of the word that differs

@@ -48,7 +48,7 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a temp
 
 
 class Pair(NamedTuple):
-    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only."""
+    """Grammatical and ungrammatical sentence, each as a sequence of words; the two differ in one word."""
 
     phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
     good: Words
@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place.
+    """Sentence with one gap, marked by `_SLOT`, and the correct and the incorrect word for the gap.
 
     The docstrings of the functions below give examples, with the correct word in brackets.
     """
@@ -86,7 +86,7 @@ class _WordSampler:
         self._generator = np.random.default_rng(seed)
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """Draw a word both of whose forms (singular, plural) are in the vocabulary, and return both forms."""
+        """Draw a pair (singular, plural) from `words`; only pairs with both forms in the vocabulary are considered."""
         known_words = []
         for singular, plural in words:
             if singular in self._vocabulary and plural in self._vocabulary:
@@ -100,14 +100,14 @@ class _WordSampler:
         return self.choose((0, 1))
 
     def choose(self, options: Sequence[T]) -> T:
-        """Draw one of `options`, whether or not it is in the vocabulary."""
+        """Draw one of `options`, in the vocabulary or not; raise _NoWords if there are none."""
         if not options:
             raise _NoWords
         return options[int(self._generator.integers(len(options)))]
 
 
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject."""
+    """Draw a sentence with a gap for the verb, which must agree with its subject: "the old boy [is] tired"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -118,7 +118,7 @@ def _subject_verb(sampler: _WordSampler) -> _Contrast:
 
 
 def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the boy near the houses [is] tired.", where a noun of the other number misleads."""
+    """Draw a sentence with a gap for the verb after a phrase that misleads: "the boy near the houses [is] tired"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -130,7 +130,7 @@ def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
 
 
 def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the boy who saw the houses [has] come.", with a clause between subject and verb."""
+    """Draw a sentence with a gap for the verb after a relative clause: "the boy who saw the houses [has] come"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(HAVE)
@@ -141,7 +141,7 @@ def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
 
 
 def _determiner_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the teacher saw this [house].", where the noun agrees with its determiner."""
+    """Draw a sentence with a gap for a noun, which must agree with its determiner: "the teacher saw this [house]"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     determiner = sampler.choose(DEMONSTRATIVES)[number]
@@ -152,7 +152,7 @@ def _determiner_noun(sampler: _WordSampler) -> _Contrast:
 
 
 def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "they saw many [houses] near the river.", where the noun agrees with its quantifier."""
+    """Draw a sentence with a gap for a noun after a quantifier ("many"): "they saw many [houses] near the river"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     action = sampler.draw_word(ACTIONS)
@@ -164,7 +164,7 @@ def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
 
 
 def _demonstrative(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "[these] old houses are small.", where the determiner agrees with noun and verb."""
+    """Draw a sentence with a gap for a demonstrative, which must agree with a noun: "[these] old houses are small"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     verb = sampler.draw_forms(BE)
@@ -188,8 +188,8 @@ TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
 def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dict[str, list[Pair]]:
     """Generate distinct sentence pairs for every phenomenon (kind of number agreement), in the order of `TEMPLATES`.
 
-    Each word of `vocabulary` must be one token of the model. `num_pairs` are requested for each phenomenon; a list is
-    shorter, and may be empty, if the vocabulary has too few words for the template.
+    Each word of `vocabulary` must be one token of the model. Each list has `num_pairs` pairs; it is shorter, and may
+    be empty, if the vocabulary has too few words for the phenomenon's template.
     """
     pairs_of = {}
     for number, phenomenon in enumerate(TEMPLATES):

@@ -36,7 +36,7 @@ class SentencePair(NamedTuple):
 
 
 class PairFiles(NamedTuple):
-    """Minimal pairs of some files, in the order of the files, with a digest of the files' bytes."""
+    """Minimal pairs that were read from files, in the order of the files, and a digest of these files."""
 
     pairs: list[SentencePair]
     sha256: str  # of the names and the bytes of all files
@@ -56,7 +56,7 @@ class PairFiles(NamedTuple):
 
 
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
-    """Read the minimal pairs of files; a folder stands for all its .jsonl and .txt files, sorted by name.
+    """Read minimal pairs from files and folders; of a folder, all .jsonl and .txt files are read, sorted by name.
 
     Raises UserError, which names the file and the line, for a line that belongs to no pair.
     """
@@ -79,7 +79,7 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, sorted by name."""
+    """Return `paths` with each folder replaced by its .jsonl and .txt files, sorted by name."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -35,7 +35,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Return the function for this kind of model that scores all tokens of rows but [CLS] and the last [SEP]."""
+    """Return the function by which this kind of model scores every token of a row but [CLS] and the last [SEP]."""
     if predicts_tokens(encoder):
         if encoder.reads_masks:
             return masked_scorer(encoder, device)
@@ -77,9 +77,9 @@ def score_places(
 def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return for each row the sum of its tokens' scores (see How), without [CLS] and the last [SEP], fp32 [N].
+    """Return for each row the sum of its tokens' scores, without [CLS] and the last [SEP], fp32 [N].
 
-    For a masked language model this is the pseudo-log-likelihood.
+    The module's section How defines the scores. For a masked language model the sum is the pseudo-log-likelihood.
     """
     return _row_sums(build_token_scorer(encoder, device)(ids, progress))
 
@@ -95,7 +95,7 @@ def replaced_logits(
 def kept_log_probs(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return log P(the token is the original one) at one position of each row, fp32 [N]; no [MASK] is used."""
+    """Return log P(the token is the original one) at one position of each row, fp32 [N]; the rows are not masked."""
     return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
 
 
@@ -104,7 +104,8 @@ def pseudo_log_likelihood(
 ) -> torch.Tensor:
     """Return the sum of log p(token | all other tokens) over each row's tokens without [CLS] and [SEP], fp32 [N].
 
-    Rows must be single sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
+    Rows must be single sentences: a pair has a [SEP] inside the row, and masking this [SEP] would change the token
+    types.
     """
     return _row_sums(masked_scorer(encoder, device)(ids, progress))
 

@@ -11,11 +11,11 @@ Span = tuple[float, int, int]  # (log-probability, first token, last token), tok
 
 
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
-    """Return the best allowed answer span of each window among its candidate starts and ends; None if none is allowed.
+    """Return the best allowed answer span of each window among its candidate starts and ends; None if there is none.
 
     A span is allowed if it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and
-    starts at a token that the window owns, which means that no other window has more context for it. The best span has
-    the highest log p(start) + log p(end | start). `scores` has the windows in the same order.
+    starts at a token that the window owns (no other window has more context for this token). The best span has the
+    highest log p(start) + log p(end | start). `scores` has the candidates of the windows, in the same order.
     """
     # Plain lists, because single elements of a tensor are slow to read.
     start_logps = scores.start_logp_BK.tolist()
@@ -39,7 +39,7 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span may be the window's answer; `start` and `end` count from its first passage token, 0."""
+    """Return whether a span may be the answer; `start` and `end` count from the window's first passage token, 0."""
     is_inside = 0 <= start <= end < len(window.owned)
     if not is_inside:
         return False

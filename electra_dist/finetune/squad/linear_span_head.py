@@ -37,7 +37,7 @@ class LinearSpanModel(AnswerModel):
         seed: int,
         features: ModernFeatures | None = None,
     ) -> None:
-        """Put a new head on `backbone`, after the layers `features` (see `new_features`) if any; neither is copied."""
+        """Put a new head on `backbone`; `features` (see `new_features`), if given, are the head's first layers."""
         output_layer = nn.Linear(width, 2)
         init_head(output_layer, seed)
         super().__init__(backbone, on_features(features, output_layer))
@@ -52,7 +52,7 @@ class LinearSpanModel(AnswerModel):
         return start_logit_BS, end_logit_BS
 
     def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean loss of a batch over all tokens but padding; the third column of `target_B3` is not used."""
+        """Return the mean cross-entropy of start and end, without padding; the third target of a row is not used."""
         start_logit_BS, end_logit_BS = self.logits(ids_BS, dropout_keys)
         is_pad_BS = ids_BS == self.backbone.special.pad
         start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 0])
@@ -60,7 +60,7 @@ class LinearSpanModel(AnswerModel):
         return (start_loss + end_loss) / 2
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the K best starts of each row, all with the same K best ends, and the no-answer logit."""
+        """Return each row's K best starts, its K best ends (the same ones for all starts), and its no-answer logit."""
         is_outside_BS = ~self.allowed(ids_BS)
         start_logit_BS, end_logit_BS = self.logits(ids_BS)
         start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)

@@ -73,7 +73,7 @@ class Passage(NamedTuple):
         return self.text[start:end]
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first and the last token that overlap the characters [start, end); (0, -1) if there is none."""
+        """Return the first and the last token number that overlap the characters [start, end); (0, -1) if none do."""
         overlapping = []
         for number, (token_start, token_end) in enumerate(self.offsets):
             if token_start < end and token_end > start:
@@ -94,7 +94,7 @@ class AnswerWindow(NamedTuple):
 
 
 class _Paragraph(TypedDict):
-    """Passage of a SQuAD file with its questions, whose types are checked later, one question at a time."""
+    """Passage of a SQuAD file with its questions; the types of the values are checked later, question by question."""
 
     context: object
     qas: list[object]
@@ -119,8 +119,8 @@ class _LeftOut(Exception):
 def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
     """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
 
-    `version` is 1, or 2, in which questions may have no answer. With `unique_ids`, a question with the id of an
-    earlier one is left out, because predictions are by id. Raises UserError if no question is left, or the
+    `version` is 1 or 2; only in version 2 may a question have no answer. With `unique_ids`, a question whose id has
+    occurred before is left out, because predictions are stored by id. Raises UserError if no question is left, or the
     file has another format.
     """
     try:
@@ -164,7 +164,7 @@ def _other_format(file: Path, version: int, reason: str) -> UserError:
 
 
 def _parse_question(entry: object, passage: int, passage_text: str | None, version: int) -> Question:
-    """Convert an entry of the list `qas` into a `Question`; `passage_text` is None if the passage is not text."""
+    """Convert an entry of a passage's list `qas` into a `Question`; raise _LeftOut with the reason if that fails."""
     if passage_text is None:
         raise _LeftOut("their passage is no text")
     if not isinstance(entry, dict):
@@ -186,7 +186,7 @@ def _parse_question(entry: object, passage: int, passage_text: str | None, versi
 
 
 def _parse_answers(answers: object) -> list[tuple[str, int]]:
-    """Return the gold answers that have text, each with its `answer_start`, or 0 if that is negative."""
+    """Return the non-empty gold answers, each with its `answer_start`; a negative start becomes 0."""
     parsed = []
     try:
         for answer in validate_json(_LIST, answers):
@@ -206,7 +206,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
-    """Return the index of the occurrence of `answer` nearest to `start`, the earlier of two; -1 if there is none."""
+    """Return the index at which `answer` occurs nearest to `start`, the lower of two equally near; -1 for none."""
     if passage_text.startswith(answer, start):
         return start
     last_before = passage_text.rfind(answer, 0, start + len(answer))
@@ -227,10 +227,11 @@ def encode_passages(texts: Sequence[str], tokenizer: TextTokenizer) -> list[Pass
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
 ) -> list[AnswerWindow]:
-    """Build the windows for question `number` of `SquadFile.questions`, in passage order; none for an empty passage.
+    """Build the windows of one question, in the order of the passage; an empty passage has no windows.
 
-    `query` holds the token ids of the question, without special tokens, and is cut to `max_query`. Raises UserError if
-    `max_length` leaves no room for the passage beside it.
+    `number` is the question's index in `SquadFile.questions`. `query` has its token ids, without special tokens, of
+    which only the first `max_query` are used. Raises UserError if the question leaves no room for the passage in
+    `max_length` tokens.
     """
     question_ids = query[: settings.max_query]
     num_special = 3  # [CLS] and two [SEP]
@@ -276,11 +277,11 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 
 
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
-    """Return the training target of a window: (start position, end position, 1 if the question has no answer).
+    """Return a window's training target: (start position, end position, 1 if the question has no answer, else 0).
 
-    Positions are indices into the window's ids, both included. They are 0, the position of [CLS], if the window does
-    not contain the whole answer; the third number is 0, too, if another part of the passage has it. `first` and `last`
-    are the numbers of the answer's tokens in the passage; `last` is below `first` for an empty answer.
+    Positions are indices into the window's ids; the answer includes the end. Both are 0, the position of [CLS], if the
+    window does not contain the whole answer. `first` and `last` are the numbers of the answer's first and last token
+    in the passage; `last` is below `first` for an empty answer. `impossible` means that the question has no answer.
     """
     window_end = window.first + len(window.owned)  # the window has the passage tokens [window.first, window_end)
     if impossible:
@@ -293,7 +294,7 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return for each token of a passage the number of the window that owns it; `spans` is from `window_spans`."""
+    """Return for each passage token the number of the window that has the most context for it (see `_owner`)."""
     # If several overlapping windows scored the same answer, some of them would do so with little context.
     if len(spans) <= 1:
         return [0] * num_tokens
@@ -301,7 +302,7 @@ def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
 
 
 def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
-    """Return the number of the window in which `token` has the most context, the first of equally good ones."""
+    """Return the number of the window in which `token` has the most context, the first of equally good windows."""
 
     # The context is the number of tokens to the nearer end of the window, plus 0.01 per token of the window, which
     # decides for the longer one of two with equal contexts. Token 5, for instance, has min(5, 0) = 0 tokens of context

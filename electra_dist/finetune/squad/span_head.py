@@ -52,7 +52,7 @@ class SpanHead(nn.Module):
     """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer"."""
 
     def __init__(self, width: int, settings: FinetuneConfig, seed: int) -> None:
-        """Build the head with initial weights from `seed`."""
+        """Build the head for states of size `width`, with initial weights from `seed`."""
         super().__init__()
         self.beam = settings.beam
         self.start = nn.Linear(width, 1)
@@ -63,12 +63,12 @@ class SpanHead(nn.Module):
         init_head(self, seed)
 
     def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's start at each token, fp32 [B, S], lowered by 1000 outside `allowed_BS`."""
+        """Return the logits of the answer's start at each token, fp32 [B, S]; 1000 lower where it is not allowed."""
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
 
     def end_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor, start_BK: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's end at each token for each of K starts (positions), fp32 [B, K, S]."""
+        """Return the logits of the answer's end at each token, given each of K start positions, fp32 [B, K, S]."""
         hidden_size = state_BSH.shape[-1]
         start_index_BKH = start_BK[..., None].expand(-1, -1, hidden_size)
         start_state_BKH = state_BSH.gather(1, start_index_BKH)
@@ -95,9 +95,10 @@ class SpanHead(nn.Module):
         return self.answer(hidden_BW).squeeze(-1).float()
 
     def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
-        """Return the K best starts of each row, and for each start the K best ends; K is the beam, but at most S.
+        """Return the K best starts of each row, and for each start the K best ends.
 
-        An end may lie before its start, or outside the passage; `best_spans` rejects such candidates.
+        K is the setting `beam`, but at most the row's length S. An end may lie before its start, or outside the
+        passage; `best_spans` rejects such candidates.
         """
         num_tokens = state_BSH.shape[1]
         beam = min(self.beam, num_tokens)
@@ -116,10 +117,10 @@ class SpanHead(nn.Module):
 
 
 class AnswerModel(TaskModel):
-    """Base class of models for SQuAD, which propose answer spans for rows of a question and a part of a passage.
+    """Base class of SQuAD models. A model proposes answer spans for rows of a question and a part of a passage.
 
     A training target has three int64 numbers per row: start position, end position, and 1 if the question has no
-    answer. Both positions are 0, the [CLS], in a row that does not contain the answer.
+    answer, else 0. Both positions are 0, the [CLS], in a row that does not contain the answer.
     """
 
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ class AnswerModel(TaskModel):
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row, and its logit of "no answer".
 
-        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
+        The model must be in evaluation mode, because in training mode the encoder needs keys for its dropout.
         """
         raise NotImplementedError
 

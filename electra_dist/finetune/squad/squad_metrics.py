@@ -37,7 +37,7 @@ def exact(predicted: str, gold: str) -> float:
 
 
 def f1(predicted: str, gold: str, version: int) -> float:
-    """Return the F1 in [0, 1] over the words of two normalized answers; if both are empty, 1 in version 2, 0 in 1."""
+    """Return the F1, in [0, 1], of two answers' words; two empty answers give 1 in version 2, and 0 in version 1."""
     predicted_words = normalized(predicted).split()
     gold_words = normalized(gold).split()
     is_one_empty = not predicted_words or not gold_words
@@ -64,12 +64,12 @@ def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]
 
 
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
-    """Return the metrics of SQuAD 2.0, in per cent.
+    """Return the metrics of SQuAD 2.0; scores are in per cent.
 
     `best_exact` and `best_f1` are the scores at the no-answer threshold that is best for each, and
     `best_exact_threshold` and `best_f1_threshold` are these thresholds. `has_answer_exact` and `has_answer_f1` are the
-    scores over the questions that have an answer, with every question answered. `predicted` has the best answer to
-    every question, as if each had one.
+    scores over the questions that have an answer, with every question answered. `predicted` has the model's best
+    answer to every question, even if it seems to have none; `no_answer` has the no-answer scores.
     """
     answerable_questions = [question for question in gold if gold[question]]
     # Gold answers that normalize to "" do not count; "" is the gold answer of a question that has no others.
@@ -95,8 +95,9 @@ def best_threshold(
     """Return the best mean score in per cent, and its no-answer threshold, found as the official script does.
 
     The search starts with "" as the prediction for every question, which is right for the questions without an answer.
-    Then it raises the threshold past one question after the other, from the lowest no-answer score on, and gives that
-    question the model's answer. The threshold is 0 if answering never improves the score. `scores` are in [0, 1].
+    Then it gives the model's answer to one question after the other, from the lowest no-answer score on. The threshold
+    is the no-answer score of the question at which the mean is highest, or 0 if answers never improve the mean.
+    `scores` are those of the model's answers, in [0, 1].
     """
     num_unanswerable = sum(not answers for answers in gold.values())
     total = float(num_unanswerable)
@@ -114,7 +115,7 @@ def best_threshold(
 
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    """Return the mean of `score` over all questions, in per cent; one without a prediction counts as 0."""
+    """Return the mean of `score` over all questions, in per cent; a question without a prediction counts as 0."""
     scores = []
     for question, answers in gold.items():
         if question in predicted:

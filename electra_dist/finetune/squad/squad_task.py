@@ -55,7 +55,7 @@ class SquadTask(Task):
     """Question answering on SQuAD, scored by the official F1 in per cent; for 2.0, at the best no-answer threshold."""
 
     def __init__(self, version: int, data: Path) -> None:
-        """Read SQuAD `version` 1 or 2 from `data` or its folder squad/; `notes` lists what was left out."""
+        """Read SQuAD `version` 1 or 2 from the folder `data` or `data`/squad; `self.notes` lists what was left out."""
         self.version = version
         self.name = f"squad{version}"
         self.metric = "f1" if version == 1 else "best_f1"
@@ -112,7 +112,7 @@ class SquadTask(Task):
         return SpanModel(backbone, width, settings, seed)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for any other model."""
+        """Return a linear head under Hugging Face's names; None for the reference's head, which Hugging Face lacks."""
         if isinstance(model, LinearSpanModel):
             return span_head(model.head)
         return None
@@ -142,11 +142,12 @@ class SquadTask(Task):
         return self.score(passages, best, no_answer)
 
     def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Compute the official metrics from the predicted spans of the development questions, by question number.
+        """Compute the official metrics on the development questions from the predicted spans.
 
-        A question without a span is answered with "". A question without a no-answer logit, because its passage has no
-        tokens, gets the logit 0. The outcome counts as failed if every predicted answer is "" or, in version 2, if no
-        no-answer threshold gives a better F1 than leaving all questions unanswered.
+        `best` and `no_answer` map a question's number to its best span and its no-answer logit. Without a span the
+        answer is ""; without a logit, as for an empty passage, the logit is 0. The outcome counts as failed if every
+        predicted answer is "" or, in version 2, if no no-answer threshold gives a better F1 than leaving all questions
+        unanswered.
         """
         predicted: dict[str, str] = {}
         no_answer_scores: dict[str, float] = {}
@@ -176,7 +177,7 @@ class SquadTask(Task):
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:
-    """Return a mapping from the ids of questions as JSON text, in the form that the official scripts read."""
+    """Return values by question id as JSON text, in the form that the official SQuAD scripts read."""
     return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
@@ -193,7 +194,7 @@ def _is_lost(question: Question) -> bool:
 def _windows(
     file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
 ) -> tuple[list[Passage], list[AnswerWindow]]:
-    """Encode the passages of a file; return them, and the windows of all questions in the order of the questions."""
+    """Return the tokenized passages of a file, and the windows of all questions in the order of the questions."""
     passages = encode_passages(file.passages, encoder.tokenizer)
     question_ids = encoder.tokenizer.encode([question.text for question in file.questions])
     windows: list[AnswerWindow] = []

@@ -19,7 +19,7 @@ _PREFIXES = frozenset("BIESLU")
 
 
 def are_bio_tags(tags: Sequence[str]) -> bool:
-    """Return whether all tags are O or have a prefix such as B- and I-, and at least one has a prefix."""
+    """Return whether all tags are O or begin with a prefix such as B- or I-, and at least one has a prefix."""
     prefixed = [tag for tag in tags if tag != "O"]
     return bool(prefixed) and all(tag[:1] in _PREFIXES and tag[1:2] == "-" and len(tag) > 2 for tag in prefixed)
 
@@ -28,7 +28,7 @@ def spans_of(tags: Sequence[str]) -> list[Span]:
     """Return the spans that the tags of a sentence mark, in their order, as (type, first word, last word).
 
     Indices begin at 0: B-PER I-PER O B-LOC gives ("PER", 0, 1) and ("LOC", 3, 3). A tag I- or E- that continues no
-    span begins a new one; no sequence is an error.
+    span begins a new one, so every sequence of tags is accepted.
     """
     spans: list[Span] = []
     open_type = ""  # type of the span that this word may continue; empty if there is none

@@ -30,7 +30,7 @@ _WORD_NUMBER = re.compile(r"\d+([-.]\d+)?")  # as the first column of CoNLL-U ha
 
 
 class TaggedSentence(NamedTuple):
-    """Words of a sentence and the tag of each."""
+    """Words of a sentence, and the tag of each word."""
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
@@ -58,8 +58,8 @@ class _Line(NamedTuple):
 def find_tagged_file(folder: Path, split: str) -> Path:
     """Return a folder's only file for `split`, "train" or "dev"; raise UserError if there is none or several.
 
-    The name is train, or for "dev" one of dev, valid, validation and testa, with one of the suffixes .conllu, .txt,
-    .conll, .tsv, .bio and .iob2. Names of treebank files, *-train.conllu and *-dev.conllu, are found, too.
+    A training file is named train, a development file dev, valid, validation or testa, with the suffix .conllu, .txt,
+    .conll, .tsv, .bio or .iob2. Names of treebank files, such as en_ewt-ud-train.conllu, are found, too.
     """
     suffixes = (".conllu", *_COLUMN_SUFFIXES)
     files = [folder / f"{name}{suffix}" for name in _NAMES_OF_SPLIT[split] for suffix in suffixes]
@@ -99,7 +99,7 @@ def tags_of(sentences: Sequence[TaggedSentence]) -> tuple[str, ...]:
 
 
 def _sentence_lines(file: Path) -> list[list[_Line]]:
-    """Read a file with columns; return a list of lines for each sentence, without comments."""
+    """Read a file with columns, and return the lines of each sentence; comments are left out."""
     blocks: list[list[_Line]] = [[]]
     for number, text in enumerate(split_lines(read_regular(file, MOST_DATA_BYTES), file), start=1):
         if not text.strip(" \t"):
@@ -125,7 +125,7 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
 
 
 def _num_marked(block: Sequence[_Line]) -> int:
-    """Return how many lines at the beginning of a sentence look like comments: # and a space or a tab."""
+    """Count the lines at the beginning of a sentence that look like comments: they begin with # and a space or tab."""
     for number, line in enumerate(block):
         if line.columns[0] != "#" and not line.columns[0].startswith("# "):
             return number
@@ -133,7 +133,7 @@ def _num_marked(block: Sequence[_Line]) -> int:
 
 
 def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
-    """Raise UserError for the first line that lacks a word or tag, or has another number of columns than before."""
+    """Raise UserError for the first line without word or tag, or with another number of columns than earlier lines."""
     first_of: dict[bool, _Line] = {}  # the first line with tabs, and the first one without
     for line in lines:
         if len(line.columns) < _MIN_COLUMNS or not line.columns[0] or not line.columns[-1]:
@@ -158,7 +158,7 @@ def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
 
 
 def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None:
-    """Raise UserError if the first column of a file with several words has only numbers, or only one word."""
+    """Raise UserError if the first column cannot be words: numbers only, or the same word in each of several lines."""
     words = [word for sentence in sentences for word in sentence.words]
     if len(words) == 1:
         return

@@ -51,7 +51,7 @@ class TaggingModel(TaskModel):
     def __init__(
         self, backbone: Backbone, width: int, num_tags: int, seed: int, features: ModernFeatures | None = None
     ) -> None:
-        """Put a new head on `backbone`, after the layers `features` (see `new_features`) if any; neither is copied."""
+        """Put a new head on `backbone`; `features` (see `new_features`), if given, are the head's first layers."""
         output_layer = nn.Linear(width, num_tags)
         init_head(output_layer, seed)
         super().__init__(backbone, on_features(features, output_layer))
@@ -63,8 +63,8 @@ class TaggingModel(TaskModel):
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean cross-entropy over the words of a batch.
 
-        `target_BK`, with K >= S, has the number of the tag at the first piece of each word, and -100 elsewhere. The
-        columns from S on belong to longer rows of other batches, and are not used.
+        `target_BK` has the number of the tag at the first piece of each word, and -100 elsewhere. K is the length of
+        the longest row of all batches, so only the first S columns are used.
         """
         logit_BSN = self.predict(ids_BS, dropout_keys)
         target_BS = target_BK[:, : ids_BS.shape[1]]
@@ -147,7 +147,7 @@ class TaggingTask(Task):
         return self.score(predicted)
 
     def score(self, predicted: Sequence[Sequence[str]]) -> TaskOutcome:
-        """Score predicted tags, one list per development sentence; a single tag for all words counts as a failure."""
+        """Score the predicted tags of all development sentences; the same tag for all words counts as a failure."""
         true = [sentence.tags for sentence in self.dev]
         num_right = 0
         for true_tags, predicted_tags in zip(true, predicted, strict=True):

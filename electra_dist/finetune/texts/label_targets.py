@@ -19,10 +19,10 @@ from electra_dist.finetune.texts.text_specs import TextSpec
 
 
 class LabelTargets:
-    """Translator of the labels in a task's files into training targets, and of a model's outputs into labels."""
+    """Conversion of a task's labels into training targets, and of a model's outputs back into labels."""
 
     def __init__(self, spec: TextSpec, train: Texts) -> None:
-        """Find the labels of a task, or the range of a regression; `train` is the whole training file."""
+        """Take the labels (of a regression, their range) from `spec` or else from the whole training file `train`."""
         self.labels: tuple[str, ...] = ()  # in the order of their numbers; empty for a regression
         self.span = (0.0, 1.0)  # labels of a regression that become the targets 0 and 1
         if spec.kind == "classification":
@@ -40,7 +40,7 @@ class LabelTargets:
     def targets(self, texts: Texts) -> torch.Tensor:
         """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
-        If the range of a regression is that of the training labels, targets of other files may lie outside [0, 1].
+        If the range of a regression was taken from the training file, targets of other files may lie outside [0, 1].
         """
         if self.labels:
             number_N = torch.tensor(_label_numbers(texts, self.labels))
@@ -51,13 +51,13 @@ class LabelTargets:
         return scaled_N[:, None].float()
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
-        """Return predictions [N] from outputs [N, L]: the number of the best label, or a regression's value."""
+        """Return a prediction for each row of outputs [N, L]: the best label's number, or a regression's value."""
         return output_NL.argmax(1) if self.labels else output_NL[:, 0]
 
     def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
-        """Return the predicted label of each example as it would be written in a file, from outputs [N, L].
+        """Convert outputs [N, L] to the predicted label of each example, written as in a file.
 
-        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
+        Numbers of a regression are in the units of the labels, and clipped to the range that the task defines, if any.
         """
         predicted_N = self.predictions(output_NL)
         if self.labels:
@@ -70,7 +70,7 @@ class LabelTargets:
 
 
 def _labels_of(train: Texts) -> tuple[str, ...]:
-    """Return the different labels of a file, sorted; refuse empty ones, tabs, and one number written in two ways."""
+    """Return a file's different labels, sorted; refuse an empty label, a tab, and two spellings of one number."""
     labels = tuple(sorted(set(train.label)))
     label_of: dict[Decimal, str] = {}
     for label in labels:
@@ -127,7 +127,7 @@ def _label_values(texts: Texts) -> list[float]:
 
 
 def _range_of(values: list[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of `values`; if these are equal, a larger number in place of the highest."""
+    """Return the lowest and the highest of `values`; if both are equal, a larger number stands for the highest."""
     low = min(values)
     high = max(values)
     if high == low:

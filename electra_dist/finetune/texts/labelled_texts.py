@@ -68,9 +68,9 @@ def find_file(places: Sequence[Path]) -> Path:
 def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
     """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
 
-    `text_b` is None for a task on single texts. Blank lines are ignored. Raises UserError if there is no example, a
-    column is missing, a TSV line has text beyond the columns of the header, or a JSONL line is not an object with text
-    in these columns.
+    `text_a`, `text_b` and `label` name columns; `text_b` is None for a task on single texts. Blank lines are ignored.
+    Raises UserError if there is no example, a column is missing, a TSV line has text beyond the columns of the header,
+    or a JSONL line is not an object with text in these columns.
     """
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
@@ -126,7 +126,7 @@ def encode_texts(
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
     """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
 
-    The longer text, the second one if both are equally long, loses its last id, again and again, until both fit.
+    As long as they have more, the longer text loses its last id; if both are equally long, the second one does.
     """
     first_length = len(first)
     second_length = len(second)
@@ -174,7 +174,7 @@ def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index of each of `columns` in a header, the first of equal titles; outer spaces are ignored."""
+    """Return the index of each of `columns` in a header line, without spaces around titles; the first match counts."""
     header = [name.strip() for name in header_line.split("\t")]
     missing = [column for column in columns if column not in header]
     if missing:

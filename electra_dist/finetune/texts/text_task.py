@@ -38,7 +38,7 @@ class TextTask(Task):
     """Classification or regression task on single texts or pairs, read from files as its `TextSpec` describes."""
 
     def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None, with_test: bool = False) -> None:
-        """Read the files of the task in `data`; `max_train` examples are drawn with a fixed seed (None: all)."""
+        """Read the task's files in the folder `data`; `max_train` limits the training examples to a fixed sample."""
         self.spec = spec
         self.name = spec.name
         self.metric = spec.metric
@@ -72,7 +72,7 @@ class TextTask(Task):
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.
 
-        If each pair (A, B) is also used as (B, A), rows i and i + N are the two orders of pair i, for N pairs.
+        If each of N pairs (A, B) is also used as (B, A), rows i and i + N are the two orders of pair i.
         """
         first_texts = self.train.a
         second_texts = self.train.b
@@ -85,7 +85,7 @@ class TextTask(Task):
         return Examples(ids=ids, target_NK=target_N1)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """Return the examples of a development file, named by the prefix of its metrics, as rows of token ids."""
+        """Return a development file's examples as rows of token ids; `prefix` ("mismatched_" or "") names the file."""
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
@@ -100,7 +100,7 @@ class TextTask(Task):
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Predict for every development file, and score the predictions; `progress` starts again with each file."""
+        """Predict the labels of every development file, and score them; `progress` starts again with each file."""
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
@@ -120,7 +120,7 @@ class TextTask(Task):
         return tuple(files)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
-        """Return the head under Hugging Face's names; a regression is rescaled to the labels' own units."""
+        """Return the head under Hugging Face's names; a regression's output is rescaled to the units of the labels."""
         assert isinstance(model.head, torch.nn.Sequential)
         return classifier_head(model.head, self.labels, self._label_targets.span, settings.head_dropout)
 
@@ -165,9 +165,10 @@ class TextTask(Task):
         return tuple(files)
 
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
-        """Compute metrics from a model's outputs on each development file (keys: the prefixes of the files' metrics).
+        """Compute the metrics of a model's outputs on the development files.
 
-        A classification has one output per label, [N, L], a regression a predicted number, [N, 1]. The outcome counts
+        `outputs` maps the prefix of a file's metrics ("", for MNLI also "mismatched_") to the outputs: for a
+        classification one number per label, [N, L], for a regression the predicted number, [N, 1]. The outcome counts
         as failed if all predictions for a file are equal.
         """
         metrics: dict[str, float] = {}
@@ -188,7 +189,7 @@ class TextTask(Task):
         return TaskOutcome(metrics=metrics, failure=first_failure)
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
-        """Return the standard error of the task's score over the choice of development examples (MNLI: matched)."""
+        """Return the score's standard error over the choice of development examples; for MNLI, of the matched ones."""
         predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0].numpy()
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)

@@ -60,11 +60,11 @@ GLUE_TEST_SETS = {
 
 
 def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None) -> list[UnlabelledSet]:
-    """Read the test files of a task that exist; a missing file is no error.
+    """Read those test files of a task that exist; a missing file is no error.
 
     The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is test.tsv or, without
-    that, test.jsonl, with the columns `text_a` and `text_b`. Raises UserError if a line has too few columns,
-    because a submission needs a prediction for every example.
+    that, test.jsonl, with the columns `text_a` and `text_b`. Raises UserError if a line has too few columns, because a
+    submission needs a prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
         for name in ("test.tsv", "test.jsonl"):
@@ -95,6 +95,6 @@ def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
 
 
 def predictions_file(test_set: UnlabelledSet, predictions: Sequence[str]) -> TextFile:
-    """Return the file with the predictions for a test set, which are in the order of its examples."""
+    """Return the file for the predictions of a test set; `predictions` are in the order of its examples."""
     rows = zip(test_set.indices, predictions, strict=True)
     return tsv_file(test_set.output, ("index", "prediction"), rows)

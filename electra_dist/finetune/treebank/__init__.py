@@ -1,1 +1,1 @@
-"""Probes of a frozen encoder on a treebank: part of speech and head of each word."""
+"""Probe a frozen encoder for the part of speech and the syntactic head of each word in a treebank."""

@@ -25,7 +25,7 @@ _ID, _FORM, _UPOS, _HEAD = 0, 1, 3, 6  # indices of columns
 
 
 class Sentence(NamedTuple):
-    """Words of a sentence with the part of speech and the head of each."""
+    """Words of a sentence, with the part of speech and the syntactic head of each word."""
 
     words: tuple[str, ...]
     tags: tuple[str, ...]  # UPOS of each word, such as "NOUN"
@@ -48,7 +48,7 @@ class Treebank(NamedTuple):
 
 
 def read_treebank(folder: Path) -> Treebank:
-    """Read the one file of a folder whose name ends in `train.conllu`, and the one that ends in `test.conllu`."""
+    """Read a folder's only file train.conllu or *-train.conllu, and its only file test.conllu or *-test.conllu."""
     files = [_only_file(folder, "train"), _only_file(folder, "test")]
     digest = hashlib.sha256()
     for file in files:
@@ -84,9 +84,10 @@ def read_conllu(file: Path) -> list[Sentence]:
 
 
 def check_words(words: Sequence[str], place: str) -> None:
-    """Raise UserError if a sentence has underscores in place of its words, as treebanks without their text have.
+    """Raise UserError if all words of a sentence are underscores, as in treebanks published without their text.
 
-    A sentence of a single such word is accepted: it may be a drawn line. `place` is the file and line for messages.
+    A sentence of a single such word is accepted, because it may be a drawn line. `place` (file and line) begins the
+    message.
     """
     if len(words) > 1 and not "".join(words).strip("_"):
         raise UserError(
@@ -96,7 +97,7 @@ def check_words(words: Sequence[str], place: str) -> None:
 
 
 def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield for each sentence its first word's line number, from 1, and the columns of each of its syntactic words."""
+    """Yield for each sentence the line number (from 1) of its first word, and the columns of each syntactic word."""
     words: list[list[str]] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):

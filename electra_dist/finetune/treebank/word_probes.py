@@ -56,7 +56,7 @@ class WordProbeResult(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Padded states of some sentences at one layer, and the class of each word."""
+    """Padded states of some sentences at one layer, and the class (tag or head) of each word."""
 
     state_BWH: torch.Tensor  # standardized; 0 at padding
     is_place_BW: torch.Tensor  # bool: [CLS] and words
@@ -70,7 +70,7 @@ def probe_words(
     device: torch.device,
     progress: Progress = quiet,
 ) -> WordProbeResult:
-    """Train a probe at every layer of a frozen encoder; return the test accuracy at the layer best on held-out data.
+    """Train a probe on the states of each layer; return the test accuracy at the layer that is best on held-out data.
 
     `target` is what is predicted for each word: "tags", its part of speech, or "heads", the word on which it depends.
     Sentences too long for the model are left out; UserError is raised if none is left. `progress` is called with
@@ -134,7 +134,7 @@ class _TagProbe(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_tags))
 
     def forward(self, batch: _Batch) -> torch.Tensor:
-        """Return the logits of all tags at every place, [B, W, C]."""
+        """Return the logits of all C tags at each place ([CLS] or word), [B, W, C]."""
         scale = 1.0 / math.sqrt(len(self.weight))  # keeps the change of a logit per step small for wide states
         return batch.state_BWH @ self.weight * scale + self.bias
 
@@ -148,7 +148,7 @@ class _HeadProbe(nn.Module):
         self.candidate = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, batch: _Batch) -> torch.Tensor:
-        """Return for each place the logits of all places as its head, [B, W, W]; -inf for padding and itself."""
+        """Return for each place the logits of all places as its head, [B, W, W]; -inf for padding and for itself."""
         hidden_size = len(self.candidate)
         query_BWH = batch.state_BWH @ self.product / hidden_size
         logits_BWW = query_BWH @ batch.state_BWH.transpose(1, 2) + (batch.state_BWH @ self.candidate)[:, None, :]
@@ -191,7 +191,7 @@ def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.T
 
 
 def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence[_Batch]) -> float | None:
-    """Train a probe in place, keep the weights with the best held-out accuracy, and return it (None: no such data)."""
+    """Train a probe in place; keep its best weights on held-out data and return their accuracy (None without data)."""
     optimizer = torch.optim.Adam(probe.parameters(), lr=_LR)
     best_score: float | None = None
     best_weights = {}

@@ -45,8 +45,8 @@ def compute_word_states(
 ) -> WordStates:
     """Return the states of [CLS] and of the first piece of each word, at every layer, without gradient.
 
-    Sentences with more pieces than the model has positions are left out: the same ones for all models with the same
-    vocabulary and number of positions. Raises UserError if none is left. `progress` is called after each batch with
+    Sentences with more pieces than the model has positions are left out; which ones depends on the vocabulary and the
+    number of positions only. Raises UserError if no sentence is left. `progress` is called after each batch with
     ("predict", sentences done, sentences in total).
     """
     kept_sentences = []

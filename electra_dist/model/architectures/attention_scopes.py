@@ -45,9 +45,9 @@ def new_attention_mask(
 def attend_in_windows(
     query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, bias_B1SS: torch.Tensor, reach: int
 ) -> torch.Tensor:
-    """Compute attention within windows, without dropout, [B, N, S, D], at a cost that is linear in S.
+    """Compute attention in which a token sees at most `reach` tokens to each side, without dropout, [B, N, S, D].
 
-    The bias must be -inf where query and key are more than `reach` tokens apart.
+    The cost is linear in S. The bias must be -inf where query and key are more than `reach` tokens apart.
     """
     num_tokens = query_BNSD.shape[2]
     block_outputs = []
@@ -77,14 +77,14 @@ def attend_in_windows(
 # The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not measured
 # and is treated as bf16.
 def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
-    """Return whether `attend_in_windows` is faster on a CPU than one attention call with the whole bias."""
+    """Return whether, on a CPU, `attend_in_windows` is faster than one attention call over the whole row."""
     fewest_tokens = 512 if dtype == torch.float32 else 1024
     # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
     return num_tokens >= fewest_tokens and num_tokens > 4 * reach
 
 
 def _window_bias(bias_B1SS: torch.Tensor, reach: int) -> torch.Tensor:
-    """Return a copy of a bias that is also -inf where query and key are more than `reach` tokens apart."""
+    """Return a copy of the bias with -inf also where query and key are more than `reach` tokens apart."""
     index_S = torch.arange(bias_B1SS.shape[-1], device=bias_B1SS.device)
     distance_SS = (index_S[:, None] - index_S[None, :]).abs()
     return bias_B1SS.masked_fill(distance_SS > reach, float("-inf"))

@@ -22,21 +22,21 @@ def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
 
 
 def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return the layers of generator or discriminator, after a projection if `embedding_size` is not their width."""
+    """Return a new stack of layers, with a projection before it if `embedding_size` is not the width of the layers."""
     if model.architecture == "modern":
         return ModernEncoder(model, tower, embedding_size)
     return Encoder(model, tower, embedding_size)
 
 
 def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> GeneratorHead:
-    """Return a new head that predicts masked tokens; its output matrix is the token table, `embedding_size` wide."""
+    """Return a new head that predicts tokens; its output matrix is the token table, of `embedding_size` columns."""
     if model.architecture == "modern":
         return ModernTokenHead(model, hidden_size, embedding_size)
     return GeneratorHead(model, hidden_size, embedding_size)
 
 
 def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
-    """Return a new head that computes, from the discriminator's hidden states, whether each token was replaced."""
+    """Return a new head that tells from the discriminator's hidden states whether each token was replaced."""
     if model.architecture == "modern":
         return ModernDetectionHead(model)
     return DiscriminatorHead(model)

@@ -45,7 +45,7 @@ class LayerScope(NamedTuple):
 
 
 class ModernDropoutKeys(NamedTuple):
-    """Random keys of dropout in one layer, for each of the three places where it drops."""
+    """Random keys for the three places of a layer that apply dropout."""
 
     attention: LayerDropoutKeys  # attention probabilities
     attention_output: LayerDropoutKeys | None  # output of the attention sub-layer; None without dropout there
@@ -75,7 +75,7 @@ class ModernAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the projected attention output, [T, H], before dropout and residual, for normed states [T, H]."""
+        """Return the attention output after its output projection, [T, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
@@ -98,7 +98,7 @@ class ModernLayer(nn.Module):
     """Layer of `modern`: attention and a gated feed-forward network, each between a LayerNorm and a residual sum."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
-        """Create layer `number`; number 0 has no LayerNorm before attention, because the embeddings are normalised."""
+        """Create layer `number`; layer 0 has no LayerNorm before attention, because the embeddings end with one."""
         super().__init__()
         width = tower.hidden_size
         self.dropout = model.hidden_dropout
@@ -112,7 +112,7 @@ class ModernLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
-        """Return the hidden states after this layer, [T, H], from those of the previous layer."""
+        """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + self._drop(attended_TH, dropout_keys.attention_output)
@@ -147,7 +147,7 @@ class ModernEncoder(Encoder):
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
-        """Return for each layer what its tokens see and its dropout keys; the mask must be an `AttentionScopes`."""
+        """Return the attention scope and the dropout keys of each layer; `attention_mask` is an `AttentionScopes`."""
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
         position_BS = attention_mask.position_BS
@@ -168,7 +168,7 @@ class ModernEncoder(Encoder):
         return inputs
 
     def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the random keys for dropout of a sub-layer, counted from 0 over all layers; None without dropout."""
+        """Return the dropout keys of a sub-layer (2 i and 2 i + 1 in layer i), or None if nothing is dropped."""
         if not self.training or not self.model.hidden_dropout:
             return None
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)

@@ -20,7 +20,7 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 class ModernFeatures(nn.Module):
-    """Dense(H -> H), GELU and LayerNorm without biases: the first layers of the heads of fine-tuned models."""
+    """First layers of the head of a fine-tuned model: Dense(H -> H), GELU and LayerNorm, without biases."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ class ModernDetectionHead(DiscriminatorHead):
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Return what the base class returns, by separate operations; `backend` is ignored: no kernel fuses them."""
+        """Return what the base class returns; `backend` has no effect, because no kernel fuses this head."""
         return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())

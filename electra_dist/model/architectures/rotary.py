@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rotation:
-    """Return the rotation of every token in fp32: pair f of D (even) features by position * theta ** (-2 f / D)."""
+    """Return each token's rotation in fp32: pair f of features turns by position * theta ** (-2 f / head_width)."""
     with torch.autocast(position_BS.device.type, enabled=False):
         exponent_F = torch.arange(0, head_width, 2, device=position_BS.device).float() / head_width
         frequency_F = 1.0 / (theta**exponent_F)
@@ -30,7 +30,7 @@ def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rot
 
 
 def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate query and key, computing in fp32 or wider; features f and f + D / 2 of a head are rotated as a pair."""
+    """Rotate query and key in fp32 or wider, and leave the value; features f and f + D / 2 of a head form a pair."""
     query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
     compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
     cos = rotation.cos_BSF[:, :, None, None]

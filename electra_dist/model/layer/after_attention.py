@@ -27,7 +27,7 @@ from electra_dist.model.matrix_products import input_gradient, linear, weight_gr
 
 
 class Parameters(NamedTuple):
-    """Parameters of a layer that come after attention, in the order in which they are used."""
+    """Parameters of a layer that are used after attention, in the order of their use."""
 
     out_weight: torch.Tensor  # [H, H]
     out_bias: torch.Tensor  # [H]
@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Options of a layer's two steps of dropout + residual + LayerNorm; none of them has a gradient."""
+    """Options of the two dropout + residual + LayerNorm steps of a layer; they have no gradients."""
 
     eps: float  # added to the variance
     attention_dropout: LayerDropout  # on the output of attention
@@ -54,10 +54,10 @@ class Settings(NamedTuple):
 def after_attention(
     context_TH: torch.Tensor, residual_TH: torch.Tensor, parameters: Parameters, settings: Settings
 ) -> torch.Tensor:
-    """Return the states after a layer, [T, H]; `context_TH` is the output of attention before its output product.
+    """Return the states after a layer, [T, H]; `context_TH` is the attention output before its output projection.
 
-    `residual_TH` is the layer's input. Both are contiguous and of one dtype; under autocast the parameters may have
-    another one.
+    `residual_TH` is the layer's input. Both tensors are contiguous and of one dtype. Under autocast the parameters may
+    have another dtype.
     """
     states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
     return states_TH
@@ -103,7 +103,7 @@ class _AfterAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients; it runs once, because it overwrites saved tensors, and torch rejects a second call."""
+        """Return the gradients. This overwrites saved tensors, so it can run once; torch rejects a second call."""
         context_TH, normed_TH, expanded_TI, activated_TI, *saved = ctx.saved_tensors
         num_parameters = len(Parameters._fields)
         parameters = Parameters(*saved[:num_parameters])
@@ -159,7 +159,7 @@ class _AfterAttention(torch.autograd.Function):
 
 
 def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Parameters:
-    """Cast weights and biases of the matrix products to `dtype`; only under autocast do they have another one."""
+    """Cast the weights and biases of the matrix products to `dtype`; without autocast they have it already."""
     if parameters.out_weight.dtype == dtype:
         return parameters
     return parameters._replace(

@@ -24,12 +24,12 @@ class DropoutKeys(NamedTuple):
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
-        """Return placeholder keys for evaluation mode, where no key is read; any tensor with B rows will do."""
+        """Return placeholder keys for evaluation mode, where no key is read; only the number of rows is used."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropoutKeys]:
-        """Return the keys of each layer, views of one tensor; under Triton it is on the device, else on the host."""
+        """Return the keys of each layer, as views of one tensor: on the device under Triton, else on the host."""
         # Kernels of Triton read the keys from the device. They are computed there, so that nothing is copied in the
         # middle of a micro-batch.
         device = self.row_B.device
@@ -45,7 +45,7 @@ class DropoutKeys(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _keys_without_step(seed: int, num_layers: int, device: torch.device) -> torch.Tensor:
-    """Return the keys of all layers with 0 in place of the step, int64 [num_layers, 3], made once per process."""
+    """Return [seed, 0, layer] for each layer, int64 [num_layers, 3]; the caller adds the step to the 0."""
     return torch.tensor([[seed, 0, number] for number in range(num_layers)], device=device)
 
 

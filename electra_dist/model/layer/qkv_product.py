@@ -18,7 +18,7 @@ from electra_dist.model.matrix_products import input_gradient, linear, product_d
 def qkv_product(
     hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query, key and value of each token, [T, 3 H], and the input, [T, H], in the dtype of the product."""
+    """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], both in the product's dtype."""
     result: tuple[torch.Tensor, torch.Tensor] = _QkvProduct.apply(hidden_TH, weight, bias)
     return result
 

@@ -58,7 +58,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Numbers of the S3 requests of one step of a build, by HTTP method; `list` counts ListObjectsV2."""
+    """Numbers of S3 requests that one step of a build sends, by HTTP method; `list` counts ListObjectsV2."""
 
     get: int = 0
     put: int = 0
@@ -128,10 +128,10 @@ def workload_of_tokens(
     num_machines: int = 1,
     cores_per_machine: int = 1,
 ) -> Workload:
-    """Return the workload of a corpus with a given number of tokens, from text like that measured in `rates`.
+    """Return the workload of a corpus of `tokens` tokens, whose text is like the sample measured in `rates`.
 
-    `file_bytes` is the size of an input file. `kept` is the share of the raw text that `corpus prepare` keeps, above 0
-    and at most 1.
+    `file_bytes` is the size of one input file. `kept`, in (0, 1], is the share of the raw text that
+    `corpus prepare` keeps.
     """
     scale = tokens / rates.tokens
     text_bytes = rates.text_bytes * scale
@@ -148,9 +148,9 @@ def workload_of_tokens(
 
 
 def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
-    """Return the least number of machines, each with `plan.cores_per_machine` cores, that build in `hours`.
+    """Return the least number of machines, with `plan.cores_per_machine` cores each, that finish in `hours`.
 
-    The result is None if the merge, the last step of the build, which runs in one process, alone takes longer.
+    None if no number suffices, because the merge (the last step, which runs in one process) alone takes longer.
     """
     hours_before_merge = hours - plan.merge.core_hours
     if hours_before_merge <= 0:
@@ -160,7 +160,7 @@ def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
 
 
 def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> CorpusPlan:
-    """Plan a build for the workload `work`; only the settings of `request` matter, not its inputs and output."""
+    """Plan a corpus build for the workload `work`; of `request` only the settings are used, not inputs and output."""
     scale = work.text_bytes / rates.text_bytes
     counts = _count_files(rates, request, work)
     num_records = counts.buckets + counts.groups
@@ -241,16 +241,16 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return the number of groups into which a build (`group_inputs`) divides input files of equal size."""
+    """Return into how many groups a build (`group_inputs`) divides `num_files` input files of `file_bytes` each."""
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 
 
 def _sample_pieces(work: Workload, num_spills: int) -> int:
-    """Return how many pieces of spill files a build reads for its sample of rows (`row_sample.py`).
+    """Return how many pieces of spill files a build reads to estimate its number of shards (`row_sample.py`).
 
-    A cell is one of `NUM_CELLS` equal ranges of the shuffle. The build reads the sample cell by cell from every spill
-    file; a cell without documents there costs no request. The documents in a cell are taken as Poisson-distributed.
+    The shuffled documents are divided into `NUM_CELLS` equal ranges. For some ranges, the build reads a piece of every
+    spill file that has documents there. The number of documents in a piece is taken as Poisson-distributed.
     """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
     documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
@@ -273,7 +273,7 @@ def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """Numbers of files and processes of a build, from which the numbers of its S3 requests are computed."""
+    """Numbers of files and processes of a build, from which its S3 requests are counted."""
 
     files: int  # input files
     groups: int  # groups of input files
@@ -288,11 +288,11 @@ class _Counts:
     side_files: bool  # whether each shard has a side file (corpus.origins)
 
     def of_reading(self) -> Requests:
-        """Count the requests for the inputs: each part lists all inputs and asks for their sizes."""
+        """Count the S3 requests that read the inputs; each machine lists all inputs and asks for their sizes."""
         return Requests(get=self.files * self.parts + self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
-        """Count the requests that begin the build, ask which groups were read, and write spill files and records."""
+        """Count the S3 requests that begin the build, ask for finished groups, and write spill files and records."""
         begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
         begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
@@ -302,7 +302,7 @@ class _Counts:
         )
 
     def of_collecting(self) -> Requests:
-        """Count the requests that read the records of input groups, and the tables and ranges of the spill files."""
+        """Count the S3 requests that read the records of input groups, and then the documents in the spill files."""
         tables = 2 * self.spills  # for each spill file its table, and the size of the file
         to_plan_buckets = self.groups + tables + self.sample_pieces
         to_make_rows = self.groups + tables * self.workers
@@ -319,7 +319,7 @@ class _Counts:
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Count the requests of a merge, which checks every shard and deletes the records of the build."""
+        """Count the S3 requests of the merge, the last step: it checks every shard and deletes the build's records."""
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
         num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus
@@ -342,12 +342,12 @@ class _Counts:
 
 
 def _lists(num_keys: int) -> int:
-    """Return the number of ListObjectsV2 requests that list `num_keys` keys; an empty folder takes one, too."""
+    """Return how many ListObjectsV2 requests list `num_keys` keys; an empty folder takes one request, too."""
     return max(1, math.ceil(num_keys / _KEYS_PER_LIST))
 
 
 def total_requests(steps: Sequence[PlannedStep]) -> Requests:
-    """Return the requests of several steps, added up by kind."""
+    """Add up the S3 requests of several steps, separately for each HTTP method."""
     return Requests(
         get=sum(step.requests.get for step in steps),
         put=sum(step.requests.put for step in steps),

@@ -41,7 +41,7 @@ _NUM_RECORDS = 64  # records of finished buckets that are read to time the merge
 
 
 class PrepareRate(Section):
-    """CPU time of one stage of `corpus prepare` on the sample, and the size of the text that the stage read."""
+    """CPU time of one stage of `corpus prepare` on a sample of text, and the size of the text that the stage read."""
 
     stage: str = Field(description="name of the stage, such as 02-exact-signatures")
     cpu_s: float = Field(ge=0, description="CPU seconds for the sample")
@@ -73,22 +73,22 @@ class CorpusRates(Section):
         return value
 
     def tokens_per_core_s(self, step: str) -> float:
-        """Return the speed of one step of a build (of `STEPS`), in tokens of the corpus per second of one core."""
+        """Return how many tokens of the corpus one core processes per second in a step of a build (one of `STEPS`)."""
         return self.tokens / max(self.cpu_s[step], 1e-9)
 
     @property
     def tokens_per_core_s_of_build(self) -> float:
-        """Return the speed of all steps of a build together, in tokens of the corpus per second of one core."""
+        """Return how many tokens of the corpus one core processes per second in all steps of a build together."""
         return self.tokens / max(sum(self.cpu_s.values()), 1e-9)
 
 
 def measure_rates(
     request: BuildRequest, sample: str, hardware: str, prepare: Sequence[PrepareRate] = ()
 ) -> CorpusRates:
-    """Measure the CPU time of each step of a build, and return it with the sizes of the sample.
+    """Measure the CPU time of each step of a build on a sample of its text, and return it with the sample's sizes.
 
-    All inputs of `request` are read; their first documents, about `SAMPLE_BYTES`, go through the other steps. Its
-    output and workers are ignored. `sample` (what text it is), `hardware` and `prepare` are copied into the result.
+    All inputs of `request` are read, and the first documents (`SAMPLE_BYTES`) go through the other steps. The output
+    and workers of `request` are ignored. `sample` (a description), `hardware` and `prepare` are copied to the result.
     Raises UserError if no document of the sample gives a row.
     """
     with tempfile.TemporaryDirectory(prefix="corpus-rates-") as folder:
@@ -97,7 +97,7 @@ def measure_rates(
 
 class _Measurement:
     def __init__(self, request: BuildRequest, folder: Path) -> None:
-        """Keep the spill file, the shard and the records in `folder`, which must be empty."""
+        """Prepare a measurement that writes its spill file, shard and records to `folder`, which must be empty."""
         self._request = request
         self._store = open_store(str(folder))
         self._cpu_s: dict[str, float] = {}
@@ -130,9 +130,9 @@ class _Measurement:
         )
 
     def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Read all documents; return the sample, its bytes (at least 1), and its share of the bytes of all documents.
+        """Read all documents; return (documents of the sample, their bytes (at least 1), their share of all bytes).
 
-        The CPU time recorded for this step is that of reading all files, times this share.
+        As CPU time of this step, the time to read all files is recorded, multiplied by this share.
         """
         documents: list[RawDocument] = []
         sample_bytes = 0
@@ -167,7 +167,7 @@ class _Measurement:
         return [entry.document for entry in entries]
 
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Return the number of tokens without [PAD], and the blocks of training and held-out rows, [rows, seq_len]."""
+        """Make rows; return how many tokens they have without [PAD], and the rows in blocks, [rows, seq_len] each."""
         processor = ChunkProcessor(self._request.rules())
         blocks: list[np.ndarray] = []
         tokens = 0
@@ -182,7 +182,7 @@ class _Measurement:
         return tokens, blocks
 
     def _write(self, blocks: Sequence[np.ndarray]) -> tuple[int, FinishedBucket]:
-        """Write the rows as one shard; return its size in bytes, and the record of a bucket with this shard."""
+        """Write the rows as one shard; return its size in bytes, and a build record that lists this shard."""
         begin = time.process_time()
         rows = np.concatenate(blocks)
         entry = put_shard(self._store, "shard-000000.tar", rows, len(rows))
@@ -193,7 +193,7 @@ class _Measurement:
         return entry.bytes, bucket
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
-        """Return the CPU seconds that a merge needs to read one bucket's record and to check that its shard exists."""
+        """Return the CPU seconds in which the merge, a build's last step, reads one record and looks for its shard."""
         records = BuildRecords(self._store)
         for number in range(_NUM_RECORDS):
             records.record_bucket(bucket.model_copy(update={"number": number}), np.empty((0, 0)))
@@ -203,7 +203,7 @@ class _Measurement:
 
 
 def rate_settings(request: BuildRequest) -> dict[str, str | int | float]:
-    """Return the settings of a build on which its rates depend, for `CorpusRates.settings`."""
+    """Return those settings of a build that influence its speed, for `CorpusRates.settings`."""
     corpus = request.corpus
     return {
         "seq_len": request.seq_len,

@@ -32,10 +32,10 @@ from electra_dist.planning.corpus.corpus_rates import PrepareRate
 
 
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Return the CPU time of each stage of a preparation, measured on local files.
+    """Run the stages of `corpus prepare` on local files and return the CPU time of each stage.
 
-    Of `config`, the sources are replaced by `files`, and folders and executor by temporary ones. Raises UserError if
-    a file that the filters need is missing.
+    `files` replace the sources of `config`, temporary folders its folders, and the default executor its executor.
+    Raises UserError if a file that the filters need is missing.
     """
     with tempfile.TemporaryDirectory(prefix="prepare-rates-") as name:
         folder = Path(name)
@@ -51,7 +51,7 @@ def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_
 
 
 def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Run all stages but the last, which writes the report, in this process, and return their CPU times."""
+    """Run all stages of a preparation except the report at the end, in this process, and return their CPU times."""
     from datatrove.utils.logging import logger
 
     from electra_dist.corpus.prepare.preparation import check

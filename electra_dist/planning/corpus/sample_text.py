@@ -59,7 +59,7 @@ def _line(drawn_words: Iterator[str], draw: np.random.Generator) -> str:
 
 
 def _words(draw: np.random.Generator) -> list[str]:
-    """Return `_NUM_WORDS` words, the most frequent first; the rare words are drawn with `draw`."""
+    """Return `_NUM_WORDS` words, the most frequent first; the rare ones are made up with the generator `draw`."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     counts: Counter[str] = Counter()
     for topic in sorted(topics):

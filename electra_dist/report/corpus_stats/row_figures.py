@@ -40,7 +40,7 @@ class RowSample:
 @dataclass
 class RowFigures:
     """Counts over all rows of a corpus, and some sample rows.
-    Both histograms have `NUM_BINS` bins; a length in tokens belongs to the bin length * NUM_BINS // (seq_len + 1).
+    The histograms have `NUM_BINS` bins each; a length in tokens falls into bin length * NUM_BINS // (seq_len + 1).
     """
 
     tokens: int = 0  # tokens that are not [PAD]
@@ -62,8 +62,8 @@ def read_row_figures(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
-    `origins` reads the side files, if there are any. `progress` wraps the indices of the shards, for a progress bar.
-    Raises ManifestMismatch if a shard or side file is damaged.
+    `origins` reads each shard's side file, which names the documents of its rows; None if there are none. `progress`
+    wraps the indices of the shards, for a progress bar. Raises ManifestMismatch for a damaged shard or side file.
     """
     figures = RowFigures()
     sampled = _sampled_rows(manifest)
@@ -93,7 +93,7 @@ def _sampled_rows(manifest: CorpusManifest) -> dict[int, list[int]]:
 
 
 def _add_rows(figures: RowFigures, rows: NDArray[np.integer], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """Add the rows of a shard, [rows, seq_len], to the counts; return the tokens of each row without [PAD], [rows]."""
+    """Add a shard's rows, [rows, seq_len], to the counts; return each row's number of tokens without [PAD], [rows]."""
     special = vocabulary.special
     seq_len = rows.shape[1]
     num_tokens = np.count_nonzero(rows != special["[PAD]"], axis=1)
@@ -118,7 +118,7 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return each example's length in tokens, [examples], from its row (ascending) and the position of its start."""
+    """Return the length of each example in tokens, [examples]; `rows` (ascending) and `starts` say where it begins."""
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
     ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]
@@ -126,7 +126,7 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the tokens of each example in `table`, the side file of a shard, to the count of the example's source."""
+    """Add each example's tokens to the count of its source; `table`, a shard's side file, names these sources."""
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
@@ -137,7 +137,7 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
 
 
 def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
-    """Return the text of each example of a row, [seq_len], word-pieces joined, without [CLS], [SEP] and [PAD]."""
+    """Return the text of each example in a row, [seq_len]: joined word-pieces without [CLS], [SEP] and [PAD]."""
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():

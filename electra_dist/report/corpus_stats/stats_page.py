@@ -5,7 +5,7 @@ folders of its path, as few as make the names differ; a document is named as the
 user or host.
 
 Limits: without build.json (the corpus was indexed, or built by an earlier version), the page has no figures of sources
-and documents. Without side files, it does not name the documents of the sample rows.
+and documents. Without side files, which record the documents of each row, it does not name the samples' documents.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
 def write_stats_page(
     store: Store, name: str, path: Path, progress: Callable[[Iterable[int]], Iterable[int]] = iter
 ) -> Path:
-    """Write the HTML page of a corpus to `path`, with missing folders, and return the path.
-    `progress` wraps the indices of the shards while they are read, for a progress bar. Raises UserError if a file of
+    """Write the HTML page about a corpus to `path`, create missing folders, and return `path`.
+    `progress` wraps the indices of the shards, so that it can show a progress bar. Raises UserError if a file of
     the corpus is missing or damaged, or the page cannot be written.
     """
     manifest = read_manifest(store)
@@ -51,7 +51,7 @@ def write_stats_page(
 
 
 def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    """Return the HTML text of the page of a corpus, whose name is escaped; `report` is its build.json or None."""
+    """Return the HTML text of the page about a corpus. `report` is its build.json, or None if there is none."""
     title = html_text(name)
     short_names = _short_names(report)
     body = [
@@ -97,7 +97,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
-    """Return the names that the page shows: source -> last folders of its name, as few as make the names differ."""
+    """Return source -> name on the page: as few of the last folders of the source's path as make the names differ."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -125,8 +125,8 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
 
 
 def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
-    """Return the tokens of each source that the documents' records name (`metadata.source`); "" if none does.
-    Licences are known only for text that `corpus prepare` made.
+    """Return the table of tokens by the source in each document's record (`metadata.source`); "" if none has one.
+    A licence is shown only for text that `corpus prepare` made.
     """
     prepared = {} if report is None else report.prepared
     rows = []
@@ -212,7 +212,7 @@ def _total(numbers: Mapping[str, int]) -> int:
 
 
 def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> str:
-    """Return the section with the text of the sample rows, and the document of each example if it is known."""
+    """Return the section with the text of the sample rows; each example has its document's name, if it is known."""
     paragraphs = ""
     for sample in samples:
         paragraphs += f"<p><b>{html_text(sample.shard)} row {sample.row}</b></p>\n"

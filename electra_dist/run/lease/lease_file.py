@@ -72,7 +72,7 @@ _OWNER = TypeAdapter(LeaseOwner)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLease:
-    """Newest lease of a run folder as read at one moment; two readings are equal if it was not renewed in between."""
+    """Newest lease of a run folder at one moment. Two readings are equal if nobody renewed the lease in between."""
 
     number: int  # 0: no lease was ever taken
     path: Path
@@ -81,7 +81,7 @@ class FoundLease:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the owner has released the lease, or whether there was none yet."""
+        """Return whether the owner has released the lease; True also if no lease was ever taken."""
         return self.number == 0 or self.path.suffix == ".released"
 
     @property
@@ -97,7 +97,7 @@ class FoundLease:
 
     @property
     def has_ended(self) -> bool | None:
-        """Return whether the lease has no living owner; None if that cannot be told, as from another machine."""
+        """Return whether no living process owns the lease; None if unknown, for example for another machine's."""
         if self.is_released:
             return True
         owner = self.owner
@@ -114,7 +114,7 @@ class FoundLease:
 
 
 def find_newest(folder: Path) -> FoundLease:
-    """Return the newest lease in RUN/lease (number 0: none yet), ignoring foreign files; OSError if that fails."""
+    """Return the newest lease in the folder RUN/lease, with number 0 if there is none; OSError if reading fails."""
     for _ in range(_TRIES):
         files = lease_files(folder)
         if not files:
@@ -130,8 +130,8 @@ def find_newest(folder: Path) -> FoundLease:
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
     """Create the file of a lease for this process, and delete the files of earlier leases and unfinished files.
 
-    Returns the lease, and a descriptor that keeps the file locked until it is closed or the process ends. Returns None
-    if another process has created the file. `number` is one more than the newest lease's number.
+    `number` is one more than the newest lease's number. Returns the lease, and a file descriptor that keeps the file
+    locked until it is closed or the process ends. Returns None if another process has created the file.
     """
     path = folder / f"{number:06d}.json"
     if path.with_suffix(".released").exists():
@@ -176,7 +176,7 @@ def renew(path: Path) -> None:
 
 
 def release(path: Path) -> None:
-    """Mark a lease as released; ignore a failure, because a lease that is not renewed expires."""
+    """Mark a lease as released. Ignore a failure, because a lease that is not renewed expires anyway."""
     with contextlib.suppress(OSError):
         path.rename(path.with_suffix(".released"))
 
@@ -191,7 +191,7 @@ def lease_files(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Return the number of a lease from the name of its file, for example 7 from 000007.json."""
+    """Return the number of a lease from its file's name, for example 7 from 000007.json."""
     return int(path.stem)
 
 
@@ -212,7 +212,7 @@ def _describe_this_process(holder: str, *, has_lock: bool) -> LeaseOwner:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file without waiting, and return whether that worked; False on a file system without locks."""
+    """Try to lock an open file without waiting; return whether it is locked. False on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:

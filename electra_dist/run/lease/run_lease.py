@@ -53,13 +53,13 @@ class LeaseLost(UserError):
 
 
 class RunLease:
-    """Lease of a run folder, owned by this process, or watched by it as a rank that the owner has started.
+    """Lease of a run folder. This process owns the lease, or it is a rank that only watches its supervisor's lease.
 
-    Create it by `take_lease` or `join_lease`. Read `is_lost` at every step, and call `release` at the end.
+    Create it by `take_lease` (owner) or `join_lease` (rank). Read `is_lost` at every step; call `release` at the end.
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Renew the lease in a thread; without `lock` (descriptor of its locked file), as in a rank, only watch it."""
+        """Renew the lease in a thread if `lock`, the descriptor of its file, is given; else only watch the lease."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -82,7 +82,7 @@ class RunLease:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the lease is lost, so that this process must write no more; most calls cost one `stat`."""
+        """Return whether the lease is lost, so that this process must stop writing; most calls cost one `stat`."""
         is_due = self._thread is None and time.monotonic() > self._next_look
         if is_due or _is_missing(self._lease.path):
             self._look()
@@ -114,7 +114,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Renew the lease if this process owns it, or set `_lost` to how it was lost; ignore errors of the storage."""
+        """Renew an owned lease; if the lease is lost, set `_lost` to the reason. Errors of the storage are ignored."""
         with self._looking, contextlib.suppress(OSError):
             self._next_look = time.monotonic() + RENEW_S
             newest = find_newest(self._lease.path.parent)
@@ -125,7 +125,7 @@ class RunLease:
                 self._lost = self._find_loss(newest)
 
     def _find_loss(self, newest: FoundLease) -> str:
-        """Return in one line how the lease was lost; "" if it is not lost, because only its file was deleted."""
+        """Return how the lease was lost, in one line; "" if only its file was deleted, which is then restored."""
         if _file_id(self._run_dir) != self._folder_id:
             return (
                 f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
@@ -144,7 +144,7 @@ class RunLease:
 
 
 def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
-    """Return the run folder's lease for rank 0: the one of its supervisor or, without a supervisor, a new one."""
+    """Return a run folder's lease for rank 0: its supervisor's lease or, without a supervisor, a new lease."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return join_lease(run_dir, token) if token else take_lease(run_dir, "rank 0", say)
 
@@ -158,10 +158,10 @@ def take_lease(
 ) -> RunLease:
     """Take the lease of a run folder as soon as its owner has released it, has ended or has stopped renewing it.
 
-    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. If it is not renewed
-    for `LEASE_S` seconds, take it; but raise UserError if the owner lives on this machine and `patience_s` is 0.
-    `holder` is "supervisor" or "rank 0", and `say` prints who is waited for. KeyboardInterrupt is raised when
-    `give_up` returns True.
+    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. Take a lease that
+    was not renewed for `LEASE_S` seconds, or raise UserError if its owner lives on this machine and `patience_s` is 0.
+    `holder` says who takes the lease, "supervisor" or "rank 0". `say` prints a line about a long wait.
+    KeyboardInterrupt is raised when `give_up` returns True.
     """
     folder = run_dir / LEASE_DIR
     seen: FoundLease | None = None
@@ -198,7 +198,7 @@ def take_lease(
 
 
 def join_lease(run_dir: Path, token: str) -> RunLease:
-    """Return the lease with this token, which the supervisor of this rank holds; raise LeaseLost if it has lost it."""
+    """Return the lease of this rank's supervisor, who passed `token`; raise LeaseLost if the supervisor lost it."""
     folder = run_dir / LEASE_DIR
     with readable(folder):
         newest = find_newest(folder)
@@ -249,7 +249,7 @@ def _is_missing(path: Path) -> bool:
 
 
 def _remove_unused(run_dir: Path) -> None:
-    """Remove released leases from a folder in which no run was begun, and the folder if nothing else is in it."""
+    """Remove the released leases from a folder without a run, then the folder, if nothing else is in it."""
     with contextlib.suppress(OSError):  # Another start has begun there, or the folder holds other files.
         for file in lease_files(run_dir / LEASE_DIR):
             if file.suffix == ".released":

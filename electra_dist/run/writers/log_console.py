@@ -43,7 +43,7 @@ class Console:
     """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway if waiting may help, else UserError."""
+        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway if the disk may recover, else UserError."""
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
         self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
@@ -102,7 +102,7 @@ class Console:
                 print(printable(text), file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
-        """Write a line to log.txt, and above it how many lines the disk has refused since the last one, if any."""
+        """Write a line to log.txt; if the disk has refused earlier lines, first write how many are missing."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         lines = f"{now}  {text}\n"
         if self._num_lost:
@@ -121,7 +121,7 @@ class Console:
 
 
 def _progress_bar(stream: TextIO) -> Progress:
-    """Create the bar, which shows the text field `eta` of its task and disappears when it stops."""
+    """Create a progress bar that shows its task's text field `eta`, and disappears when it is stopped."""
     return Progress(
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -135,7 +135,7 @@ def _progress_bar(stream: TextIO) -> Progress:
 
 
 def format_header(total_steps: int) -> str:
-    """Return the names of the columns of `format_line`, each above the right end of its column."""
+    """Return a line with the names of the columns of `format_line`, each aligned to the right of its column."""
     names = ("mlm", "rtd", "repl", "orig", "lr", "gnorm", "tok/s", "mfu", "wait", "mem", "eta")
     widths = (6, 6, 5, 5, 8, 6, 5, 5, 5, 6, 6)
     cells = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]

@@ -38,7 +38,7 @@ class MetricsWriter:
     def __init__(
         self, run_dir: Path, tensorboard: bool, settings: Mapping[str, str | float | bool] | None = None
     ) -> None:
-        """Open metrics.jsonl; `settings` are dotted keys of the config for TensorBoard's table of hyperparameters."""
+        """Open metrics.jsonl; TensorBoard shows `settings` (dotted config key -> value) as hyperparameters."""
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._samples: SampleFile | None = None  # opened by the first samples
@@ -51,9 +51,9 @@ class MetricsWriter:
         self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
-        """Drop the records of steps > `step`, which the run will repeat; return the last step recorded before that.
+        """Drop the records of steps > `step`, which the run will repeat; return the last step that was recorded.
 
-        Call it at every resume, before `write`. The result is at least `step`.
+        The result is at least `step`. Call this at every resume, before `write`.
         """
         file = self._file.path
         newest_step = step
@@ -72,7 +72,7 @@ class MetricsWriter:
         return newest_step
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
+        """Append the record of a step or an evaluation to metrics.jsonl and, if wanted, to TensorBoard.
 
         The record survives a crash of the machine only after `sync`. A record that a full or silent disk refuses is
         kept in memory and written later; `problems` has a line about it.
@@ -86,7 +86,7 @@ class MetricsWriter:
             tensorboard.write(kind, fields)
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Append the text samples of an evaluation to samples.jsonl and, if it is switched on, to TensorBoard."""
+        """Append the text samples of an evaluation to samples.jsonl and, if wanted, to TensorBoard."""
         with self._noted(self._run_dir / SAMPLES_FILE):
             self._sample_file().write(step, samples)
         tensorboard = self._open_tensorboard()
@@ -96,13 +96,13 @@ class MetricsWriter:
     def sync(self) -> None:
         """Wait until all records of metrics.jsonl are on the disk (fsync); call it before a checkpoint is committed.
 
-        Any thread may call it while another one calls `write`. After StoreAway, call it again later.
+        Any thread may call this while another thread calls `write`. After StoreAway, call it again later.
         """
         with self._lock:
             self._file.sync()
 
     def flush_tensorboard(self) -> None:
-        """Write to the files what TensorBoard has buffered."""
+        """Write TensorBoard's buffered values to its files."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
@@ -127,7 +127,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _noted(self, path: Path) -> Iterator[None]:
-        """Write to a file in the `with` block, one thread at a time; note once if its disk is full or away."""
+        """Guard a `with` block that writes to `path`: lock out other threads, and note if the disk refuses."""
         with self._lock:
             try:
                 yield
@@ -151,10 +151,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) -> list[Record]:
-    """Return the records of a metrics.jsonl, or of that in a run folder, oldest first; [] if there is no file.
+    """Return the records of metrics.jsonl, oldest first; [] without the file. `path` is the file or its run folder.
 
-    Each has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"); those of an older version may lack
-    some. Pass `whole_metrics_fault` if you use all fields.
+    Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"). Records of an older version
+    may lack some fields; pass `whole_metrics_fault` to refuse these.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
@@ -162,9 +162,9 @@ def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) 
 
 
 def newest_metrics(run_dir: Path) -> dict[str, Record]:
-    """Return the newest record of each kind, "train" and "eval", in a run's metrics.jsonl, without kinds it lacks.
+    """Return the newest "train" and the newest "eval" record of a run's metrics.jsonl, by kind, as far as they exist.
 
-    The file is read from its end, as far as necessary. A damaged line that is read is a UserError.
+    The file is read from its end, as far as necessary. A damaged line on the way raises UserError.
     """
     file = run_dir / METRICS_FILE
     newest: dict[str, Record] = {}

@@ -74,7 +74,7 @@ _HPARAM_METRICS = ("loss/mlm", "loss/rtd", "eval/auc", "eval/context_auc")  # co
 
 
 def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict[str, float]:
-    """Return the finite values of a record by tag, with the tag of each field from `tags`; leave out None and NaN."""
+    """Return a record's finite values by TensorBoard tag (`tags`: field -> tag), without None and NaN."""
     tagged = {}
     for name, tag in tags.items():
         value = fields[name]
@@ -84,13 +84,13 @@ def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict
 
 
 class TensorBoardWriter:
-    """Writer of TensorBoard event files of one start of a run; it creates them at the first write.
+    """Writer of the TensorBoard event files of one start of a run.
 
-    At the first error of its disk it stops writing for good, because a run must not end for a copy of its metrics.
+    At the first error of the disk it stops writing for good, because a run must not end for a copy of its metrics.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
-        """Open the files and write `settings`; TensorBoard hides older points from `purge_step` on (None: none)."""
+        """Open the files and write `settings`. Points of earlier starts are hidden from step `purge_step` on."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
         self._directory = directory
@@ -104,14 +104,14 @@ class TensorBoardWriter:
                 self._write_settings(settings)
 
     def take_problem(self) -> str:
-        """Return a line about the error that stopped all writing, only once; "" at later calls or without an error."""
+        """Return a line about the error that stopped all writing; "" without an error, and at later calls."""
         problem = self._problem
         self._problem = ""
         return problem
 
     @contextlib.contextmanager
     def _dropped_at_an_error(self) -> Iterator[None]:
-        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk."""
+        """Stop writing for good if the `with` block raises an OSError, for example because the disk is full."""
         try:
             yield
         except OSError as error:
@@ -143,7 +143,7 @@ class TensorBoardWriter:
             self._heldout.add_text("replaced words", replaced_words_table(samples), step)
 
     def flush(self) -> None:
-        """Write what is buffered to the files."""
+        """Write the buffered values to the files."""
         if self._is_dropped:
             return
         with self._dropped_at_an_error():
@@ -151,7 +151,7 @@ class TensorBoardWriter:
             self._heldout.flush()
 
     def close(self) -> None:
-        """Write what is buffered, and close the files."""
+        """Write the buffered values, and close the files."""
         if self._is_dropped:
             return
         with self._dropped_at_an_error():

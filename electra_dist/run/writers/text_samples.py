@@ -39,7 +39,7 @@ class SampleFile:
         self._file = JsonlFile(run_dir / SAMPLES_FILE)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the samples of evaluations after step `step`, which the run will repeat. Call it at every resume."""
+        """Drop the samples of evaluations after step `step`, because the run repeats them. Call it at every resume."""
         records = read_records(self._file.path, samples_fault)
         kept_records = [record for record in records if record["step"] <= step]
         if len(kept_records) < len(records):
@@ -63,7 +63,7 @@ def has_samples(run_dir: Path) -> bool:
 
 
 def read_newest_samples(run_dir: Path) -> Record | None:
-    """Return the newest record of samples.jsonl, with its "step" and "texts"; None if there is none."""
+    """Return the newest record of samples.jsonl, with its "step" and "texts"; None without a record."""
     return newest_record(run_dir / SAMPLES_FILE, samples_fault)
 
 

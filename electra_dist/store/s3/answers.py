@@ -40,7 +40,7 @@ ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error docume
 
 
 class ContentRange(NamedTuple):
-    """Bytes [first, end) that a ranged GET has returned, of an object of `size` bytes."""
+    """Range that a GET has returned: bytes [first, end) of an object of `size` bytes."""
 
     first: int
     end: int
@@ -57,7 +57,7 @@ class ObjectInfo(NamedTuple):
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
     """Raise Again if an answer lacks one of `fields`, which S3 always sends for the operation.
 
-    If `fields` is empty (deletions), raise Again for a page of HTML with status 200; S3 answers a deletion with 204.
+    If `fields` is empty (deletions), raise Again for a page of HTML with status 200, because S3 would answer 204.
     """
     for field in fields:
         if field not in answer:
@@ -69,7 +69,7 @@ def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
 
 
 def check_object(answer: dict[str, Any], key: str) -> None:
-    """Raise Again if the answer to a GET is a page of HTML or XML, unless the key ends like that of such a file."""
+    """Raise Again if the answer to a GET is HTML or XML, unless the key ends in .html, .htm, .xhtml or .xml."""
     is_markup = str(answer.get("ContentType", "")).startswith(_MARKUP_TYPES)
     if is_markup and not key.lower().endswith(_MARKUP_ENDINGS):
         raise Again("a page of HTML or XML instead of the object", advice=_CHECK_PROXY)
@@ -89,7 +89,7 @@ def object_info(answer: dict[str, Any]) -> ObjectInfo:
 
 
 def content_range(answer: dict[str, Any]) -> ContentRange | None:
-    """Return which part of an object an answer holds, by its header Content-Range; None without a valid one."""
+    """Return which part of an object an answer holds, from its header Content-Range; None if that is not valid."""
     match = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange", "")))
     if match is None:
         return None
@@ -106,10 +106,10 @@ def pages(
 ) -> Iterator[dict[str, Any]]:
     """Yield the entries of a listing of S3, page by page; raise Again if the listing does not advance.
 
-    `request` sends the request for a page, and repeats it if the given check raises Again. `next_fields` maps
-    arguments of the next request to fields of the page that hold their values. `name_of` returns what identifies an
-    entry. After Again, the listing must begin anew. A listing of more than 10,000 pages (ten million entries) is
-    a StoreError.
+    `request(arguments, check)` fetches a page, and repeats this if `check(page)` raises Again. `next_fields` maps an
+    argument of the next request to the field of the page that holds its value. `name_of` returns what identifies an
+    entry. After Again, the caller must begin the listing anew. More than 10,000 pages (ten million entries) raise
+    StoreError.
     """
 
     def check_page(page: dict[str, Any]) -> None:

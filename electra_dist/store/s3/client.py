@@ -64,9 +64,9 @@ def check_endpoint(endpoint_url: str | None) -> str:
 def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
-    boto3's own retries are switched off, because `S3Requests` repeats requests itself. The answers of its `get_object`
-    have a further field, "Stream": urllib3's response, whose `read1` returns the bytes that have arrived, whereas
-    `Body` waits until as many bytes have arrived as were asked for.
+    boto3's own retries are switched off, because `S3Requests` repeats requests itself. Answers of `get_object` have an
+    extra field "Stream", urllib3's response. Its method `read1` returns the bytes that have arrived, whereas boto3's
+    `Body` waits for all bytes that were asked for.
     """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
@@ -90,8 +90,8 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
 def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
     """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer.
 
-    boto3 would ask the service for the bucket's region; if that answer is such a redirect, too, it would ask again, up
-    to Python's recursion limit. AWS names the region in each redirect.
+    boto3 would ask the service for the bucket's region. If the answer were such a redirect, too, boto3 would ask
+    again, up to Python's recursion limit. AWS names the region in each redirect.
     """
     is_redirect = 300 <= response_dict["status_code"] < 400
     if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
@@ -100,7 +100,7 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Add the header Content-MD5 before boto3 signs a DeleteObjects request: older S3 services demand it there."""
+    """Add the header Content-MD5, which older services need, before a DeleteObjects request is signed."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
@@ -132,7 +132,7 @@ class RateMeter:
 class PacedBody(io.BytesIO):
     """Body of an upload that raises Again while boto3 reads it, if the service accepts its bytes too slowly.
 
-    boto3 reads a block, sends it, and reads the next one; so the time between two reads is that of sending a block.
+    boto3 reads a block, sends it, and reads the next one. So the time between two reads is the time to send a block.
     """
 
     def __init__(self, data: bytes, policy: RetryPolicy) -> None:
@@ -202,9 +202,9 @@ class S3Client:
         self._client_of = None
 
     def send(self, operation: str, arguments: Mapping[str, Any], body: bytes | None = None) -> Answer:
-        """Call boto3's method `operation` and return its answer; the body of a GET is still to be received.
+        """Call boto3's method `operation` and return its answer. The caller must still read the body of a GET.
 
-        Raises Again if the service took too long or boto3 could not parse the answer, otherwise one of
+        Raises Again if the service took too long or boto3 could not parse the answer. Other failures raise one of
         `errors.FAILURES`.
         """
         limit_s = limit_of_request(self._policy, len(body or b""))

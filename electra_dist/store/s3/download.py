@@ -53,8 +53,8 @@ class Download:
     ) -> None:
         """Receive into `sink`, an empty, seekable file.
 
-        `progress` is called with the number of bytes by which a chunk extends the file beyond its greatest length so
-        far; `restart` does not reset that length.
+        `progress` is called with the number of new bytes of a chunk. Bytes that arrive again after `restart` are not
+        new.
         """
         self._key = key
         self._sink = sink
@@ -74,10 +74,10 @@ class Download:
 
     @property
     def ends_before_span(self) -> bool:
-        """Return whether HTTP 416 ("no byte in this range"), as the next answer, means that nothing is left.
+        """Return whether HTTP 416 ("no byte in this range") would mean that there is nothing to receive.
 
         True until the first byte has arrived: the object is empty or ends before the span. Later, 416 means that a
-        shorter object has replaced it, and the caller must call `restart`.
+        shorter object has replaced this one, and the caller must call `restart`.
         """
         return self._sink.tell() == 0
 
@@ -96,8 +96,8 @@ class Download:
     def receive(self, answer: dict[str, Any]) -> None:
         """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived.
 
-        Raises Taken for another version of the object or another first byte than asked for (call `restart`), and Again
-        for a body that ended early, came too slowly or is not the object (send another GET for the rest).
+        Raises Taken if the answer is of another version or begins at another byte than was asked for: call `restart`.
+        Raises Again if the body ended early, came too slowly or is not the object: send a GET for the rest.
         """
         with contextlib.closing(answer["Body"]):
             check_answer(answer, ("ETag", "ContentLength"))
@@ -131,7 +131,7 @@ class Download:
             self._progress(num_new)
 
     def _check_part(self, answer: dict[str, Any]) -> None:
-        """Raise Taken or Again for another object version or range than asked for; some services ignore headers."""
+        """Raise Taken or Again if an answer has another version or range than asked for; some services send this."""
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken

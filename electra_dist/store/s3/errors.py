@@ -30,14 +30,14 @@ TRIES_MISSING = 5  # After so many answers "not found", an object that a manifes
 
 
 class Taken(Exception):
-    """Answer to a conditional request whose condition does not hold (HTTP status 412).
+    """Error for a conditional request whose condition does not hold (HTTP status 412).
 
     For a write with If-None-Match: * the key is taken; for a read with If-Match the object was replaced.
     """
 
 
 class EmptyRange(Exception):
-    """Answer (HTTP status 416) to a ranged request for an object that ends before the range begins, or is empty."""
+    """Error (HTTP status 416) for a ranged request if the object is empty or ends before the range begins."""
 
 
 class Again(Exception):
@@ -54,9 +54,9 @@ class Again(Exception):
     ) -> None:
         """Describe the failure; `reason` and `advice` are for the message if all attempts fail.
 
-        `missing`: an object that should exist was not found; after `TRIES_MISSING` such answers that is believed. With
-        `renew`, the credentials are read from their source again. With `unanswered`, the service has never answered,
-        so the user should learn soon what is tried.
+        `missing`: an object that should exist was not found; after `TRIES_MISSING` such answers it counts as missing.
+        `renew`: the credentials must be read from their source again. `unanswered`: the service has never answered, so
+        the user should be told soon.
         """
         super().__init__(reason)
         self.reason = reason
@@ -69,8 +69,8 @@ class Again(Exception):
 def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
     """Return the exception to raise for a failed request: Again, StoreError, StoreMissing, Taken or EmptyRange.
 
-    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. If the service has not `answered`
-    this store before, URL or credentials are probably wrong. With `must_exist`, "not found" is tried again.
+    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. `answered`: the service has
+    answered this store before, so URL and credentials are probably right. With `must_exist`, retry "not found".
     """
     if isinstance(error, boto_errors.ClientError):
         return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
@@ -99,7 +99,7 @@ def _classify_answer(
 
 
 def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
-    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 if no answer came."""
+    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 without an answer."""
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)

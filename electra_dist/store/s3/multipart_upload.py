@@ -27,7 +27,7 @@ _UPLOAD_THREADS = 4
 def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
     """Upload a local file as an object, new or replaced, four parts at a time; each part is retried independently.
 
-    If the upload fails, its parts are deleted with one attempt. Parts that remain, for example after a kill, cost
+    If the upload fails, one attempt is made to delete its parts. Parts that remain, for example after a kill, cost
     storage until `discard_unfinished` deletes them.
     """
     tag = secrets.token_hex(16)
@@ -44,7 +44,7 @@ def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
 
 
 def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Abort unfinished multipart uploads to keys with `prefix` for which `doomed` is true; return their number."""
+    """Abort unfinished multipart uploads of keys with this prefix if `doomed(key)` is True; return their number."""
     uploads = requests.list_all(
         "list_multipart_uploads",
         prefix,
@@ -64,7 +64,7 @@ def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str]
 
 
 def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Upload the parts of a file; return number and ETag of each, in order. `upload` names the multipart upload."""
+    """Upload a file in parts; return each part's number and ETag, in order. `upload` names the multipart upload."""
     size = path.stat().st_size
     part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
     num_parts = _ceil_div(size, part_size)
@@ -84,7 +84,7 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
 def _complete(
     requests: S3Requests, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str
 ) -> None:
-    """Let S3 combine the parts into one object, whose `tag` shows whether a request with a lost answer did so."""
+    """Let S3 combine the parts into one object. If the answer is lost, an object with this `tag` shows success."""
     complete_arguments = {**upload, "MultipartUpload": {"Parts": parts}}
     try:
         requests.call(key, "complete_multipart_upload", complete_arguments)

@@ -25,7 +25,7 @@ class S3Requests:
     """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Check the URLs (endpoint None: AWS), send nothing; raise UserError if one is malformed or holds secrets."""
+        """Check both URLs (None: AWS) without a request; raise UserError if one is malformed or holds secrets."""
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
@@ -51,8 +51,8 @@ class S3Requests:
         """Call boto3's method `operation` until it succeeds or fails for good, and return the answer.
 
         `key` is for messages only; "" is the store itself. `check` receives the answer, and raises Again if the
-        request must be repeated. Raises Taken (HTTP 412) and EmptyRange (HTTP 416) for a condition or a range that
-        does not hold.
+        request must be repeated. Raises Taken if a condition does not hold (HTTP 412), EmptyRange if the object ends
+        before the range (HTTP 416).
         """
         backoff = self.account.begin(self._describe(key))
         while True:
@@ -114,7 +114,7 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of an S3 listing (see `answers.pages`); begin again if it does not advance."""
+        """Return all entries of an S3 listing; begin again if the listing does not advance. See `answers.pages`."""
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             return self.call("", operation, arguments, check=check)
@@ -129,7 +129,7 @@ class S3Requests:
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Convert a boto3 exception of the `with` block by `classify`; if there is none, set `_answered`."""
+        """Replace a boto3 exception in the `with` block by what `classify` returns; without one, set `_answered`."""
         try:
             yield
         except FAILURES as error:

@@ -56,7 +56,7 @@ class S3Store(Store):
         self._deletes_several = True  # False once the service has refused a request that deletes several objects.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
-        """Pickle URL and limits only: another process opens the store anew, with its counters of retries at 0."""
+        """Pickle only the URLs and the limits: another process opens the store anew and counts retries from 0."""
         return S3Store, (self.url, self._endpoint_url, self._policy)
 
     @property
@@ -152,7 +152,7 @@ class S3Store(Store):
 
     @override
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete up to 1,000 objects by each request DeleteObjects; retry those that it leaves one by one.
+        """Delete up to 1,000 objects with each DeleteObjects request; delete any that remain by single requests.
 
         If the service refuses DeleteObjects, this call and all later ones delete each key by a separate request.
         """

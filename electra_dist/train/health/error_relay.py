@@ -9,7 +9,7 @@ connection that follows when another rank ends, and the launcher would take whic
 
 How: the rank sets a key in that store. The store lives in rank 0's process and does not need the other ranks.
 
-Limits: a rank that hangs in a collective that does not notice a missing peer (NCCL) is ended by its launcher.
+Limits: NCCL does not notice that a peer is missing. A rank that hangs in NCCL is ended by its launcher.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EXIT_CODE = "reported_exit_code"
 
 
 def report_once(error: UserError | StorageLost, exit_code: int) -> None:
-    """Print an error that ends the run to stderr, unless another rank has printed one, and inform the other ranks.
+    """Print an error to stderr, unless another rank has printed one, and tell all ranks to end with `exit_code`.
 
-    Any rank may call it while the process group exists. If the store in rank 0's process cannot be reached any more,
-    the error is printed all the same: printing it twice is better than not at all.
+    Any rank may call this while the process group exists. If the group's key-value store, in rank 0's process, cannot
+    be reached any more, the error is printed even if another rank has printed one.
     """
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
@@ -45,9 +45,9 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
 
 
 def reported_exit_code() -> int | None:
-    """Return the exit code of the first error that a rank has reported; None if none has, or rank 0 has ended.
+    """Return the exit code that came with the first reported error; None without a report or if rank 0 has ended.
 
-    If there is one, a collective that fails on this rank is a consequence of that error, and needs no message.
+    After a report, a collective that fails on this rank is a consequence of the reported error: print nothing for it.
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()

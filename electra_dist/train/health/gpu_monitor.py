@@ -51,7 +51,7 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Return the worst value (or, as `GpuReading` says, the sum) of each quantity over the GPUs that report it."""
+    """Combine the samples of several GPUs into one reading, as the fields of `GpuReading` say."""
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     powers = [gpu.power_w for gpu in gpus if gpu.power_w is not None]
@@ -70,10 +70,10 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return one line on why the node's GPUs cannot be trusted any more, `now` compared with `first`; "" if they can.
+    """Return one line on why the node's GPUs cannot be trusted any more; "" if they can be trusted.
 
-    Only new uncorrected memory errors count, because they damage results. Heat and throttling make a run slow, not
-    wrong.
+    GPUs are not trusted if they have had uncorrected memory errors since the `first` reading, because these damage
+    results. Heat and throttling do not count: they make a run slow, not wrong.
     """
     if first is None or now is None or now.gpu_ecc_uncorrected is None:
         return ""

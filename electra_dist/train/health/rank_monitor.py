@@ -6,9 +6,9 @@ memory errors, the node is added to the run's record of faulty nodes (strikes.js
 69, without a save, because the state of a faulty GPU is not to be trusted.
 
 The timeout of collectives is twice the hang limit (the time after which a supervisor ends a hanging rank), at most an
-hour. It is raised where necessary to exceed `cluster.storage_patience_s`, for which a rank may wait for storage while
-the others wait for it in a collective. It matters in runs without a supervisor, where it ends the ranks that wait for
-an unreachable one.
+hour. If one rank waits for storage, the others wait in a collective. So the timeout always exceeds the longest wait,
+`cluster.storage_patience_s`. The timeout matters in runs without a supervisor: it ends the ranks that wait for an
+unreachable rank.
 
 A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
 steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time.
@@ -47,7 +47,7 @@ _LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Result of one health check at a logged step: the GPU readings of this node, and the slow ranks of the run."""
+    """Result of a health check at a logged step: this node's GPU readings, and the slow ranks of the whole run."""
 
     gpu: GpuReading | None  # of this rank's node; None on a rank that does not read GPUs
     slow_ranks: list[int]  # slowest first
@@ -67,7 +67,7 @@ class RankMonitor:
         patience: Patience | None = None,
         lease: RunLease | None = None,
     ) -> None:
-        """Write the first heartbeat and read the GPUs; `lease`, which locks the run folder, is for rank 0 only."""
+        """Write the first heartbeat and read the GPUs. Only rank 0 passes `lease`, the lock of the run folder."""
         self._run_dir = run_dir
         self._lease = lease
         self._limits = hang_limits(cluster)
@@ -93,7 +93,7 @@ class RankMonitor:
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Write a heartbeat with the phase and step that begin now, and adapt the timeout of collectives to them."""
+        """Write a heartbeat: `phase` of `step` begins now. Adapt the timeout of collectives to this phase."""
         self._phase = phase
         self._step = step
         self._waits_for_storage = False
@@ -120,9 +120,9 @@ class RankMonitor:
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
         """Report in the heartbeat that the training thread waits for the thread that reads rows or writes checkpoints.
 
-        If that thread waits for storage, its reason is reported at once. Otherwise it may be blocked in a call to
-        storage that does not respond, so a wait of more than `longest_s` for `subject`, what the training thread
-        needs, is reported as a wait for storage.
+        If the other thread is known to wait for storage, this is reported at once. Otherwise it may hang in a call to
+        storage, so a wait of more than `longest_s` seconds is reported as a wait for storage. `subject` names what the
+        training thread waits for, such as "the previous checkpoint".
         """
         if self._patience.reason:
             self.waits_for_storage(self._patience.reason)
@@ -141,19 +141,19 @@ class RankMonitor:
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether rank 0 must stop writing to the run folder: another start has it, or it is gone. False elsewhere."""
+        """Whether the run folder is gone or taken by another start, so that rank 0 must not write. Else False."""
         return self._lease is not None and self._lease.is_lost
 
     def check_folder(self) -> None:
-        """Raise LeaseLost if another start of the run has taken the run folder, or it is gone. Rank 0 only."""
+        """Raise LeaseLost if another start of the run has taken the run folder, or the folder is gone."""
         if self._lease is not None:
             self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
 
-        If the GPUs have gone bad, the node is recorded as faulty, once, and `sick` becomes True. All ranks return the
-        same list of slow ranks.
+        `forward_s` is the time of this rank's first forward pass. If the GPUs have gone bad, the node is recorded as
+        faulty, once, and `sick` becomes True. All ranks return the same list of slow ranks.
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
@@ -178,7 +178,7 @@ class RankMonitor:
     def close(self) -> None:
         """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver.
 
-        A rank that ends by an exception does not call it.
+        Do not call this after an exception: the supervisor must see that the rank did not finish.
         """
         self._heartbeat.close()
         if self._sampler:

@@ -36,10 +36,10 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """The end of the Slurm job by the monotonic clock, which a change of the wall clock does not move.
+    """The time at which the Slurm job ends, kept by the monotonic clock: setting the wall clock cannot move it.
 
-    Slurm gives it as a Unix time, which is converted once. When a supervisor starts ranks, it passes the end on to
-    them, converted back to Unix time by the wall clock of that moment.
+    Slurm gives a Unix time, which is converted once. A supervisor passes the time on to the ranks that it starts,
+    converted back to Unix time by the wall clock of that moment.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class JobEndTime:
         self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
 
     def environment(self) -> dict[str, str]:
-        """Return SLURM_JOB_END_TIME for the environment of a process that is started now; empty without Slurm."""
+        """Return the variable SLURM_JOB_END_TIME for a process that is started now; {} if no end is known."""
         if self.monotonic is None:
             return {}
         return {_JOB_END: str(round(self.monotonic - time.monotonic() + time.time()))}
@@ -83,7 +83,7 @@ class StopRequest:
     def wants_stop(self) -> bool:
         """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
 
-        Once True it stays True.
+        Once the answer is True, it stays True.
         """
         if self._watches and not self._reason:
             reason = self._find_reason()
@@ -121,7 +121,7 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save` when a save has begun; if that fails, ignore it until it is gone. Rank 0 only."""
+        """Remove the file `save`, because a save has begun; a file that cannot be removed is ignored. Rank 0 only."""
         try:
             self._save_file.unlink(missing_ok=True)
         except OSError:

@@ -1,4 +1,4 @@
-"""Write the list of a run's events (ledger) from two threads; keep events in memory while its disk is full or away."""
+"""Write a run's events to ledger.jsonl from two threads; keep them in memory while the disk is full or away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from electra_dist.store.patience import Patience
 
 
 class LastingLedger:
-    """Writer of a run's ledger.jsonl, by two threads of rank 0: the step loop and the one that saves checkpoints."""
+    """Writer of a run's ledger.jsonl that two threads of rank 0 may use: the step loop and the checkpoint writer."""
 
     def __init__(self, run_dir: Path, patience: Patience) -> None:
         self._run_dir = run_dir
@@ -22,7 +22,7 @@ class LastingLedger:
         self._lock = threading.Lock()
 
     def record(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event, and return when it is on the disk; raise StorageLost if the disk is away for too long."""
+        """Append an event and wait until it is on the disk; raise StorageLost if the disk is away for too long."""
         self.record_soon(event, step, **details)
         self._patience.call(self.sync)
 
@@ -41,14 +41,14 @@ class LastingLedger:
             self.record_soon(event, step, **details)
 
     def sync(self) -> None:
-        """Write to the disk the events that it has refused so far. Raises StoreAway if it refuses them again."""
+        """Write the events that the disk has refused so far. Raises StoreAway if the disk refuses them again."""
         with self._lock:
             self._ledger.sync()
 
     def close(self) -> None:
-        """Write what the disk has refused so far, and close the file. Raises StoreAway if it refuses them again."""
+        """Write the events that the disk has refused, and close the file. Raises StoreAway if that fails again."""
         self._ledger.close()
 
     def discard(self) -> None:
-        """Close the file without another attempt to write what the disk has refused."""
+        """Close the file without another attempt to write the events that the disk has refused."""
         self._ledger.discard()

@@ -2,8 +2,8 @@
 
 Only rank 0 has a reporter. The ledger is the file ledger.jsonl; it records starts, checkpoints and stops as events.
 
-The losses and accuracies of a record are those of its own step, not of an interval, so a run that was interrupted
-writes the same ones as an uninterrupted run.
+The losses and accuracies in a record are of that step alone, not means over an interval. So a run that was interrupted
+writes the same values as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback", "r
 class Reporter:
     """Writer of the log lines, metrics and ledger events of one start of a run. Rank 0 only.
 
-    Call `began` once, then the method of each event, and `close` at the end. All methods are for the thread of the
-    step loop, except `before_commit` and `committed`, which the checkpoint thread calls.
+    Call `began` once, then the method for each event, and `close` at the end. The checkpoint thread calls
+    `before_commit` and `committed`; only the thread of the step loop may call the other methods.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Reporter:
         hosts: Sequence[str] = (),
         patience: Patience | None = None,
     ) -> None:
-        """Open the files, and delete the metrics of steps after the restored checkpoint, which the run repeats."""
+        """Open the files. Delete the metrics of steps after the restored checkpoint, because the run repeats them."""
         self._patience = Patience(0.0) if patience is None else patience
         run_dir = Path(config.run_dir)
         self._config = config
@@ -134,7 +134,7 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Log and record it if the restored checkpoint is of a version that drew or rounded differently."""
+        """Write to log and ledger if the restored checkpoint's version drew random numbers or rounded differently."""
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:
@@ -145,7 +145,7 @@ class Reporter:
                 self._ledger.record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
-        """Log from which checkpoint the run goes on, or that the run has reached its last step already."""
+        """Log the checkpoint from which the run continues, or that the run has reached its last step already."""
         num_steps = self._config.train.num_steps
         if restored.step >= num_steps:
             self.note(
@@ -159,10 +159,10 @@ class Reporter:
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """Report a logged step: its line, its record in the metrics, slow ranks, and an overflow of fp16.
+        """Report a logged step to console, metrics and tracking services; note slow ranks and an fp16 overflow.
 
-        `done` steps are done, this one included. `waited_s` is rank 0's total wait for rows since this start.
-        `receipt` is the number and digest of all rows trained on so far, `look` the health check of this step.
+        `done` counts the finished steps, this one included. `waited_s` is rank 0's total wait for rows since this
+        start. `receipt` is the number and digest of all rows trained on so far, `look` this step's health check.
         """
         record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
         if look.slow_ranks:
@@ -189,8 +189,8 @@ class Reporter:
     def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
         """Report an evaluation, some of its rows as text, and warnings about its context AUC.
 
-        The rates in the next log line are measured from now on, so that the time of the evaluation does not count as
-        time of steps.
+        The rates in the next log line are measured from now on, so that they do not include the time of the
+        evaluation.
         """
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
@@ -209,7 +209,7 @@ class Reporter:
         self._note_dropped_trackers()
 
     def _note_refused_records(self) -> None:
-        """Log one line for each file whose disk has begun to refuse records since the last call."""
+        """Log a line for each metrics file whose disk has begun to refuse records since the last call."""
         for problem in self._metrics.problems():
             self.note(problem)
 
@@ -241,22 +241,22 @@ class Reporter:
         )
 
     def saving(self) -> None:
-        """Flush TensorBoard's buffer when a save begins; `before_commit` writes metrics and ledger to the disk."""
+        """Flush TensorBoard's buffer, because a save begins; metrics and ledger follow in `before_commit`."""
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
-        """Sync metrics and ledger to the disk before a checkpoint is committed; raise StoreAway if it refuses.
+        """Sync metrics and ledger to the disk before a checkpoint is committed; raise StoreAway if the disk refuses.
 
-        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk.
+        A restart from the checkpoint does not repeat earlier steps, so their records must be on the disk by then.
         """
         self._metrics.sync()
         self._ledger.sync()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
-        """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
+        """Record in the ledger that a checkpoint is committed: all its files are in every checkpoint store.
 
-        The step loop waits for the checkpoint thread before it closes the reporter. `write_s` is that thread's time
-        for writing and committing; `spent_s` is `Clock.spent_s` at the beginning of the save.
+        The checkpoint thread calls this. `write_s` is the time that this thread took to write and commit; `spent_s`
+        is `Clock.spent_s` at the beginning of the save.
         """
         self._ledger.record(
             "checkpoint",
@@ -269,10 +269,10 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record a step whose update was prevented by `fault`; `suspect` is the row whose loss stands out, or "".
+        """Record that `fault` prevented the update of a step; `suspect` is the row whose loss stands out, or "".
 
-        Call it before the list of skipped steps is written: if the run is killed in between, the restarted run stops
-        the step again.
+        Call this before the list of skipped steps is written. If the run is killed in between, its restart stops the
+        step again.
         """
         self._ledger.record_once("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
@@ -283,7 +283,7 @@ class Reporter:
     def rolled_back(self, first: int, stopped: list[int]) -> None:
         """Record in log and ledger that the run goes back and skips the steps from `first` to the last stopped one.
 
-        Call it before the list of skipped steps is written: if the run is killed in between, it goes back again.
+        Call this before the list of skipped steps is written. If the run is killed in between, its restart goes back.
         """
         last = stopped[-1]
         self._ledger.record_once("rollback", last, skip_from=first, skip_to=last)
@@ -293,7 +293,7 @@ class Reporter:
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved its state and stops on request; `close` adds the event to the ledger."""
+        """Log that the run has saved its state and stops on request. The ledger gets this event from `close`."""
         self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:
@@ -304,7 +304,8 @@ class Reporter:
         """Record how this start of the run has ended after `step` steps, and close all outputs.
 
         Two endings are not recorded: "rollback", because `rolled_back` has done so, and "replaced", because another
-        start writes the ledger now. Raises StorageLost if the disk stays away, except after "storage" and "crash".
+        start writes the ledger now. If the disk stays away, StorageLost is raised, unless `ending` is "storage" or
+        "crash".
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":

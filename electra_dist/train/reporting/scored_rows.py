@@ -17,7 +17,7 @@ MAX_TOKENS = 64  # of a row that a text sample shows
 
 @dataclass(frozen=True, eq=False)
 class ScoredRow:
-    """First S tokens of a held-out row: the original ids, the ids that the discriminator read, and its output."""
+    """First S tokens of a held-out row: original ids, ids that the discriminator read, and its probabilities."""
 
     original_S: np.ndarray  # int64 ids of the corpus
     shown_S: np.ndarray  # int64 ids with the generator's replacements
@@ -25,9 +25,9 @@ class ScoredRow:
 
 
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
-    """Return the first 64 tokens of each of the first `num_rows` rows of a micro-batch, without padding.
+    """Return the first `num_rows` rows of a micro-batch, each cut to 64 tokens, without padding.
 
-    Rows that consist of padding are left out.
+    Rows that consist of padding only are left out.
     """
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
     scored_rows = []
@@ -46,7 +46,7 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Return the row as text: each id is replaced by `tokens[id]`, and probabilities are rounded to 4 decimals."""
+    """Turn the ids of a row into text, `tokens[id]` for each id, and round its probabilities to 4 decimals."""
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],
         shown=[_token(tokens, token_id) for token_id in row.shown_S],
@@ -55,10 +55,10 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the text of each token id of a run; for any tokenizer, a token that continues a word begins with ##."""
+    """Return the text of each token in a run's vocabulary, by id; one that continues a word begins with ##."""
     return read_run_vocabulary(run_dir).shown_tokens
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:
-    """Return the token of an id; the id in brackets if the vocabulary is smaller than `model.vocab_size`."""
+    """Return the text of a token, or "[ID]" for an id that is not in the vocabulary but in the model's table."""
     return tokens[token_id] if token_id < len(tokens) else f"[{token_id}]"

@@ -34,7 +34,7 @@ _NO_GPU_READING = GpuReading(
 
 
 class _LogPoint(NamedTuple):
-    """The time and the progress at the last log line or evaluation, from which rates since then are computed."""
+    """Time and progress at the last log line or evaluation; the next rates are measured from there."""
 
     step: int  # steps done
     time: float  # of time.perf_counter, in seconds
@@ -54,7 +54,7 @@ class StepRecorder:
         self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
 
     def begin_interval(self, done: int) -> None:
-        """Compute the next rates from now on, so that the time of an evaluation does not count as time of steps."""
+        """Measure the next rates from now on, so that they do not include the time of an evaluation."""
         self._last = _LogPoint(step=done, time=time.perf_counter(), waited_s=self._last.waited_s)
 
     def record_of(
@@ -68,8 +68,8 @@ class StepRecorder:
     ) -> StepRecord:
         """Return the record of a logged step for metrics.jsonl and the console, from the arguments of `Reporter.step`.
 
-        Times and rates are means since the last log line or evaluation. Losses are means over tokens and accuracies
-        fractions, both over the global batch of this one step. A loss that the objective does not have is 0; an
+        Times and rates are means since the last log line or evaluation. Losses (means over tokens) and accuracies
+        (fractions) are over the global batch of this step alone. A loss that the objective does not have is 0; an
         accuracy over no tokens is NaN.
         """
         now = time.perf_counter()
@@ -121,20 +121,20 @@ class StepRecorder:
         )
 
     def _scheduled_values(self, done: int) -> dict[str, float]:
-        """Return the objective's scheduled settings, key -> value, as they were in the last of `done` steps."""
+        """Return the values of the objective's scheduled settings in the newest of `done` steps, by key."""
         last_step = done - 1  # steps are numbered from 0
         progress = last_step / self._config.train.num_steps
         schedules = schedules_of(self._config.objective)
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token in the last of `done` steps; two-stage training changes them once."""
+        """Return the training FLOPs per token in the newest of `done` steps; the stage of training decides them."""
         config = self._config
         last_step = done - 1  # steps are numbered from 0
         return token_flops(config.model, config.data.seq_len, config.objective, last_step).total
 
     def _memory_gb(self) -> float:
-        """Return the peak device memory of this rank, or on a CPU its present host memory, in 1e9 bytes."""
+        """Return this rank's peak GPU memory or, on a CPU, its present host memory, in 1e9 bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 1e9
         return psutil.Process().memory_info().rss / 1e9

@@ -49,7 +49,7 @@ class Clock:
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add seconds for which a save has blocked the step loop: waiting for the last save, and copying the state."""
+        """Add the seconds that a save has blocked the step loop: its wait for the last save, and the copying."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:
@@ -59,7 +59,7 @@ class Clock:
     def spent_s(self) -> dict[str, float]:
         """Return the seconds spent so far on each activity, rounded to milliseconds.
 
-        "data" is part of "first" and "step"; the others do not overlap.
+        The time of "data" is also contained in "first" and "step"; the other activities do not overlap.
         """
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 

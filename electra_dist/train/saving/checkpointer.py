@@ -1,7 +1,7 @@
 """Save and restore the state of a run: connect the engine and the step loop to the stores that hold checkpoints.
 
-Limits: this module decides neither when to save, which the step loop does, nor which checkpoints are kept or good,
-which the package `checkpoint` does.
+Limits: the step loop decides when to save. The package `checkpoint` decides which checkpoints are kept and which of
+them can be loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from electra_dist.train.step import StepResult
 class TrainState:
     """The progress of a run: what a checkpoint records beside the weights and the optimizer's moments.
 
-    It is equal on all ranks. The step loop changes it in place after every step.
+    All ranks have the same state. The step loop changes it in place after every step.
     """
 
     step: int  # steps done or skipped
@@ -59,16 +59,16 @@ class TrainState:
     eval_scores: dict[str, float] = field(default_factory=dict)  # of an evaluation of this step, if any
 
     def updated(self, result: StepResult) -> None:
-        """Count the rows of a step that has updated the weights, and pass its loss to the guard.
+        """Count the rows of a step that has updated the weights, and pass the step's loss to the guard.
 
-        `step` does not change: the step loop sets it for all steps, also for those without an update.
+        The field `step` is left to the step loop, which also counts steps without an update.
         """
         self.receipt += result.receipt
         self.guard.accept(result.judged_loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the state to start with: that of the restored checkpoint or, if there is none, the initial one."""
+        """Return the progress that the restored checkpoint records, or that of a new run if `restored` is None."""
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips, overflowed=[])
         return cls(
@@ -80,7 +80,7 @@ class TrainState:
         )
 
     def state_fields(self) -> dict[str, Any]:
-        """Return the fields of a checkpoint's `RunState` that change from step to step, name -> value."""
+        """Return those fields of a checkpoint's `RunState` that change from step to step, by name."""
         return {
             "step": self.step,
             "rows_seen": self.receipt.rows,
@@ -93,7 +93,7 @@ class TrainState:
 
 
 def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
-    """Return the scores of an evaluation by which `checkpoint.keep_best` chooses, by the field names of `RunState`."""
+    """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
     if detects_replacements(objective):
         return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
     if objective.name == "mlm":
@@ -104,8 +104,8 @@ def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dic
 class Checkpointer:
     """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
 
-    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any step,
-    and at the end `close`, which waits for a save that is still being written.
+    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, `save` after any step, and
+    `close` at the end, which waits until the last save is written.
     """
 
     def __init__(
@@ -162,15 +162,16 @@ class Checkpointer:
 
     @property
     def attempt(self) -> int:
-        """Number of this start of the run, from 1; a return to a checkpoint (rollback) counts as a start, too."""
+        """Number of this start of the run, from 1. A rollback (return to a checkpoint) also counts as a start."""
         return self._state.attempt
 
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        Returns the state of the loaded checkpoint, None if there is none, and a log line for each checkpoint that is
-        damaged or discarded by a rollback, whose manifest is renamed. `pristine` says that the engine still holds the
-        weights with which it was built. Raises UserError if there are checkpoints, and none of them can be used.
+        Returns the state of the loaded checkpoint (None if there is none) and log lines. There is a line for each
+        checkpoint that is set aside by renaming its manifest, because it is damaged or a rollback discards it.
+        `pristine` says that the engine still holds the weights with which it was built. Raises UserError if there are
+        checkpoints, but none of them can be used.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -188,7 +189,7 @@ class Checkpointer:
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Set the master weights to their initial values and the moments to zero, as after a rollback to step 0."""
+        """Set the master weights to their initial values and the moments to zero, to begin again at step 0."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
@@ -208,8 +209,8 @@ class Checkpointer:
     def save(self, train_state: TrainState) -> SaveTiming:
         """Start saving the state after `train_state.step` steps; return when it is copied to host memory. Collective.
 
-        A thread then writes the copy. The call first waits for the previous save; if that has failed, its error is
-        raised.
+        A thread then writes the copy. The call first waits for the previous save, and raises its error if it has
+        failed.
         """
         state = self._state.model_copy(update=train_state.state_fields())
         if self._loss_scale is not None:
@@ -217,14 +218,15 @@ class Checkpointer:
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     def raise_failure(self) -> None:
-        """Raise the error of the newest save, if it has failed; return at once if it succeeds or is still written."""
+        """Raise the newest save's error, if it has failed; return at once if it was or is still being written."""
         if self.writer.has_failed:
             self.writer.wait()
 
     def finish(self, last: RunState) -> None:
-        """Complete the save of the last step: copy it to the checkpoint stores that lack it, delete old checkpoints.
+        """Complete the checkpoint of the last step, because a killed start may have copied it to some stores only.
 
-        The process that saved it may have been killed. Earlier saves are replaced by the next one. Rank 0 only.
+        Then delete the checkpoints that are no longer kept. An earlier checkpoint needs no completion: the next one
+        replaces it. Rank 0 only.
         """
 
         def complete() -> None:
@@ -237,17 +239,17 @@ class Checkpointer:
 
     @property
     def retries(self) -> int:
-        """Number of requests to the stores of checkpoints that this rank has repeated after a failure so far."""
+        """How many requests to the checkpoint stores this rank has repeated so far, because they had failed."""
         return sum(target.retries for target in self._targets)
 
     @property
     def retry_wait_s(self) -> float:
-        """Seconds that this rank has waited so far before it repeated requests to the stores of checkpoints."""
+        """How many seconds this rank has waited so far before it repeated requests to the checkpoint stores."""
         return sum(target.retry_wait_s for target in self._targets)
 
     @property
     def bit_settings(self) -> dict[str, str]:
-        """Settings of this start that may change the last bits of its results, by name."""
+        """Settings of this start that may change the last bits of results, such as "ranks", by name."""
         return self._state.bit_settings
 
     def close(self) -> None:

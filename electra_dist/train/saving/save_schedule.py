@@ -13,21 +13,21 @@ from electra_dist.run.ledger import read_ledger
 class SaveSchedule:
     """The steps after which a run saves a checkpoint.
 
-    If `checkpoint.every_steps` is a number, they are its multiples. If it is "auto", each save comes one interval
-    after the last one. Rank 0 computes the interval again after each save, from the cost of a save and the number of
-    interruptions that the run's ledger records. The steps of `checkpoint.keep_every_steps` and `checkpoint.keep_steps`
-    are always saved.
+    If `checkpoint.every_steps` is a number, a save comes at each multiple of it. If it is "auto", a save comes one
+    interval after the last save, and rank 0 computes the interval again after each save, from the cost of a save and
+    the interruptions in the run's ledger. The steps of `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are
+    always saved.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
-        """Begin the schedule after `step` steps. Collective for `every_steps: auto`."""
+        """Begin the schedule after step `step`, at which the run starts. Collective if `every_steps` is "auto"."""
         self._config = config
         self._run_dir = Path(run_dir)
         self.every_steps = 0  # steps between checkpoints at present; set by `saved`
         self.saved(step)  # the checkpoint that the run starts from
 
     def saved(self, step: int) -> bool:
-        """Record that `step` is saved; return whether the interval has changed. Collective for `auto`."""
+        """Record a save after `step` steps; return whether the interval has changed. Collective for "auto"."""
         previous = self.every_steps
         if self._config.every_steps == "auto":
             self.every_steps = from_rank_0(lambda: automatic_steps(read_ledger(self._run_dir)))
@@ -37,7 +37,7 @@ class SaveSchedule:
         return self.every_steps != previous
 
     def next_due(self, step: int) -> int:
-        """Return the first step after `step` at which a checkpoint is due; it may exceed the steps of the run."""
+        """Return the first step after `step` with a save; it may lie beyond the last step of the run."""
         keep_every_steps = self._config.keep_every_steps
         due_steps = [kept_step for kept_step in self._config.keep_steps if kept_step > step]
         if keep_every_steps:

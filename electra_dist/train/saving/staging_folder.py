@@ -3,8 +3,7 @@
 Guarantee: a run on several nodes writes these files into the node's cache folder (`train/node_cache.py`), and not into
 the run folder that all nodes share. Each run has a staging folder of its own on each node, with a file that names the
 process using it. At the start of a run, one rank of each node deletes the staging folders of this node whose process
-has ended. If it cannot see whether a process has ended, because that process runs in another container, the folder is
-left alone.
+has ended. A folder stays if its process cannot be seen, because it runs in another container.
 
 Limits: if a run never uses a node again, its staging folder there remains until the next run of the same user.
 """
@@ -42,8 +41,8 @@ _OWNER = TypeAdapter(ProcessIdentity)
 def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
     """Choose the folder where checkpoint files are written before their upload to S3, and record that it is in use.
 
-    Every rank calls it once, at the start of the run. It is in the node's cache folder for a run on several nodes
-    whose targets are all on S3, otherwise in the run folder.
+    Every rank calls this once, at the start of the run. If the run is on several nodes and all checkpoint stores are
+    on S3, the folder is in the node's cache folder; otherwise it is in the run folder.
     """
     run_dir = Path(config.run_dir)
     all_targets_on_s3 = all(target.local_path(STAGING_DIR) is None for target in targets)
@@ -58,8 +57,8 @@ def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience
 def staging_folder(run_dir: Path, node_folder: Path) -> Path:
     """Return the path of the staging folder that a run on several nodes uses on this node; nothing is created.
 
-    Its name consists of the node's name and a digest of the run folder's path, because several nodes may share the
-    folder `data.cache_dir`.
+    The folder's name has the node's name and a digest of the run folder's path, because several nodes and runs may
+    share `node_folder`.
     """
     digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:_NAME_CHARACTERS]
     return node_folder / STAGING_DIR / f"{node_name()}-{digest}"
@@ -68,8 +67,8 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
 def take_over(folder: Path) -> None:
     """Record this process as the user of a staging folder, and delete this node's abandoned staging folders.
 
-    One rank of each node calls it. Files that an earlier start has left in `folder` are deleted by the checkpoint
-    writer.
+    One rank of each node calls this. The checkpoint writer deletes the files that an earlier start has left in
+    `folder`.
     """
     for other_folder in list(folder.parent.glob("*")):
         node_of_folder, _, _ = other_folder.name.rpartition("-")  # NODE-DIGEST; NODE may contain hyphens
@@ -81,7 +80,7 @@ def take_over(folder: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that uses a staging folder has certainly ended."""
+    """Return whether the process that used a staging folder has ended; False if this is not certain."""
     with contextlib.suppress(OSError, DamagedJson):
         owner = validate_json(_OWNER, parse_json_object(read_regular(folder / _OWNER_FILE)))
         # The folder belongs to this node. A process that was started before the node's last boot cannot run any more.

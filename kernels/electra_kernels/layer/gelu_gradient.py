@@ -17,7 +17,7 @@ import torch
 
 
 def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of `x_TI`, the input of GELU, [T, I], and its sum over the tokens, [I], fp32 or wider."""
+    """Return the gradient of GELU's input, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
     compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
     grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
     return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)

@@ -8,7 +8,7 @@ all of these gradients.
 
 Guarantee: the values are those of `dropout_add_norm` and of `gelu_gradient`, whose references define them.
 
-Shapes: T tokens, H hidden, I width of GELU, P strips of tokens, C columns of the partial sums.
+Shapes: T tokens, H hidden, I width of GELU, P strips (tokens of one program), C columns of the partial sums.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def norm_forward(
 
 
 class BackwardPasses(abc.ABC):
-    """Backward passes of a layer's norms and GELU, which also collect gradients that are sums over all tokens."""
+    """Backward passes of a layer's norms and GELU; they also collect parameters' gradients, sums over all tokens."""
 
     @abc.abstractmethod
     def norm(
@@ -72,7 +72,7 @@ class BackwardPasses(abc.ABC):
 
     @abc.abstractmethod
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of GELU's input, [T, I], and collect its sum, [I]; `grad_TI` may be overwritten."""
+        """Return the gradient of GELU's input, [T, I], and collect its sum over tokens; `grad_TI` may be changed."""
 
     @abc.abstractmethod
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -117,7 +117,7 @@ class TritonPasses(BackwardPasses):
     """Backward passes in Triton, whose kernels write their partial sums into one buffer."""
 
     def __init__(self, grad_TH: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the buffer of partial sums; `widths` are the sums' lengths, in the order of their collection."""
+        """Allocate the buffer of partial sums; `widths` are the lengths of the sums, in the order of collection."""
         from electra_kernels.triton.dropout_add_norm import num_strips
 
         self._widths = list(widths)
@@ -133,7 +133,7 @@ class TritonPasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one kernel, which with dropout writes the gradient of x over x; return both gradients."""
+        """Run one kernel and return both gradients; with dropout, the gradient of x overwrites x."""
         from electra_kernels.triton.dropout_add_norm import backward_strips
 
         x_TH, residual_TH, statistics_2T = kept
@@ -166,7 +166,7 @@ class TritonPasses(BackwardPasses):
         return sum_of_strips(self._partials_PC, dtype=dtype).split(self._widths)
 
     def _take_columns(self, width: int) -> int:
-        """Return the first of the next `width` columns of the buffer, and mark them as used."""
+        """Reserve the next `width` columns of the buffer, and return the index of the first."""
         first_column = self._next_column
         self._next_column += width
         return first_column

@@ -46,8 +46,8 @@ _Item = TypeVar("_Item")
 def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
-    Threads run in parallel only while `work` releases the interpreter lock. If calls fail, the exception of
-    the first failed item, in the order of `items`, is raised. With one item or one thread, the calling thread does it.
+    Threads run in parallel only while `work` releases the interpreter lock. If calls fail, the exception of the first
+    failed item, in the order of `items`, is raised. With one item or one thread, the calling thread makes all calls.
     """
     num_threads = min(torch.get_num_threads(), len(items))
     if num_threads <= 1:
@@ -66,7 +66,7 @@ def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the C library beside this file; return None if none there fits this machine and `_VERSION`."""
+    """Load the C library beside this file; return None if there is none for this machine and `_VERSION`."""
     # A library of another version has functions that take other arguments (`electra_cpu_library_version` in
     # cpu_library.c).
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
@@ -153,9 +153,10 @@ def _grid_arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place, uint64, to which a keyed random permutation of [0, size[i]) moves each index[i].
+    """Return, for each i, the place in [0, size[i]) to which a random permutation moves index[i], as uint64.
 
-    Its key is (seed, purpose, epoch[i], block[i]). `permute` of `electra_dist/data/row_order.py` does it in NumPy.
+    The key of the permutation is (seed, purpose, epoch[i], block[i]). `permute` of `electra_dist/data/row_order.py`
+    does the same in NumPy.
     """
     assert _library is not None
     # C reads contiguous arrays. The names keep the converted arrays alive during the call.
@@ -202,10 +203,10 @@ def _gather_rows(
 ) -> int | None:
     """Copy row `rows[k]` of shard `which[k]` to `out[k]` for every k, and verify the copies' checksums.
 
-    The result is the first k whose copy lacks the checksum that its shard lists, or None if all match. `tables` holds
-    the `table` of each `electra_dist.data.shard.Shard`: where its rows and their checksums lie in memory. The mapped
-    files must stay open during the call. Without `keys`, checksums are not compared. IndexError: a row number is not
-    in its shard; the rows of `out` before it are filled.
+    Return the first k whose copy does not match the checksum that its shard lists, or None if all match. Without
+    `keys`, checksums are not compared. `tables` holds the `table` of each `electra_dist.data.shard.Shard`: where its
+    rows and their checksums lie in memory. The mapped files must stay open during the call. IndexError: a row number
+    is not in its shard; the rows of `out` before it are filled.
     """
     assert _library is not None
     assert out.flags.c_contiguous
@@ -243,9 +244,10 @@ def _row_pass(
     disallow_correct: bool,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `mlm_head.row_pass_reference` in fp32; return unweighted losses, most likely tokens and drawn tokens.
+    """Run `mlm_head.row_pass_reference` in C; return each row's unweighted loss, most likely token and drawn token.
 
-    `key` is seed, purpose and step of the sampling noise. The columns of the logits are adjacent.
+    `key` is seed, purpose and step of the sampling noise. The computation is in fp32; columns of the logits are
+    adjacent.
     """
     library = _library
     assert library is not None

@@ -36,7 +36,7 @@ _BUILD = "python -m electra_kernels.native.discriminator_tail"
 
 
 def library_path() -> Path:
-    """Return the path that the CUDA library built from the present source file has, whether or not it exists.
+    """Return where the CUDA library for the present source file belongs, whether or not it has been built.
 
     BackendUnavailable: this user has no home folder.
     """
@@ -52,10 +52,10 @@ def library_path() -> Path:
 
 
 def build(path: Path) -> str:
-    """Compile the CUDA library to `path` with nvcc; return the report of registers and spills of each kernel.
+    """Compile the CUDA library to `path` with nvcc; return nvcc's report of each kernel's registers and spills.
 
     The file appears under its name only when it is complete. BackendUnavailable: nvcc is not on PATH, or it rejects
-    the source; the text has its last line of errors.
+    the source; the message has the last line of nvcc's errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
@@ -82,7 +82,7 @@ def build(path: Path) -> str:
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """Load the CUDA library, once per process; None means the path of the one built from the present source file.
+    """Load the CUDA library from `path`, once per process; None stands for `library_path()`.
 
     BackendUnavailable: the file does not exist; the text names the command that builds it.
     """
@@ -164,7 +164,7 @@ def _as_fp32(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
-    """Launch a function of the library on torch's current stream; `tensors` and `more` are in the order of C.
+    """Launch a function of the library on torch's current stream; `tensors` and `more` are its arguments in order.
 
     The tensors must stay alive until the call returns. After that, the caller may free them although the kernel may
     still run: torch gives their memory only to later work of the same stream.

@@ -79,8 +79,8 @@ def scaled_exp(x, x_low, scale, scale_low):
 def precise_log(high, low):
     """Return log(high + low) as a pair whose sum is the result, for numbers high + low of at least 1.
 
-    The correction is one Newton step for exp(y) = high + low: (high + low) * exp(-estimate) - 1, where the estimate is
-    the logarithm of `high`.
+    The first number is an estimate, the logarithm of `high`. The second corrects it by one Newton step for exp(y) =
+    high + low: (high + low) * exp(-estimate) - 1.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
@@ -116,11 +116,12 @@ def precise_inverse_root(x):
 
 @triton.jit
 def precise_sum(x, x_low, bound):
-    """Return the sum of a vector x + x_low, of numbers of at least 0, as a pair; `bound` is at least twice sum(x).
+    """Return the sum of the vector x + x_low as a pair; its elements are at least 0, and `bound` at least 2 * sum(x).
 
-    To add and then subtract `bound` rounds each x to a multiple of bound's last digit. In decimal arithmetic of four
-    digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is exact in
-    any order. What the rounding took from each x is summed separately; that sum is small, so its own error is tiny.
+    Adding and then subtracting `bound` rounds each x to a multiple of the last digit of `bound`. In decimal arithmetic
+    of four digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is
+    exact in any order. What the rounding took from each x is summed separately; that sum is small, so its own error is
+    tiny.
     """
     coarse = (x + bound) - bound
     coarse_sum = tl.sum(coarse, 0)
@@ -129,8 +130,8 @@ def precise_sum(x, x_low, bound):
 
 
 def fits_fp32(dtype: torch.dtype) -> bool:
-    """Return whether fp32 holds the sum of two numbers of this dtype of similar size without rounding.
+    """Return whether fp32 holds the sum of two numbers of this dtype without rounding, if they are of similar size.
 
-    This is so for bf16 only: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two.
+    Only bf16 is such a dtype: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two numbers.
     """
     return dtype == torch.bfloat16

@@ -176,13 +176,13 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
     """Return a copy of a bf16 case that compiles the same kernel for tensors of `dtype`.
 
-    For fp32 it sets the constant PAIR where the kernel has it: the sum of a value and its bias is then a rounded sum
-    and its rounding error. For values of 16 bits one fp32 number is enough.
+    If the kernel has the constant PAIR, it is set for fp32 only. With PAIR, the kernel keeps the sum of a value and
+    its bias as two numbers, the rounded sum and its rounding error.
     """
     types = {argument: triton_type.replace("bf16", dtype) for argument, triton_type in case.types.items()}
     constants = case.constants
     if "PAIR" in constants:
-        constants = constants | {"PAIR": dtype == "fp32"}
+        constants = constants | {"PAIR": dtype != "bf16"}
     return case._replace(types=types, constants=constants, dtype=dtype)
 
 
@@ -222,7 +222,7 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return both kernels of `dropout_add_norm` for hidden sizes 256 and 1024; `_p0` means dropout probability 0."""
+    """Return the kernels of `dropout_add_norm` for hidden sizes 256 and 1024; those named `_p0` have no dropout."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
@@ -298,7 +298,7 @@ def _mask_case() -> KernelCase:
 def compile_case(case: KernelCase, arch: int) -> Compiled:
     """Compile a kernel for compute capability `arch`, such as 90, and count resources and instructions.
 
-    Triton's compiler caches machine code on disk, so a kernel that was compiled before is only counted.
+    Triton caches machine code on disk, so a kernel that was compiled before is not compiled again.
     """
     compiled = triton.compile(
         _kernel_source(case),

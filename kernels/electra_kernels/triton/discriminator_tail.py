@@ -61,7 +61,7 @@ def gelu_slope(a, erf):
 
 @triton.jit
 def exp_of_minus_abs(logit):
-    """Return exp(-abs(logit)), in (0, 1], with an error of about one rounding; the GPU's own has two."""
+    """Return exp(-abs(logit)), in (0, 1], rounded about once; the GPU's own exp has an error of two roundings."""
     high, low = scaled_exp(-tl.abs(logit), None, 1.0, None)
     return high + low
 
@@ -116,7 +116,7 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the masked loss and the logit of the tokens of one program: every P-th tile of BLOCK_T tokens.
+    """Write masked loss and logit for the tokens of one program, which handles every P-th tile of BLOCK_T tokens.
 
     With PAIR, the rounding errors of dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and
     at least H.
@@ -165,10 +165,10 @@ def tail_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
+    """Write the dense output's gradient for one program's tokens, and the sums over them for the parameters.
 
-    `upstream_ptr` has the gradient of each token's masked loss. Program p writes row p of the partial sums of the
-    parameters' gradients.
+    Program p handles every P-th tile of BLOCK_T tokens and writes row p of the partial sums of the parameters'
+    gradients. `upstream_ptr` has the gradient of each token's masked loss.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -243,7 +243,7 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one kernel.
+    """Return the gradients of the dense output, its bias, the output weight and the output bias.
 
     The first is in the dtype of the dense output, the others are fp32.
     """
@@ -277,7 +277,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs and the launch options; BLOCK_H covers all columns of a token, to sum them."""
+    """Return the number of programs and the launch options; BLOCK_H is H, rounded up to a power of 2."""
     block_h = triton.next_power_of_2(hidden)
     block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
     num_tiles = triton.cdiv(num_tokens, block_t)

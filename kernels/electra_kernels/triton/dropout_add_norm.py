@@ -58,8 +58,8 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
         row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
         token: Number of the token among all rows of this launch.
         layer_quads: How many random numbers of each row a layer uses, divided by 4.
-        site_quads: First random number of this site in each row, divided by 4 and counted from the layer's first.
-        limit: `keyed_random.drop_threshold`: the 32 bits of the unsigned number, passed as int32.
+        site_quads: Number of the layer's random numbers that come before those of this dropout, divided by 4.
+        limit: Result of `keyed_random.drop_threshold`, an unsigned number passed as the int32 of the same bits.
         scale: 1 / (1 - probability).
         seq_len: Tokens of a row.
         hidden: Columns of a token, a multiple of 4.
@@ -78,10 +78,10 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """Return normed = (summed - mean) / sqrt(variance) of a token, 0 outside, and 1 / sqrt(variance) as a pair.
+    """Return normed = (summed - mean) / sqrt(variance) of a token, then root and root_low with sum 1 / sqrt(variance).
 
-    `variance` includes eps. `inside` is true for the columns below H, false for those that fill the block up to a
-    power of 2. The sum root + root_low is more accurate than the rounded value `root`.
+    `variance` includes eps. `inside` is true for the H columns of the token, and false for those that fill the block
+    up to a power of 2, where `normed` is 0. The sum root + root_low is more accurate than the rounded value `root`.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -163,11 +163,12 @@ def norm_backward_kernel(
     SUM_X: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
+    """Write the gradients of both inputs for one program's tokens, and the sums over them for the parameters.
 
-    The sums over strip p are row p of `partials_ptr`, from `first_column` on: H columns of the LayerNorm's weight, H
-    of its bias and, with SUM_X, H sums of the gradient of x. With DROP false, both inputs have the same gradient and
-    only `grad_residual_ptr` is written. `keep_scale` explains the arguments of dropout.
+    Program p handles every P-th token and writes its sums to row p of `partials_ptr`, from `first_column` on: H
+    columns for the LayerNorm's weight, H for its bias and, with SUM_X, H for the gradient of x. With DROP false, both
+    inputs have the same gradient and only `grad_residual_ptr` is written. `keep_scale` explains the arguments of
+    dropout.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -262,7 +263,7 @@ def backward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias, by three kernel launches (two for sums).
 
-    Weight and bias have fp32 gradients. At dropout probability 0, x and the residual have the same tensor as gradient.
+    Weight and bias have fp32 gradients. At dropout probability 0, the gradients of x and the residual are one tensor.
     """
     hidden = grad.shape[-1]
     partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
@@ -276,7 +277,7 @@ def backward_pass(
 def num_strips(grad: torch.Tensor) -> int:
     """Return the number of programs (thread blocks) P of the backward kernel for a gradient [B, S, H] or [T, H].
 
-    A strip has about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
+    Each program sums over about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
@@ -298,8 +299,8 @@ def backward_strips(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
 
-    `partials_PC` is fp32. Several kernels may share it, each with columns of its own from `first_column` on, so that
-    one sum over P serves all. With `in_layer`, the gradient of x is summed, too, and written over `x`, which a layer
+    `partials_PC` is fp32. Several kernels may share it, each with its own columns from `first_column` on, so that one
+    sum over P serves all. With `in_layer`, the gradient of x is summed as well, and it overwrites `x`, which a layer
     does not need any more. At probability 0 both gradients are the same tensor.
     """
     hidden = grad.shape[-1]
@@ -349,7 +350,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the dropout arguments that `keep_scale` explains; sites use adjoining ranges of random numbers."""
+    """Return the kernels' arguments of dropout, explained in `keep_scale`; places use adjoining random numbers."""
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {

@@ -41,9 +41,10 @@ def gelu_gradient_kernel(
     first_column,
     BLOCK: tl.constexpr,
 ):
-    """Replace the gradient of GELU's output by that of its input x, and write the sums over a strip of tokens.
+    """Overwrite the gradient of GELU's output by the gradient of its input x, and write the latter's partial sums.
 
-    Row p of `partials_ptr` receives the sums of strip p, from column `first_column` on. `width` is I.
+    Program (p, c) handles every P-th token in block c of the columns. It writes the sums over its tokens to row p of
+    `partials_ptr`, from `first_column` on. `width` is the number of columns of x.
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -63,9 +64,9 @@ def gelu_gradient_kernel(
 def gradient_strips(
     grad_TI: torch.Tensor, x_TI: torch.Tensor, partials_PC: torch.Tensor, first_column: int
 ) -> torch.Tensor:
-    """Overwrite `grad_TI`, the contiguous gradient of GELU's output, by that of its input `x_TI`, and return it.
+    """Overwrite `grad_TI`, the contiguous gradient of GELU's output, by the gradient of its input; return `grad_TI`.
 
-    Its partial sums over the tokens fill I columns of `partials_PC`, fp32, from `first_column` on.
+    Partial sums of the new gradient over the tokens fill I columns of `partials_PC`, fp32, from `first_column` on.
     """
     num_tokens, width = grad_TI.shape
     num_strips, num_columns = partials_PC.shape

@@ -61,10 +61,11 @@ def mask_kernel(
 ):
     """Decide for BLOCK_S positions of one row whether they are masked, and write the ids that the generator reads.
 
-    Program (row, block) writes each of its masked positions to the slot that the position takes. Of the slots whose
-    numbers equal its positions, it writes the weights, and position 0 to the unused ones. A used slot shows [MASK] if
-    its 32 random bits are at most `last_shown`, an unsigned number passed as int32; with SHOWS false no slot does.
-    Element r of `wanted_ptr` is the number of positions to mask in a row with r tokens that are not [PAD].
+    A slot is a place for one masked position. Program (row, block) writes each masked position among its own to a
+    slot. For the slots that have the same numbers as its positions it also writes the weights, and position 0 if a
+    slot is unused. A used slot shows [MASK] if its 32 random bits are at most `last_shown`, an unsigned number passed
+    as int32; with SHOWS false no slot does. Element r of `wanted_ptr` is the number of positions to mask in a row with
+    r tokens that are not [PAD].
     """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_S
@@ -121,7 +122,7 @@ def mask_positions(
     shown: int,
     key_2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `mask_positions.mask_positions_reference` in one launch; `key_2` is seed and step on the device."""
+    """Compute what `mask_positions_reference` computes in one launch; `key_2` is seed and step on the device."""
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
     device = ids_BS.device

@@ -100,7 +100,7 @@ def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APP
 
 @triton.jit
 def merge_best(value, index):
-    """Return the largest value over the lanes of a block, and its index; among equal values, the lowest index."""
+    """Return the largest element of `value` and its entry in `index`; among equal values, the lowest index."""
     best = tl.max(value, 0)
     best_index = tl.min(tl.where(value == best, index, _LARGEST_INT32), 0)
     return best, best_index
@@ -108,19 +108,19 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias in fp32, and its rounding error; without PAIR, as for bf16, the error counts as 0."""
+    """Return logit + bias in fp32 and the rounding error of the sum; without PAIR, as for bf16, the error is 0."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 
 
 @triton.jit
 def add_to_sums(z, z_low, index, top, top_index, total):
-    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total).
+    """Add a logit to the online softmax state (top, top_index, total) of each lane, and return the new state.
 
-    A lane's state is its largest logit so far (top), that logit's index, and the sum of exp(logit - top) over its
-    logits so far (total). One exponential per logit is enough: exp(-abs(z - top)) rescales the old sum where z is the
-    new maximum, and is the new term of the sum elsewhere. `z_low` is the rounding error of z; exp(z_low) = 1 + z_low
-    to first order.
+    A lane is a column of the block. Its state is its largest logit so far (top), that logit's index, and the sum of
+    exp(logit - top) over its logits so far (total). One exponential per logit is enough: exp(-abs(z - top)) rescales
+    the old sum where z is the new maximum, and is the new term of the sum elsewhere. `z_low` is the rounding error of
+    z; exp(z_low) = 1 + z_low to first order.
     """
     is_new_top = z > top
     decay = tl.exp(-tl.abs(z - top))
@@ -135,8 +135,8 @@ def add_to_sums(z, z_low, index, top, top_index, total):
 def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
     """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
 
-    Each lane's total is first rescaled from the lane's maximum `top` to that of the row. No term is then above 1, so
-    the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
+    Each lane (column of the block) has its own maximum `top` and sum `total`. The totals are first rescaled to the
+    row's maximum. No term is then above 1, so the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
     """
     gap, gap_low = two_sum(top, -row_top)
     lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
@@ -162,7 +162,7 @@ def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
 def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
     """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
 
-    With `top` the largest logit of the row and scale = weight / sum of exp(logit - top), it is softmax * weight.
+    The result is softmax * weight if `top` is the row's largest logit and scale is weight / sum of exp(logit - top).
     """
     if PAIR:
         difference, difference_low = two_sum(z, -top)
@@ -263,7 +263,7 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute `mlm_head.row_pass_reference` in one kernel launch; columns of the logits are adjacent in memory."""
+    """Compute what `row_pass_reference` does, in one kernel launch; columns of the logits are adjacent in memory."""
     num_rows, num_columns = logits_MV.shape
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)

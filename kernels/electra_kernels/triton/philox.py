@@ -33,7 +33,7 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 def bits_at(seed_low, seed_high, position, row, step, purpose):
     """Return 32 random bits for int32 positions of a row in any order, as uint32 of the positions' shape.
 
-    Each position takes a call of Philox, of whose four numbers one is used; `four_way_bits` is cheaper for neighbours.
+    Each position takes one call of Philox, which makes four numbers. For neighbours, `four_way_bits` is cheaper.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (position // 4).to(tl.uint32)

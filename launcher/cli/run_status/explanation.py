@@ -57,7 +57,7 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
 
 
 def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
-    """Return the commands that start the run again with as many ranks on each host as it had last time."""
+    """Return the commands that start the run again with as many ranks on each host as at its last start."""
     run = shlex.quote(str(snapshot.run))
     program = f"--module launcher.pretrain --config {run}/{CONFIG_FILE}"
     if len(snapshot.ranks_of_hosts) > 1:

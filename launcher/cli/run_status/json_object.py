@@ -12,10 +12,10 @@ from launcher.slurm.job_history import links_of
 
 
 def json_object(snapshot: RunSnapshot) -> dict[str, Any]:
-    """Convert the content of the status page to a JSON object; a value that is unknown is None.
+    """Convert the content of the status page to a JSON object; unknown values are None.
 
     Keys that end in `_s`, and the values of "seconds", are durations in seconds. Events of the ledger keep their times
-    in ISO 8601. "jobs" are the run's jobs in Slurm's queue; "links" are the starts of its ranks by Slurm jobs.
+    in ISO 8601. "jobs" are the run's jobs in Slurm's queue. "links" are all starts of the run's ranks by Slurm jobs.
     """
     account = goodput(snapshot.ledger, snapshot.jobs)
     last = snapshot.last or {}
@@ -46,7 +46,7 @@ def json_object(snapshot: RunSnapshot) -> dict[str, Any]:
 
 
 def _owner(snapshot: RunSnapshot) -> dict[str, Any] | None:
-    """Return the process that holds the run folder's lease (right to train), times in Unix seconds; None if none."""
+    """Return the process that holds the run folder's lease (right to train), with Unix times; None if nobody does."""
     if snapshot.owner is None:
         return None
     owner, renewed = snapshot.owner

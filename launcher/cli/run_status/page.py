@@ -58,7 +58,7 @@ def _progress(snapshot: RunSnapshot) -> str:
 
 
 def _phase_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return the line on the corpus that is read now and on the next one with its first step; [] without phases."""
+    """Return a line on the corpus that is read now, and the next corpus with its first step; [] without phases."""
     data = snapshot.config.data
     if not data.phases:
         return []
@@ -81,7 +81,7 @@ def _newest_checkpoint(snapshot: RunSnapshot) -> str:
 
 
 def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line with the context AUC of the newest evaluation, if any, and a warning line if it stays too low."""
+    """Return a line on the newest context AUC and, if that stays too low, a warning line; [] without a known AUC."""
     newest = snapshot.last_eval
     if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
         return []
@@ -105,7 +105,7 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each of the newest starts of the ranks by Slurm jobs: which job, and how it ended."""
+    """Return a line for each of the newest eight starts of the ranks by Slurm jobs: the job, and how it ended."""
     links = links_of(snapshot.jobs)
     link_lines = []
     num_hidden = len(links) - _LINKS_SHOWN
@@ -117,7 +117,7 @@ def _link_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each node that new jobs avoid: for how long, and why (the node's newest recorded fault)."""
+    """Return a line for each node that new jobs avoid: for how long, and the newest recorded fault of the node."""
     node_lines = []
     for node in snapshot.excluded_nodes:
         newest = [strike for strike in snapshot.strikes if strike.node == node][-1]

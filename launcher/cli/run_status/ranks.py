@@ -36,9 +36,9 @@ def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:
 def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:
     """Return a JSON object for each rank of a living run that waits for storage; usually an empty list.
 
-    Each object has the keys "rank", "host", "reason", "is_training" (False if the training itself waits, not only
-    a write in the background) and "for_s" (seconds for which the training has waited; None if it does not wait). If
-    the run folder cannot be written, so that no rank can report a wait, an object with rank None says so.
+    Each object has the keys "rank", "host", "reason", "is_training" (False if the training itself waits, True if only
+    a write in the background waits) and "for_s" (seconds for which the training has waited; None if it goes on). If
+    the run folder cannot be written, no rank can report a wait; an object with rank None then stands for the folder.
     """
     waits: list[dict[str, Any]] = []
     if disk_problem:
@@ -62,7 +62,7 @@ def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: 
 
 
 def storage_lines(waits: Sequence[dict[str, Any]], patience_s: float) -> list[str]:
-    """Return a line of the status page for each of the first four waits; after `patience_s` s a wait ends the run."""
+    """Return a line of the status page for each of the first four waits. `patience_s` is the longest wait allowed."""
     page_lines = []
     for wait in waits[:_RANKS_SHOWN]:
         who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"

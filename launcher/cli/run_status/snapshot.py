@@ -59,7 +59,7 @@ class RunSnapshot:
 
     @property
     def steps_done(self) -> int:
-        """Return the number of steps that the run has recorded as done, in its metrics or in its `done` event."""
+        """Return the number of steps that the metrics, or the event "done" of the ledger, record as done."""
         done_steps = [event["step"] for event in self.ledger if event["event"] == "done"]
         recorded_steps = [self.last["step"]] if self.last else []
         return max([0, *recorded_steps, *done_steps])
@@ -68,8 +68,8 @@ class RunSnapshot:
     def remaining_s(self) -> float | None:
         """Return an estimate of the seconds until the last step is done; None before the first step.
 
-        Each further step is assumed to take as long as the median step of the slowest rank (from the heartbeats) or,
-        without heartbeats, as long as the newest step, which may be unusually long if it waited for storage.
+        A step is assumed to take the median step time of the slowest rank, from the heartbeats. Without heartbeats it
+        is assumed to take as long as the newest step, which may have been unusually long.
         """
         if self.last is None:
             return None
@@ -80,7 +80,7 @@ class RunSnapshot:
 
     @property
     def newest_checkpoint_event(self) -> Record | None:
-        """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None without."""
+        """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None if none."""
         checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
@@ -106,7 +106,7 @@ class RunSnapshot:
 
     @property
     def nodes_out(self) -> list[NodeOut]:
-        """Return those nodes of the run's last started job that Slurm does not use now (drained, down or failed)."""
+        """Return the nodes of the last started job that are drained, down or failed, so that Slurm avoids them."""
         if self.queue is None:
             return []
         begin_records = [record for record in self.jobs if record["event"] == "begin"]
@@ -117,7 +117,7 @@ class RunSnapshot:
 
     @property
     def excluded_nodes(self) -> list[str]:
-        """Return the nodes that new jobs do not use, because of a fault within `cluster.strike_expires_h` hours."""
+        """Return the nodes that new jobs avoid because of a fault in the last `cluster.strike_expires_h` hours."""
         return list(excluded_nodes(self.strikes, self.now, expires_s=self.strike_expires_s))
 
     @property
@@ -127,12 +127,12 @@ class RunSnapshot:
 
     @property
     def hung_ranks(self) -> list[Hung]:
-        """Return the ranks of a living run that make no progress, the likely culprit first; [] for other runs."""
+        """Return the ranks of a living run that make no progress, the likely culprit first; [] for any other run."""
         return hung_ranks(self.beats, self.now, self.config.cluster) if self.state == "living" else []
 
     @property
     def waits_for_storage(self) -> list[dict[str, Any]]:
-        """Return the waits for storage in a living run, as JSON objects (`ranks.waits_for_storage`); [] for others."""
+        """Return the waits for storage of a living run, as JSON objects (see ranks.py); [] for any other run."""
         if self.state != "living":
             return []
         return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)
@@ -142,7 +142,7 @@ class RunSnapshot:
         return max(0.0, self.now - _unix_time(event["time"]))
 
     def _evidence(self) -> RunEvidence:
-        """Return what, besides the ledger, tells the state of the run: signs of life, and its jobs in the queue."""
+        """Return the facts that, with the ledger, tell the state of the run: signs of life, and jobs in the queue."""
         jobs = self.queued_jobs
         return RunEvidence(
             now=self.now,

@@ -40,7 +40,7 @@ class FolderWatch:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take `probe`, which returns why the folder cannot be written, or ""; a thread calls it, so it may block."""
+        """Take `probe`, which returns why the folder cannot be written, or "" if it can; `probe` may block."""
         self._probe = probe
         self._patience_s = patience_s
         self._log = log
@@ -58,7 +58,7 @@ class FolderWatch:
         return self._away_since is not None
 
     def round_begins(self) -> None:
-        """Record that the supervisor's loop runs; if it had stood still for over 5 s, set `back_since` to now."""
+        """Record that the supervisor's loop runs. After a pause of over 5 s, `back_since` becomes the current time."""
         now = self._clock()
         pause_s = now - self._last_round
         self._last_round = now
@@ -72,8 +72,9 @@ class FolderWatch:
     def explains_silence(self) -> bool:
         """Probe the folder for up to a second; return whether ranks may be silent only because of the folder.
 
-        The result is True while probes fail, for at most `patience_s` seconds after the first failure. It is True once
-        more when the folder is back, because the ranks had no time to send heartbeats yet; `back_since` is then now.
+        The result is True while probes fail, for at most `patience_s` seconds after the first failure. When the folder
+        is back, the result is True once more, because the ranks had no time to send heartbeats yet, and `back_since`
+        becomes the current time.
         """
         problem = self._probe_for_one_second()
         now = self._clock()
@@ -91,7 +92,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _probe_for_one_second(self) -> str:
-        """Return the result of `probe`; "no answer" if it or an earlier call of it does not return within a second."""
+        """Call `probe` or wait for its last call; return its result, or "no answer" if it takes over a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
@@ -109,8 +110,8 @@ class FolderWatch:
 def probe_folder(run_dir: Path, file: Path) -> str:
     """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written.
 
-    Tries it by setting the modification time of `file`, and blocks for as long as the file system does not answer. An
-    error that would not go away with time, such as a missing file, also gives "".
+    The test sets the modification time of `file`, and blocks for as long as the file system does not answer. An error
+    that would not go away with time, such as a missing file, also gives "".
     """
     problem = disk_problem(run_dir)
     if problem:

@@ -33,7 +33,7 @@ _POLL_S = 0.2  # between two looks for the files of the other nodes
 
 
 class HangReport:
-    """Report of a hang, to which the supervisor of each node adds one file; make a new one per start of the ranks.
+    """Report of a hang, to which the supervisor of each node adds a file. Make a new one for each start of the ranks.
 
     The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The supervisors of the other
     nodes poll `was_begun`; when it is True, they call `write`.
@@ -85,8 +85,8 @@ class HangReport:
 def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables with which torch 2.13 records a rank's NCCL collectives in a file below `state`.
 
-    torch writes the record when a collective times out, and when `request_nccl_traces` is called. It ends a process
-    whose collective has failed or timed out. Variables in `inherited` are left out: the user's values apply.
+    torch writes the record when a collective times out, and when `request_nccl_traces` is called. torch also ends a
+    process whose collective failed or timed out. Variables in `inherited` are left out: the user's values apply.
     """
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without NCCL's clean-up, which may hang, too.
@@ -100,7 +100,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Ask torch to write NCCL's records of this node's ranks, which takes it seconds; do not wait for them."""
+    """Ask torch to write the NCCL records of this node's ranks. Writing takes seconds; this call does not wait."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
         with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

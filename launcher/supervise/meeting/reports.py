@@ -40,7 +40,7 @@ _END = TypeAdapter(End)
 
 
 class _FileVersion(NamedTuple):
-    """Values by which a changed file is noticed: at least one of them changes when the file is replaced."""
+    """Version of a file. At least one of these values changes when the file is replaced."""
 
     inode: int
     changed_ns: int  # modification time
@@ -65,10 +65,10 @@ class MeetingFolder:
         return newest
 
     def ends(self, since: int) -> list[End]:
-        """Return the reports of all nodes, this one included, on starts from number `since` on, in any order.
+        """Return the reports of all nodes, this one included, on start number `since` and later ones, in any order.
 
-        A report that is damaged or cannot be read now is left out. Other nodes then do not learn that the ranks of
-        that node have ended, and end their own ranks only later, when they find them hung.
+        A report that is damaged or cannot be read now is left out. The other nodes then do not know that these ranks
+        have ended, and end their own ranks only later, when they find them hung.
         """
         reports: dict[str, tuple[_FileVersion, End | None]] = {}
         for entry in self._list():
@@ -94,7 +94,7 @@ class MeetingFolder:
         return []
 
     def _report(self, entry: os.DirEntry[str], number: int, node: int) -> tuple[_FileVersion, End | None]:
-        """Return a report's file version and content (None: damaged), read again only if the version has changed."""
+        """Return a report's file version and content (None: damaged). An unchanged file is not read again."""
         status = entry.stat()
         version = _FileVersion(status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._reports.get(entry.name)

@@ -60,7 +60,7 @@ class SummaryWriter:
         self._thread: threading.Thread | None = None  # of the newest write
 
     def write(self, summary: Summary) -> None:
-        """Write the summary if it has changed, otherwise touch its file; a write that fails or hangs is no error."""
+        """Write the summary if it has changed, otherwise update its file's time. A failure raises no exception."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(target=self._write_out, args=(summary,), name="summary", daemon=True)
@@ -86,7 +86,7 @@ class SummaryReader:
         self._seen = 0.0  # when this reader first saw that modification time, by `time.monotonic` in seconds
 
     def read(self) -> Summary | None:
-        """Return the newest summary; None if it is missing, damaged or out of date: then read all reports instead."""
+        """Return the newest summary; None if it is missing, damaged or out of date. Then read all reports instead."""
         try:
             changed_ns = self._file.stat().st_mtime_ns
             summary = validate_json(_SUMMARY, parse_json_object(read_regular(self._file)))

@@ -13,13 +13,13 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. Has an effect on Linux only."""
+    """Ask the kernel to kill this process when its parent ends; this works on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def begin_worker() -> None:
-    """Let a worker process end when the main command ends, and let the processes that it starts be forks of it.
+    """Set up a worker process: it ends when the main command ends, and the processes that it starts are its forks.
 
     If a worker went on after a `kill -9` of the command, it could write a file while a restarted command reads it.
     `die_with_parent` does not help here: the worker's parent is the fork server, which lives as long as its workers. A

@@ -31,23 +31,23 @@ _OUTPUT_COMPRESSION = 6
 
 
 def file_of_task(rank: int) -> str:
-    """Return the name of the file with the documents that task `rank` of a stage writes."""
+    """Return the name of the file in which task `rank` of a stage writes its documents."""
     return f"{rank:05d}.jsonl.gz"
 
 
 def record_of_task(rank: int) -> str:
-    """Return the name of the file with the counts of documents of task `rank` of a stage."""
+    """Return the name of the file in which task `rank` of a stage writes its counts of documents."""
     return f"{rank:05d}.json"
 
 
 class ReadDocuments(PipelineStep):
-    """Reader of the file of documents that the task of the same number wrote in an earlier stage."""
+    """First step of a stage: reads the documents that the task of the same number wrote in an earlier stage."""
 
     name = "documents"
     type = "READER"
 
     def __init__(self, stage_folder: Path, recorder: DropRecorder) -> None:
-        """Read from `stage_folder`, the folder of the earlier stage; count in `recorder`, of this stage."""
+        """Read from `stage_folder`, the folder of the earlier stage; count in the `recorder` of the new stage."""
         super().__init__()
         self._folder = stage_folder / DOCUMENTS_DIR
         self._recorder = recorder
@@ -114,6 +114,6 @@ class WriteDocuments(PipelineStep):
 
 
 def _line_of(document: Document) -> bytes:
-    """Return a document as a line of JSON with sorted keys, in UTF-8; half a surrogate pair stays an escape."""
+    """Return a document as a line of JSON with sorted keys, in UTF-8; half a surrogate pair becomes an escape."""
     tree = {"text": document.text, "id": document.id, "metadata": document.metadata}
     return json.dumps(tree, ensure_ascii=False, sort_keys=True).encode("utf-8", "backslashreplace") + b"\n"

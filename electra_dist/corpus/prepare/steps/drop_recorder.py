@@ -4,8 +4,8 @@ Guarantee: of each source, documents in = documents out + documents dropped by e
 samples of a step are the documents with the smallest hashes of id and text, so they do not depend on the order of the
 documents, and a task that runs again keeps the same ones.
 
-How: every filter and deduplication of datatrove writes what it drops to an exclusion writer. `writer` returns one
-that counts.
+How: every filter and deduplication of datatrove writes what it drops to an exclusion writer. `DropRecorder.writer`
+returns such a writer, which only counts and keeps samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DropRecorder:
         self.begin()
 
     def begin(self) -> None:
-        """Set all counts to zero; a reader calls it when its task begins."""
+        """Set all counts to zero; the first step of a stage calls this when a task begins."""
         self.documents_in: Counter[str] = Counter()
         self.characters_in: Counter[str] = Counter()
         self.documents_out: Counter[str] = Counter()
@@ -62,15 +62,15 @@ class DropRecorder:
         del samples[self._samples_per_filter :]
 
     def writer(self, step: str, reason: str = "duplicate") -> ExclusionWriter:
-        """Return the counter of what a step drops; `reason` is for documents that the step drops without one."""
+        """Return an object that counts what a step drops; `reason` is recorded where the step itself gives none."""
         return ExclusionWriter(self, step, reason)
 
     def is_current(self, document: Any) -> bool:
-        """Return whether `document` is the very object that was read last, not a copy of it."""
+        """Return whether `document` is the very object that was read last; a shortened copy of it is not."""
         return document is self._current
 
     def as_json(self) -> dict[str, Any]:
-        """Return all counts and samples; AssertionError if the counts of a source do not add up."""
+        """Return all counts and samples; raise AssertionError if the counts of a source do not add up."""
         dropped_of_source: Counter[str] = Counter()
         for (_, _, source), number in self.dropped.items():
             dropped_of_source[source] += number
@@ -93,7 +93,7 @@ class ExclusionWriter:
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
-        """Count in `recorder` under the name `step`, with `reason` where the step gives none."""
+        """Count in `recorder` under the name `step`; `reason` is used where the step itself gives no reason."""
         self._recorder = recorder
         self._step = step
         self._reason = reason
@@ -105,6 +105,6 @@ class ExclusionWriter:
         pass
 
     def write(self, document: Any, rank: int = 0) -> None:
-        """Count a document that the step drops; its reason is what the filter has put into the metadata."""
+        """Count a document that the step drops; if the filter has put a reason into the metadata, that one is used."""
         if self._recorder.is_current(document):
             self._recorder.drop(self._step, document.metadata.get("filter_reason", self._reason), document)

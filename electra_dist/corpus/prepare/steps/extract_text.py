@@ -32,13 +32,13 @@ class ExtractText(PipelineStep):
     type = "EXTRACTOR"
 
     def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
-        """Start nothing yet: the process starts with the first page."""
+        """Store the settings. The process that extracts text starts with the first page."""
         super().__init__()
         self._settings = settings
         self._recorder = recorder
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of `data`, HTML replaced by its text; count and drop pages of which no text is got."""
+        """Yield the documents of `data` with HTML replaced by its text; drop and count pages that give no text."""
         with ExtractorSandbox(self._settings.timeout_s) as sandbox:
             for document in data:
                 if not document.metadata.pop(IS_HTML, False):
@@ -52,7 +52,7 @@ class ExtractText(PipelineStep):
                 yield document
 
     def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
-        """Return (text, None) for a page, or ("", reason) if it is dropped."""
+        """Return (text, None) for a page, or ("", reason) if the page is dropped."""
         try:
             text = sandbox.process_document(html, self.extract)
         except TimeoutError:
@@ -66,8 +66,8 @@ class ExtractText(PipelineStep):
     def extract(self, html: str) -> str | None:
         """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in a child process.
 
-        When the child process begins, datatrove calls this with an empty page; the process then asks the kernel to end
-        it together with its parent.
+        datatrove first calls this with an empty page. The child process then asks the kernel to kill it when its
+        parent ends.
         """
         if not html:
             die_with_parent()

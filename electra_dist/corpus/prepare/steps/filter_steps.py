@@ -33,7 +33,7 @@ class FilterSteps(NamedTuple):
 
 
 def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
-    """Return the filters that are switched on; `recorder` counts what each drops under its config key."""
+    """Return the filters that are switched on; `recorder` counts what each filter drops, under the filter's key."""
     before: list[Any] = []
     after: list[Any] = []
     if filters.url is not None:
@@ -64,7 +64,7 @@ def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder:
 def _repetition_filter(
     settings: GopherRepetitionSection, tokenizer: str | PlainWords, recorder: DropRecorder
 ) -> GopherRepetitionFilter:
-    """Return Gopher's filter of repeated text; datatrove takes its limits for n-grams as pairs."""
+    """Return Gopher's filter of repeated text, with limits for n-grams as pairs (n, share) for datatrove."""
     shares = settings.model_dump(exclude={"top_n_grams", "dup_n_grams"})
     return GopherRepetitionFilter(
         **shares,
@@ -76,7 +76,7 @@ def _repetition_filter(
 
 
 def formatting_steps(settings: FormattingSection) -> list[Any]:
-    """Return the steps that change texts (mojibake, lines of symbols, e-mail and IP addresses), if switched on."""
+    """Return the switched-on steps that change texts: wrong encoding, lines of symbols, e-mail and IP addresses."""
     steps: list[Any] = []
     if settings.fix_encoding:
         steps.append(FTFYFormatter())

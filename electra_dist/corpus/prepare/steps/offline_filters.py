@@ -27,7 +27,7 @@ from electra_dist.store.regular_files import check_regular, read_regular
 
 
 def read_list(path: Path | None) -> list[str]:
-    """Return the lines of a file without empty ones and comments (`#`); [] if `path` is None."""
+    """Return the lines of a text file without empty lines and comments (`#`); [] if `path` is None."""
     if path is None:
         return []
     try:
@@ -38,7 +38,7 @@ def read_list(path: Path | None) -> list[str]:
 
 
 def load_model(path: Path) -> Any:
-    """Return a fastText model; raise UserError if the file is none."""
+    """Load a fastText model; raise UserError if the file is not one."""
     from fasttext.FastText import _FastText
 
     try:
@@ -67,7 +67,7 @@ class OfflineUrlFilter(URLFilter):
 
 
 class _LocalLanguageModel(FT176LID):
-    """Language model of fastText in a local file, which is loaded for the first document."""
+    """fastText's language model from a local file, which is loaded when the first document comes."""
 
     def __init__(self, path: Path, languages: list[str]) -> None:
         super().__init__(languages)
@@ -83,7 +83,7 @@ class _LocalLanguageModel(FT176LID):
 
 
 class OfflineLanguageFilter(LanguageFilter):
-    """Filter that keeps documents in given languages; the reason for dropping a document is its language."""
+    """Filter that keeps documents in given languages; a dropped document's language is the recorded reason."""
 
     def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
         languages = list(settings.languages)
@@ -91,7 +91,7 @@ class OfflineLanguageFilter(LanguageFilter):
         self.model = _LocalLanguageModel(settings.model, languages)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True to keep a document, or (False, its most probable language); "unknown" if none is found."""
+        """Return True to keep a document, else (False, its likeliest language), or (False, "unknown") without one."""
         labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
         if not labels:
             return False, "unknown"  # nothing in the text is in the vocabulary of the model
@@ -99,7 +99,7 @@ class OfflineLanguageFilter(LanguageFilter):
 
 
 class OfflineBadWordsFilter(C4BadWordsFilter):
-    """C4's filter, which drops documents with a word of a list; the same list serves documents in any language."""
+    """Filter of C4 that drops documents with a word from a list; one list serves documents in all languages."""
 
     def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
         super().__init__(exclusion_writer=exclusion_writer)
@@ -110,12 +110,12 @@ class OfflineBadWordsFilter(C4BadWordsFilter):
         self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
 
     def _get_badwords(self, lang: str) -> re.Pattern[str]:
-        """Return the pattern that finds a word of the list between characters that are not letters, digits or `_`."""
+        """Return the pattern that finds a listed word as a whole word; it is the same for every `lang`."""
         return self._words
 
 
 class OfflineClassifierFilter(FastTextClassifierFilter):
-    """Filter by the labels of a fastText classifier in a local file, which is loaded for the first document."""
+    """Filter by labels that a fastText classifier gives to documents; its file is loaded for the first document."""
 
     def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
         super().__init__(
@@ -130,7 +130,7 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 
     @property
     def model(self) -> Any:
-        """Return the model; at the first use, raise UserError if it lacks a label of `filters.classifier.keep`."""
+        """Return the model, loaded at the first use; UserError if it lacks a label of `filters.classifier.keep`."""
         if self._model is None:
             self._model = load_model(self._path)
             known = {label.removeprefix("__label__") for label in self._model.labels}

@@ -39,7 +39,7 @@ class ReadSources(PipelineStep):
     type = "READER"
 
     def __init__(self, config: PrepareConfig, recorder: DropRecorder) -> None:
-        """Read nothing yet: plan.json is read when a task begins."""
+        """Store the settings and the counter. plan.json is read only when a task begins."""
         super().__init__()
         self._work = Path(config.work)
         self._endpoint_url = config.endpoint_url
@@ -49,7 +49,7 @@ class ReadSources(PipelineStep):
         self._reserved = _RESERVED | (_RESERVED_BY_LANGUAGE_FILTER if config.filters.language else set())
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of task `rank`, and count those that have no usable text."""
+        """Yield the documents of task `rank` that have a usable text, and count the others."""
         self._recorder.begin()
         for file in read_plan(self._work).files_of_task(rank):
             source = self._source_of_name[file.source]
@@ -84,7 +84,7 @@ class ReadSources(PipelineStep):
 
 
 class _Read(NamedTuple):
-    """Text and fields of one document; `dropped` is the reason if the document cannot be used, otherwise None."""
+    """Text and fields of one document; `dropped` is the reason why the document is unusable, None if it is usable."""
 
     text: str
     dropped: str | None = None
@@ -95,7 +95,7 @@ class _Read(NamedTuple):
 
 
 def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> _Read:
-    """Return a decoded document with the address, the id and the other fields in its JSON record or table row."""
+    """Return a decoded document with the address, id and other fields that its JSON record or table row holds."""
     fields: dict[str, Any] = {}
     if raw.is_json:
         assert raw.data is not None
@@ -111,11 +111,12 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
 
 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
-    """Return the metadata of a document: what the preparation says about it, and the other fields of its record.
+    """Return the metadata of a document: the values that the preparation sets, and the other fields of its record.
 
-    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field is kept under
-    the key `record` instead if its name is in `reserved`, or if it is in `metadata` and the record has one of this
-    name, too. `reserved` are the names that the preparation sets for some document; `set_here` has this one's values.
+    The fields within the record's own `metadata` are put beside the others, as in datatrove. Two kinds of fields are
+    kept under the key `record` instead: those with a name in `reserved`, and fields of `metadata` with a name that the
+    record uses, too. `reserved` has all names that the preparation may set, `set_here` the values that it sets for
+    this document.
     """
     added = {key: value for key, value in fields.items() if key not in set_here or value != set_here[key]}
     values = {key: _json_value(value) for key, value in added.items()}
@@ -129,7 +130,7 @@ def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], r
 
 
 def _json_value(value: Any, depth: int = 0) -> Any:
-    """Convert a value to what JSON can hold: numbers that are not finite and bytes to None, other types to text."""
+    """Convert a value to one that JSON can hold: bytes, infinities and NaN become None, other types become text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

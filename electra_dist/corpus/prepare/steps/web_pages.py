@@ -29,7 +29,7 @@ _HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
 class Page(NamedTuple):
-    """One page: HTML, or the text that the crawl made of it; `dropped` is the reason if it is unusable, else None."""
+    """One page: HTML, or the plain text that the crawl holds; `dropped` says why the page is unusable, else None."""
 
     text: str
     is_html: bool
@@ -58,7 +58,7 @@ def read_pages(file: InputFile) -> Iterator[Page]:
 
 
 def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
-    """Yield the records of a decompressed WARC file; raise OSError where warcio itself fails on a damaged one."""
+    """Yield the records of a decompressed WARC file; raise OSError for a damaged record on which warcio fails."""
     records = iter(ArchiveIterator(_CheckedStream(stream)))
     while True:
         try:
@@ -90,7 +90,7 @@ def _page_of_record(record: Any) -> Page | None:
 
 
 def _whole_body(record: Any) -> bytes:
-    """Return the body of a WARC record without transfer and content encoding; raise EOFError if it is cut off."""
+    """Return a WARC record's body, freed of HTTP encodings such as gzip; raise EOFError if the body is cut off."""
     body = read_whole(record.content_stream())
     if record.raw_stream.limit > 0:  # bytes of the record that the file does not have
         raise EOFError(f"the last WARC record is cut off: {record.raw_stream.limit} bytes are missing")
@@ -98,7 +98,7 @@ def _whole_body(record: Any) -> bytes:
 
 
 def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
-    """Decode a page; if that gives no text, its `dropped` is "undecodable" or "empty"."""
+    """Decode a page. Without text, the `dropped` of the returned page is "undecodable" or "empty"."""
     if not data.strip():
         return Page("", is_html, url, "empty")
     try:

@@ -3,7 +3,7 @@
 Guarantee: the same text gives the same words on every machine; nothing is downloaded.
 
 Limits: only for languages that separate words by spaces. A word with an apostrophe or a hyphen is one word, where
-spaCy, datatrove's default, makes two or three of it, so the n-grams of `plain` and `spacy` differ slightly. An
+spaCy, datatrove's default, makes two or three of it, so the n-grams of the two tokenizers differ slightly. An
 abbreviation ends a sentence.
 """
 
@@ -56,5 +56,5 @@ class PlainWords(WordTokenizer):
 
 
 def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return the argument `language` of datatrove's steps: a `PlainWords`, or the language of a spaCy tokenizer."""
+    """Return the value for `language` in datatrove's steps: a `PlainWords`, or a language code, which means spaCy."""
     return config.spacy_language if config.words == "spacy" else PlainWords()
