@@ -394,7 +394,9 @@ def _has_files(bucket: FinishedBucket, sizes: Mapping[str, int]) -> bool:
 
     `sizes` maps the keys of the store to the bytes of their objects.
     """
-    return all(sizes.get(file.name) == file.bytes for file in [*bucket.entries, *bucket.origins])
+    recorded = [(file.name, file.bytes) for file in bucket.entries]
+    recorded += [(file.name, file.bytes) for file in bucket.origins]
+    return all(sizes.get(name) == num_bytes for name, num_bytes in recorded)
 
 
 def _with_digest(line: str) -> bytes:

@@ -176,8 +176,8 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
     """Return a copy of a bf16 case that compiles the same kernel for tensors of `dtype`.
 
-    If the kernel has the constant PAIR, it is set for fp32 only. With PAIR, the kernel keeps the sum of a value and
-    its bias as two numbers, the rounded sum and its rounding error.
+    If the kernel has the constant PAIR, it is set for fp32 and fp16. With PAIR, the kernel keeps the sum of a value
+    and its bias as two numbers, the rounded sum and its rounding error.
     """
     types = {argument: triton_type.replace("bf16", dtype) for argument, triton_type in case.types.items()}
     constants = case.constants
