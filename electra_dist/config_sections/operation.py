@@ -267,7 +267,8 @@ class PlanConfig(Section):
 
     gpu: str = Field(
         default="H100",
-        description="GPU model whose peak dense bf16 throughput is assumed: H200, H100, A100 or V100.",
+        description="GPU model whose peak dense throughput is assumed, such as B200, H200, H100, A100, L40S or V100; "
+        "`plan` names all models where one is not known.",
     )
     num_gpus: Size = Field(default=8, description="Number of GPUs that the estimate assumes.")
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
