@@ -299,7 +299,7 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keys for architecture `modern` if it is `bert`, so that older runs' digests stay the same."""
+    """Return section `model`; with architecture `bert` without keys of `modern`, so that old digests stay the same."""
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}

@@ -94,8 +94,10 @@ class TokenizerJson:
         return encoding.ids, offsets
 
     def shown_tokens(self) -> list[str]:
-        """Return the tokens in order of ids. Byte-level tokens are decoded; ## marks one that continues a word.
-        Bytes that are no whole character become U+FFFD. Special tokens and other tokenizers' tokens are unchanged.
+        """Return the tokens in the order of their ids, as a person reads them.
+
+        Byte-level tokens are decoded: a token that continues a word begins with ##, and a part of a character becomes
+        U+FFFD. Special tokens, and the tokens of other kinds of tokenizers, are unchanged.
         """
         is_byte_level = any(token.startswith(_WORD_START) for token in self.tokens)
         if not is_byte_level:

@@ -85,7 +85,7 @@ class Owner:
         return ""
 
     def check(self, state: RunState, url: str) -> None:
-        """Raise OtherRun unless this run wrote the checkpoint with this state; the message names its place `url`."""
+        """Raise OtherRun if another run wrote the checkpoint that holds `state`; the message begins with `url`."""
         fault = self.fault(state)
         if fault:
             raise OtherRun(

@@ -173,7 +173,7 @@ class CorpusConfig(Section):
     )
     origins: bool = Field(
         default=True,
-        description="Whether a build writes, next to each shard, a side file that names the source and the documents "
+        description="Whether a build writes, next to each shard, an origin file that names the source and documents "
         "of each row. `electra-dist corpus find --source` and `--document` need these files. The shards and the "
         "fingerprint of the corpus do not depend on this key.",
     )

@@ -49,7 +49,7 @@ _LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in mem
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts into which a build is divided, so that several machines can work on it at once."""
+    """Part `number` of `count` of a build: a share of its input and its shards, so that several machines can build."""
 
     number: int  # from 1
     count: int
@@ -114,7 +114,7 @@ class _PartOfBuild:
         self._records = BuildRecords(self._store)
         self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
         self._groups = group_inputs(request.inputs, request.group_bytes)
-        self._with_origins = False  # whether the build writes side files; `run` sets it
+        self._with_origins = False  # whether the build writes origin files; `run` sets it
 
     def is_finished(self) -> bool:
         """Return whether the output holds this corpus, finished; raise ManifestMismatch if it holds another corpus."""

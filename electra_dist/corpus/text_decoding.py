@@ -64,7 +64,7 @@ class DecodedText(NamedTuple):
 
 
 def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
-    """Return the text of a document, decoded as by `decode_counted`; raise SkippedDocument if it has no usable one."""
+    """Return the text of a document, as `decode_counted` decodes it; raise SkippedDocument without usable text."""
     return decode_counted(document, text_field, undecodable).text
 
 

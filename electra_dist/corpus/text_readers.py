@@ -47,7 +47,7 @@ class StreamCounts:
         self.skipped = SkippedInputs()  # members of archives, empty files, tables without the column of the text
 
     def add_file(self, file: InputFile) -> None:
-        """Count a file that was read to its end."""
+        """Add a file that was read to its end to the counts of its kind of file and of its source."""
         ending = ending_of(file.name)
         self.files[ending] += 1
         self.file_bytes[ending] += file.size

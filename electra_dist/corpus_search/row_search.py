@@ -3,8 +3,9 @@
 Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
 texts, `corpus/origins/document_search.py` for sources and documents).
 
-Limits: a search for a text reads all shards once; one for a source or a document reads all side files once. The found
-rows take 16 bytes of memory each, or 24 for a text; `RowSearch.hits` makes Python objects for the rows that it lists.
+Limits: a search for a text reads all shards once; one for a source or a document reads all origin files once. The
+found rows take 16 bytes of memory each, or 24 for a text; `RowSearch.hits` makes Python objects for the rows that it
+lists.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Hit(NamedTuple):
     shard: int  # index of its shard in the manifest
     row: int  # number of the row within the shard
     num_tokens: int | None  # longest run of consecutive tokens of the text in the row; None without a text
-    # Documents of the row: those that were searched for, or all if a text was. None if the corpus has no side files.
+    # Documents of the row: those that were searched for, or all if a text was. None if the corpus has no origin files.
     documents: list[RowDocument] | None
 
 
@@ -78,7 +79,7 @@ class RowSearch:
     """
 
     def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
-        """Open the lists of side files, if any; `progress` wraps each loop over shard numbers, to show a bar."""
+        """Open the lists of origin files, if any; `progress` wraps each loop over shard numbers, to show a bar."""
         self._query = query
         self._corpora = corpora
         self._store = corpora.store
@@ -89,8 +90,8 @@ class RowSearch:
         self._progress = progress
 
     @property
-    def has_side_files(self) -> bool:
-        """Return whether all corpora have side files (documents of each row), which searches for documents need."""
+    def has_origin_files(self) -> bool:
+        """Return whether all corpora have origin files (documents of each row), which searches for documents need."""
         return None not in self._origins
 
     def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
@@ -110,11 +111,11 @@ class RowSearch:
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows with text of the query's document or source; UserError if a corpus has no side files."""
-        if not self.has_side_files:
+        """Return the rows with text of the query's document or source; UserError if a corpus has no origin files."""
+        if not self.has_origin_files:
             without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
-                f"{without.store.url}: has no side files (origins.json), by which --source and --document search; "
+                f"{without.store.url}: has no origin files (origins.json), by which --source and --document search; "
                 "build the corpus again with corpus.origins=true into another folder, or search for a TEXT"
             )
         shards = [np.empty(0, np.int64)]
@@ -127,7 +128,7 @@ class RowSearch:
         return FoundRows(shards=np.concatenate(shards), rows=np.concatenate(rows))
 
     def hits(self, found: FoundRows, num_listed: int) -> list[Hit]:
-        """Return the first `num_listed` found rows, each with its documents if its corpus has side files.
+        """Return the first `num_listed` found rows, each with its documents if its corpus has origin files.
 
         A query for a text returns all documents of each row. A query for a source or a document returns only the
         documents that match it.
@@ -147,7 +148,7 @@ class RowSearch:
         return hits
 
     def sources(self) -> list[str]:
-        """Return the names of all sources in the side files, sorted; all corpora must have side files."""
+        """Return the names of all sources in the origin files, sorted; all corpora must have origin files."""
         names: set[str] = set()
         for shard in self._progress(range(len(self._manifest.shards))):
             names |= sources_of_table(self._table(shard))
@@ -160,7 +161,7 @@ class RowSearch:
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return the table in a shard's side file; `shard` is a number from 0 over the shards of all corpora."""
+        """Return the table in a shard's origin file; `shard` is a number from 0 over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
         phase = self._phase_of_shard(shard)
@@ -178,14 +179,14 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     """Return how many held-out rows contain the query's document, or any document of the query's source.
 
     `location` is the training corpus, whose subfolder `heldout` is searched. The result is 0 if there is no held-out
-    corpus, or if it has no side files.
+    corpus, or if it has no origin files.
     """
     store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
     if not store.exists(MANIFEST_KEY):
         return 0
     phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
     search = RowSearch(query, RunCorpora(phases=(phase,)))
-    return len(search.rows_with_documents().rows) if search.has_side_files else 0
+    return len(search.rows_with_documents().rows) if search.has_origin_files else 0
 
 
 def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[list[int]]:

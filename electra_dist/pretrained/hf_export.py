@@ -105,7 +105,7 @@ def export_generator(
 
 
 class TaskHead(NamedTuple):
-    """Head that a task such as classification adds to an encoder, as a class of Hugging Face loads it."""
+    """Head that a task such as classification adds to an encoder, in the form that a Hugging Face class loads."""
 
     architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
     weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host

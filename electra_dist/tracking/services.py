@@ -88,7 +88,7 @@ class WandbService:
 
 
 class MlflowService:
-    """Run at an MLflow server, or in a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
+    """The run as MLflow keeps it: on a server or, without MLFLOW_TRACKING_URI, in a database in the run folder."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
         """Begin or continue the run at the server; a missing experiment is created. May raise any error."""

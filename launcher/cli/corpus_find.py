@@ -63,9 +63,9 @@ def find(
 ) -> None:
     """Find the rows that hold TEXT, a source or a document and, for a run, the steps that use these rows.
 
-    TEXT is searched for in all shards. Sources and documents are looked up in the side files that `corpus build`
+    TEXT is searched for in all shards. Sources and documents are looked up in the origin files that `corpus build`
     writes (corpus.origins). Exit codes: 0 the search is complete, also if no row was found; 78 wrong arguments, no
-    side files, or a damaged corpus.
+    origin files, or a damaged corpus.
     """
     corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None

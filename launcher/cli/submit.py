@@ -160,7 +160,7 @@ def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: 
 
 
 def _describe_start(run_dir: Path) -> str:
-    """Return "a new run", or a text such as "which goes on from step 1,000"."""
+    """Return "a new run" or, if a checkpoint exists, a text such as "which goes on from step 1,000"."""
     step = newest_checkpoint(read_ledger(run_dir))
     if step == 0 and not is_run_folder(run_dir):
         return "a new run"

@@ -201,7 +201,9 @@ def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
         origins = open_origins(store, manifest)
     except UserError as error:
         message = str(error)
-        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="side file", size_bytes=0, faults=lambda advance: [message])
+        yield Part(
+            url=f"{store.url}/{ORIGINS_KEY}", kind="origin file", size_bytes=0, faults=lambda advance: [message]
+        )
         return
     if origins is None:
         return
@@ -212,7 +214,7 @@ def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
 def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
     return Part(
         url=f"{store.url}/{file.name}",
-        kind="side file",
+        kind="origin file",
         size_bytes=file.bytes,
         faults=lambda advance: _no_faults(origins.table(file.shard)),
     )

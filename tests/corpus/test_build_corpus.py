@@ -181,9 +181,9 @@ def test_the_manifest_records_the_size_and_sha256_of_every_file(
     assert manifest.tokenizer.special == vocabulary.special
     assert manifest.tokenizer.sha256 == hashlib.sha256((folder / "vocab.txt").read_bytes()).hexdigest()
     shard_names = [entry.name for entry in manifest.shards]
-    side_files = {f"origins/{Path(name).stem}.parquet" for name in shard_names}
+    origin_files = {f"origins/{Path(name).stem}.parquet" for name in shard_names}
     other_files = {"build.json", "corpus.json", "origins.json", "vocab.txt"}
-    assert set(file_contents(folder)) == {*other_files, *shard_names, *side_files}
+    assert set(file_contents(folder)) == {*other_files, *shard_names, *origin_files}
 
 
 def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory, inputs: list[Path]) -> None:
@@ -399,9 +399,9 @@ def test_a_corpus_on_s3_equals_the_local_one(
     assert not store.list("progress/"), "the records of progress are not deleted"
     for entry in local.manifest.shards:
         assert hashlib.sha256(store.read(entry.name)).hexdigest() == entry.sha256
-    side_files = [key for key in file_contents(Path(local_request.output)) if "origins" in key]
-    assert len(side_files) > len(local.manifest.shards)
-    for key in side_files:
+    origin_files = [key for key in file_contents(Path(local_request.output)) if "origins" in key]
+    assert len(origin_files) > len(local.manifest.shards)
+    for key in origin_files:
         assert store.read(key) == (Path(local_request.output) / key).read_bytes()
     heldout_store = open_store(f"{url}/heldout", s3.endpoint_url)
     assert read_manifest(heldout_store) == local.heldout

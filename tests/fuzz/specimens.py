@@ -77,7 +77,7 @@ def make_specimen(root: Path) -> None:
     """Write the folders `corpus`, `second`, `run` and `export`, and smaller files, which includes a training run."""
     write_corpus(str(root / "corpus"), [70, 33, 48])
     write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
-    _write_side_files(open_store(str(root / "corpus")))
+    _write_origin_files(open_store(str(root / "corpus")))
     write_corpus(str(root / "second"), [11, 19], seed=4)
     settings = {
         "train.num_steps": NUM_STEPS,
@@ -96,8 +96,8 @@ def make_specimen(root: Path) -> None:
     write_data_of_corpora(root)
 
 
-def _write_side_files(store: Store) -> None:
-    """Write the side files of a corpus each of whose rows is one document."""
+def _write_origin_files(store: Store) -> None:
+    """Write the origin files of a corpus each of whose rows is one document."""
     manifest = read_manifest(store)
     files = [put_origins(store, shard.name, _documents_of_rows(shard.rows)) for shard in manifest.shards]
     write_origins(store, manifest, files)

@@ -16,7 +16,7 @@ BUILDS: dict[str, list[str]] = {
     "no packing": ["corpus.packing=none"],
     "epochs of the sources": ["corpus.source_epochs={texts/a: 2.5, texts/b: 0.5}"],
     "shares of the sources": ["corpus.source_shares={texts/a: 1, texts/b: 0, texts/c: 3, texts/d: 2}"],
-    "no side files": ["corpus.origins=false"],
+    "no origin files": ["corpus.origins=false"],
     "another seed": ["seed=7"],
     "in parts": [],
 }

@@ -34,7 +34,7 @@ from electra_dist.run.number_formats import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of a run's wall-clock time: the seconds of each activity that the module's docstring lists."""
+    """Seconds of a run's wall-clock time by activity; goodput is the share in which it made steps that count."""
 
     queue: float = 0.0
     boot: float = 0.0

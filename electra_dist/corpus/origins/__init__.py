@@ -1,1 +1,1 @@
-"""Write and search the side files of a corpus, which name the documents in each of its rows."""
+"""Write and search the origin files of a corpus, which name the documents in each of its rows."""

@@ -1,6 +1,6 @@
-"""Find the rows of a shard that hold a given document, or any document of a source, by the shard's side file.
+"""Find the rows of a shard that hold a given document, or any document of a source, by the shard's origin file.
 
-A side file is a table with one line for each training example of the shard (`origin_table.SCHEMA`). A search first
+An origin file is a table with one line for each training example of the shard (`origin_table.SCHEMA`). A search first
 marks lines (`lines_of_source`, `lines_of_document`) and then looks up the rows of these lines (`rows_of_lines`).
 
 Guarantee: the rows that are found are exactly those with an example of the document or of the source. No shard is
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from electra_dist.corpus.inputs.skipped_inputs import encodable
 
-Mask = NDArray[np.bool_]  # [lines of a side file]: whether the line belongs to what is searched for
+Mask = NDArray[np.bool_]  # [lines of an origin file]: whether the line belongs to what is searched for
 
 
 class RowDocument(NamedTuple):
@@ -31,7 +31,7 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return for each line of a side file whether its document is from a source, such as "wiki" or "texts/wiki".
+    """Return for each line of an origin file whether its document is from a source, such as "wiki" or "texts/wiki".
 
     `source` is a name in build.json or in the documents' `metadata.source`; the last folders of a name are enough.
     """
@@ -47,7 +47,7 @@ def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Return for each line of a side file whether it belongs to `document`, an id or FILE#NUMBER (number from 0)."""
+    """Return for each line of an origin file whether it is of `document`, an id or FILE#NUMBER (number from 0)."""
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
     file, _, number = name.rpartition("#")
@@ -62,7 +62,7 @@ def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
 
 
 def rows_of_lines(table: pyarrow.Table, lines: Mask) -> NDArray[np.int64]:
-    """Return the numbers of the rows to which the marked lines of a side file belong, ascending, each once."""
+    """Return the numbers of the rows to which the marked lines of an origin file belong, ascending, each once."""
     return np.unique(table.column("row").to_numpy()[lines]).astype(np.int64)
 
 
@@ -71,8 +71,8 @@ def documents_of_rows(
 ) -> dict[int, list[RowDocument]]:
     """Return the documents of the given rows of a shard: row -> its documents from left to right.
 
-    A document with several examples in a row occurs several times. `lines` marks the lines of the side file that count
-    (None: all); a row without a marked line has no entry.
+    A document with several examples in a row occurs several times. `lines` marks the lines of the origin file that
+    count (None: all); a row without a marked line has no entry.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:
@@ -87,7 +87,7 @@ def documents_of_rows(
 
 
 def sources_of_table(table: pyarrow.Table) -> set[str]:
-    """Return the names of all sources in a side file, both of input files and from the documents' own records."""
+    """Return the names of all sources in an origin file, both of input files and from the documents' own records."""
     names: set[str] = set()
     for column in ("source", "record_source"):
         names.update(table.column(column).unique().to_pylist())

@@ -1,12 +1,12 @@
-"""Write and read the side files of a corpus, which name the documents from which each row was made.
+"""Write and read the origin files of a corpus, which name the documents from which each row was made.
 
-Guarantee: the side files are a function of the inputs and the settings of the build, as the shards are. origins.json
-lists the side files with their digests and holds the fingerprint of the corpus. A side file is used only if its bytes
-match the digest, and the corpus the fingerprint. The corpus itself does not depend on its side files.
+Guarantee: the origin files are a function of the inputs and the settings of the build, as the shards are. origins.json
+lists the origin files with their digests and holds the fingerprint of the corpus. An origin file is used only if its
+bytes match the digest, and the corpus the fingerprint. The corpus itself does not depend on its origin files.
 
 How: each shard has one parquet file (`origin_table.py`) in the folder origins/ beside the shards.
 
-Limits: a corpus has no side files if it was indexed, built by an earlier version, or built with
+Limits: a corpus has no origin files if it was indexed, built by an earlier version, or built with
 `corpus.origins: false`; origins.json is then missing.
 """
 
@@ -32,27 +32,27 @@ _NEXT_STEP = "restore it, or delete origins.json, which no run needs"
 
 
 class OriginFile(Section):
-    """Entry of origins.json for the side file of one shard, which names the documents of each row."""
+    """Entry of origins.json for the origin file of one shard, which names the documents of each row."""
 
     shard: str = Field(description="name of the shard")
-    name: str = Field(description="key of the side file, relative to corpus.json")
+    name: str = Field(description="key of the origin file, relative to corpus.json")
     examples: Annotated[int, Field(ge=0)] = Field(
-        description="lines of the side file: one for each example of the shard"
+        description="lines of the origin file: one for each example of the shard"
     )
-    bytes: Annotated[int, Field(ge=0)] = Field(description="size of the side file in bytes")
-    sha256: Sha256 = Field(description="SHA-256 of the side file in hexadecimal")
+    bytes: Annotated[int, Field(ge=0)] = Field(description="size of the origin file in bytes")
+    sha256: Sha256 = Field(description="SHA-256 of the origin file in hexadecimal")
 
 
 class OriginsManifest(Section):
-    """Content of origins.json, the list of a corpus's side files."""
+    """Content of origins.json, the list of a corpus's origin files."""
 
     format: Literal[1] = Field(default=1, description="version of the file's format")
-    corpus: Sha256 = Field(description="fingerprint of the corpus to which the side files belong")
-    files: tuple[OriginFile, ...] = Field(description="entries of the side files, in the order of the shards")
+    corpus: Sha256 = Field(description="fingerprint of the corpus to which the origin files belong")
+    files: tuple[OriginFile, ...] = Field(description="entries of the origin files, in the order of the shards")
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the side file of a shard, such as shard-000007.tar, whose rows count from 0; return its entry."""
+    """Write the origin file of a shard, such as shard-000007.tar, whose rows count from 0; return its entry."""
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
     store.write(name, data)
@@ -62,13 +62,13 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json, the list of a corpus's side files. The caller must have written the side files before."""
+    """Write origins.json, the list of a corpus's origin files. The caller must have written these files before."""
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
 
 class Origins:
-    """Reader of a corpus's side files (the documents of each row), which verifies them; `open_origins` makes one."""
+    """Reader of a corpus's origin files (the documents of each row), which verifies them; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
         self._store = store
@@ -76,11 +76,11 @@ class Origins:
 
     @property
     def files(self) -> list[OriginFile]:
-        """Return the entries of all side files, in the order of the shards."""
+        """Return the entries of all origin files, in the order of the shards."""
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the table in a shard's side file (`origin_table.SCHEMA`); raise ManifestMismatch if it is damaged."""
+        """Return the table in a shard's origin file (`origin_table.SCHEMA`); ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
         data = self._store.read(entry.name, must_exist=True)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -90,11 +90,13 @@ class Origins:
         try:
             return table_from_bytes(data)
         except ValueError as error:
-            raise ManifestMismatch(f"{self._store.url}/{entry.name}: not a side file: {error}; {_NEXT_STEP}") from None
+            raise ManifestMismatch(
+                f"{self._store.url}/{entry.name}: not an origin file: {error}; {_NEXT_STEP}"
+            ) from None
 
 
 def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
-    """Return the reader of a corpus's side files; None if the corpus has no origins.json.
+    """Return the reader of a corpus's origin files; None if the corpus has no origins.json.
 
     Raises ManifestMismatch if origins.json is damaged or belongs to another corpus.
     """

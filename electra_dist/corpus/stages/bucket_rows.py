@@ -58,7 +58,7 @@ class RowSettings:
     endpoint_url: str | None  # S3 endpoint of the output
     sources: list[str]  # source of each input file of the build
     file_names: list[str]  # name of each input file of the build
-    with_origins: bool  # whether to write side files, which name the documents of each row
+    with_origins: bool  # whether to write origin files, which name the documents of each row
     spills: list[str]  # keys of all spill files
     order: CorpusOrder
     rules: Rules
@@ -117,10 +117,10 @@ class _RowMaker:
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write a bucket's training rows to shards, and the documents of each row to side files; return their entries.
+        """Write a bucket's training rows to shards, and each row's documents to origin files; return their entries.
 
         If there are fewer rows than shards, the empty shards are not written, and their numbers are missing. `tables`
-        names the documents of each chunk's rows; it is empty if the build writes no side files.
+        names the documents of each chunk's rows; it is empty if the build writes no origin files.
         """
         num_shards = self._settings.order.shards_per_bucket
         rows = self._join_rows(chunk.block for chunk in chunks)

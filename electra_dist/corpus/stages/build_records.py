@@ -8,7 +8,7 @@ so that a corpus is never a mixture of two builds.
 | file in progress/ | what it records |
 | --- | --- |
 | build.json | the parameters of the build |
-| notes.json | settings that do not affect the shards: whether side files are written, and licences |
+| notes.json | settings that do not affect the shards: whether origin files are written, and licences |
 | groups/NNNNNN.json, spills/NNNNNN-NNNNNN | an input group was read: its counts, and its documents |
 | order.json | all groups were read: the number of buckets, and how often each source is used |
 | buckets/NNNNNN.json, buckets/NNNNNN.heldout.npy | a bucket's shards were written: counts, held-out rows |
@@ -108,7 +108,7 @@ class CorpusOrder(Section):
 class BuildNotes(Section):
     """Content of notes.json: settings of a build that affect neither the shards nor corpus.json."""
 
-    with_origins: bool = Field(default=False, description="whether the build writes side files (corpus.origins)")
+    with_origins: bool = Field(default=False, description="whether the build writes origin files (corpus.origins)")
     wrote_vocabulary: bool = Field(
         default=False, description="whether the build wrote vocab.txt, rather than found it in its output"
     )
@@ -133,7 +133,7 @@ class FinishedBucket(Section):
         description="counts of the documents of each source for build.json (document_counts.py)"
     )
     origins: list[OriginFile] = Field(
-        default=[], description="entries of the side files of the shards; empty without side files"
+        default=[], description="entries of the origin files of the shards; empty without origin files"
     )
     heldout_sha256: str | None = Field(
         default=None,
@@ -175,10 +175,10 @@ class BuildRecords:
         return manifest
 
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
-        """Begin or resume a build; return whether it writes side files, which name the documents of each row.
+        """Begin or resume a build; return whether it writes origin files, which name the documents of each row.
 
         The first call records the parameters and writes vocab.txt. Later calls with other parameters are refused
-        (ManifestMismatch). The first call also decides whether there are side files, so that all shards have them or
+        (ManifestMismatch). The first call also decides whether there are origin files, so that all shards have them or
         none; a build that an earlier version began writes none. All other notes are those of the newest call. Raises
         UserError if the store holds another vocab.txt, or shards without records or corpus.json.
         """
@@ -262,7 +262,7 @@ class BuildRecords:
         """Record a bucket (range of documents) and its held-out rows, [rows, seq_len]; write its shards before.
 
         `bucket.heldout_rows` must be the number of `heldout_rows`, which may be 0. `heldout_origins` names the
-        documents of these rows; None if the build writes no side files.
+        documents of these rows; None if the build writes no origin files.
         """
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
@@ -280,7 +280,7 @@ class BuildRecords:
     def buckets(self) -> dict[int, FinishedBucket]:
         """Return number -> record for each bucket (range of documents) whose shards are finished.
 
-        A bucket is left out if a shard or side file is missing or does not have the recorded size; the bucket must
+        A bucket is left out if a shard or origin file is missing or does not have the recorded size; the bucket must
         then be written again.
         """
         buckets = [self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS)]
@@ -300,7 +300,7 @@ class BuildRecords:
         return rows
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
-        """Return the table that names the documents of a bucket's held-out rows; the build must write side files."""
+        """Return the table that names the documents of a bucket's held-out rows; the build must write origin files."""
         key = _heldout_key(bucket.number, "parquet")
         data = self._store.read(key)
         if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
@@ -390,7 +390,7 @@ def read_output_vocabulary(store: Store) -> Vocabulary:
 
 
 def _has_files(bucket: FinishedBucket, sizes: Mapping[str, int]) -> bool:
-    """Return whether all shards and side files of a bucket have the recorded sizes; digests are not checked.
+    """Return whether all shards and origin files of a bucket have the recorded sizes; digests are not checked.
 
     `sizes` maps the keys of the store to the bytes of their objects.
     """

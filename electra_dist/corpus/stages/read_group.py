@@ -38,7 +38,7 @@ class ReadSettings:
     text_field: str
     order_seed: int  # of the order of the documents
     spill_bytes: int  # bytes of documents at which a spill file is complete
-    with_ids: bool  # whether spill files keep the ids of documents from a table's column `id`, for the side files
+    with_ids: bool  # whether spill files keep the ids of documents from a table's column `id`, for the origin files
 
 
 class ReadTask(NamedTuple):

@@ -28,9 +28,9 @@ def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
 def refetched_share(room: CacheRoom) -> float:
     """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1].
 
-    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. The
-    full cache holds the kept shards and, of two windows, the shards that are not kept: capacity = k * corpus + (1 - k)
-    * windows. The result is 1 - k.
+    A node keeps a fraction k of the shards for the whole run. It fetches the other shards in each epoch and deletes
+    them after use. Rows are drawn from two shuffle windows (groups of shards) at a time, so that a full cache holds
+    the kept shards and the other shards of two windows: capacity = k * corpus + (1 - k) * windows. Return 1 - k.
     """
     if room.capacity_bytes >= room.corpus_bytes:
         return 0.0

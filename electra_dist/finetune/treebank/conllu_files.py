@@ -86,8 +86,8 @@ def read_conllu(file: Path) -> list[Sentence]:
 def check_words(words: Sequence[str], place: str) -> None:
     """Raise UserError if all words of a sentence are underscores, as in treebanks published without their text.
 
-    A sentence of a single such word is accepted, because it may be a drawn line. `place` (file and line) begins the
-    message.
+    A sentence with a single underscore is accepted: the text itself may have one there. `place` (file and line) begins
+    the message.
     """
     if len(words) > 1 and not "".join(words).strip("_"):
         raise UserError(

@@ -203,7 +203,7 @@ def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _
         sample_pieces=_sample_pieces(work, num_spills),
         parts=work.num_machines,
         workers=work.cores_per_machine,
-        side_files=request.corpus.origins,
+        origin_files=request.corpus.origins,
     )
 
 
@@ -285,7 +285,7 @@ class _Counts:
     sample_pieces: int  # pieces of spill files that are read to estimate the number of shards
     parts: int  # parts of the build, one for each machine
     workers: int  # worker processes of each part
-    side_files: bool  # whether each shard has a side file (corpus.origins)
+    origin_files: bool  # whether each shard has an origin file (corpus.origins)
 
     def of_reading(self) -> Requests:
         """Count the S3 requests that read the inputs; each machine lists all inputs and asks for their sizes."""
@@ -314,24 +314,24 @@ class _Counts:
 
     def of_writing(self) -> Requests:
         files = self.shards + self.heldout_buckets
-        if self.side_files:
+        if self.origin_files:
             files *= 2
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
         """Count the S3 requests of the merge, the last step: it checks every shard and deletes the build's records."""
-        files_per_shard = 2 if self.side_files else 1
+        files_per_shard = 2 if self.origin_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
         num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus
         # In progress/ are the files of groups, spills, buckets, held-out rows and parts, order.json and notes.json.
         progress_files = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2
-        checks = 2 * files_per_shard * self.shards  # whether each shard and side file exists, and its size
+        checks = 2 * files_per_shard * self.shards  # whether each shard and origin file exists, and its size
         # order.json and vocab.txt take 3 requests, notes.json 2; build.json 2 for the merge and for each manifest.
         other_reads = 3 + 2 + 2 * (1 + num_manifests)
         written = 2  # corpus.json, and the report build.json
         if self.heldout_shards:
             written += files_per_shard * self.heldout_shards + 2  # its shards, vocab.txt and corpus.json
-        if self.side_files:
+        if self.origin_files:
             written += num_manifests  # origins.json beside each corpus.json
         return Requests(
             get=self.groups + self.buckets + checks + heldout_files + other_reads,

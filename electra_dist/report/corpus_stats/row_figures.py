@@ -1,7 +1,7 @@
 """Count tokens, padding, [UNK] and examples in the rows of a corpus, count tokens by source, and take sample rows.
 
 Guarantee: every count is a sum over all rows, so no count depends on the order of the shards. All shards are read
-once, and so are their side files, if any, which name the documents of each row. The memory is that of one shard's
+once, and so are their origin files, if any, which name the documents of each row. The memory is that of one shard's
 rows.
 """
 
@@ -34,7 +34,7 @@ class RowSample:
     shard: str  # name of the row's shard
     row: int  # number of the row in the shard, from 0
     texts: list[str]  # text of each example, from left to right
-    documents: list[RowDocument]  # document of each example, from left to right; empty without side files
+    documents: list[RowDocument]  # document of each example, from left to right; empty without origin files
 
 
 @dataclass
@@ -49,7 +49,7 @@ class RowFigures:
     rows_by_padding: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
     examples_by_length: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
     rows_by_examples: Counter[int] = field(default_factory=Counter)  # number of examples in a row -> number of rows
-    # (source of the file, source in the record or None) -> tokens with [CLS] and [SEP]; empty without side files
+    # (source of the file, source in the record or None) -> tokens with [CLS] and [SEP]; empty without origin files
     tokens_by_source: Counter[tuple[str, str | None]] = field(default_factory=Counter)
     samples: list[RowSample] = field(default_factory=list)
 
@@ -62,8 +62,8 @@ def read_row_figures(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
-    `origins` reads each shard's side file, which names the documents of its rows; None if there are none. `progress`
-    wraps the indices of the shards, for a progress bar. Raises ManifestMismatch for a damaged shard or side file.
+    `origins` reads each shard's origin file, which names the documents of its rows; None if there are none. `progress`
+    wraps the indices of the shards, for a progress bar. Raises ManifestMismatch for a damaged shard or origin file.
     """
     figures = RowFigures()
     sampled = _sampled_rows(manifest)
@@ -126,7 +126,7 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add each example's tokens to the count of its source; `table`, a shard's side file, names these sources."""
+    """Add the number of tokens of each example to the count of its source, which `table`, an origin file, names."""
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))

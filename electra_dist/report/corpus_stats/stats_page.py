@@ -5,7 +5,7 @@ folders of its path, as few as make the names differ; a document is named as the
 user or host.
 
 Limits: without build.json (the corpus was indexed, or built by an earlier version), the page has no figures of sources
-and documents. Without side files, which record the documents of each row, it does not name the samples' documents.
+and documents. Without origin files, which record the documents of each row, it does not name the samples' documents.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
 def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
     """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
 
-    The result is softmax * weight if `top` is the row's largest logit and scale is weight / sum of exp(logit - top).
+    A name with `_low` is the rounding error of the number before it; without PAIR that of z counts as 0. The result is
+    softmax * weight if `top` is the row's largest logit and scale is weight / sum of exp(logit - top).
     """
     if PAIR:
         difference, difference_low = two_sum(z, -top)

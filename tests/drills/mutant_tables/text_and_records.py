@@ -171,7 +171,7 @@ TEXT_AND_RECORDS = (
         file="electra_dist/corpus/origins/document_search.py",
         original='pattern="/" + source',
         mutated="pattern=source",
-        test="tests/corpus/origins/test_side_files.py::"
+        test="tests/corpus/origins/test_origin_files.py::"
         "test_a_source_is_found_by_its_name_or_by_whole_folders_at_its_end_and_not_by_the_end_of_a_word",
     ),
     Mutant(

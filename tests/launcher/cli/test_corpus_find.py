@@ -245,14 +245,14 @@ def test_arguments_that_make_no_search_are_refused(arguments: list[str], message
     assert message in str(result.exception)
 
 
-def test_a_corpus_without_side_files_is_searched_by_text_only(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_without_origin_files_is_searched_by_text_only(corpus: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
     (copy / "origins.json").unlink()
 
     result = run_find(copy, "--source", "wiki")
 
     assert isinstance(result.exception, UserError)
-    assert "has no side files" in str(result.exception)
+    assert "has no origin files" in str(result.exception)
     assert "corpus.origins=true" in str(result.exception)
     [row, *_] = find(str(copy), PLANTED)["rows"]
     assert row["documents"] is None

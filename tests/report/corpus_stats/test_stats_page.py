@@ -146,7 +146,7 @@ def test_the_page_needs_no_other_file_and_escapes_names(text: str) -> None:
     assert text.count("<svg") == 4
 
 
-def test_a_corpus_without_report_and_side_files_has_a_page_too(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_without_report_and_origin_files_has_a_page_too(corpus: Path, tmp_path: Path) -> None:
     for path in corpus.iterdir():
         if path.is_file() and path.name not in ("build.json", "origins.json"):
             (tmp_path / path.name).write_bytes(path.read_bytes())

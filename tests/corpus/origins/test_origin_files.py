@@ -1,4 +1,4 @@
-"""Side files of a corpus name the documents of each row, in any input format, with build tasks and restarts."""
+"""Origin files of a corpus name the documents of each row, in any input format, with build tasks and restarts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def examples(folder: Path) -> Iterator[tuple[Key, list[int]]]:
 
 
 def tokens_by_document(folder: Path, vocabulary: Vocabulary) -> dict[Key, Counter[int]]:
-    """Return, for each document, how often each token id occurs in the examples that the side files assign to it."""
+    """Return, for each document, how often each token id occurs in the examples that the origin files assign to it."""
     special = vocabulary.special
     tokens: dict[Key, Counter[int]] = {}
     for key, ids in examples(folder):
@@ -131,12 +131,12 @@ def test_each_document_has_exactly_its_tokens_in_the_rows_that_are_named_for_it(
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
-    """Return the content of each shard and manifest below a folder by its name, without side files."""
+    """Return the content of each shard and manifest below a folder by its name, without origin files."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return {name: (folder / name).read_bytes() for name in names if "origins" not in name}
 
 
-def test_the_corpus_is_the_same_without_side_files(
+def test_the_corpus_is_the_same_without_origin_files(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path
 ) -> None:
     with_files = build_request(tmp_path / "in", "with", heldout_fraction=0.2)
@@ -151,7 +151,7 @@ def test_the_corpus_is_the_same_without_side_files(
     assert build_corpus(again).was_there
 
 
-def test_documents_that_repeat_are_in_the_side_files_as_often(
+def test_documents_that_repeat_are_in_the_origin_files_as_often(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path, vocabulary: Vocabulary
 ) -> None:
     books = str(tmp_path / "in" / "books")
@@ -166,7 +166,7 @@ def test_documents_that_repeat_are_in_the_side_files_as_often(
         assert found[key] == Counter({token: times * number for token, number in once.items()})
 
 
-def test_a_bucket_without_one_of_its_side_files_is_built_again(
+def test_a_bucket_without_one_of_its_origin_files_is_built_again(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path
 ) -> None:
     whole = build_request(tmp_path / "in", "whole")
@@ -189,7 +189,7 @@ def test_a_bucket_without_one_of_its_side_files_is_built_again(
 def test_a_build_goes_on_as_it_was_begun(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second build was begun by a version without side files, so it has no notes.json."""
+    """The second build was begun by a version without origin files, so it has no notes.json."""
     request = build_request(tmp_path / "in")
     without = dataclasses.replace(request, corpus=request.corpus.model_copy(update={"origins": False}))
     build_part(without, Part(1, 2))
@@ -296,7 +296,7 @@ def test_a_table_of_any_format_gives_its_ids(tmp_path: Path) -> None:
     assert found == [*expected, *expected, (b"a b", "x"), (None, None), (b"c", "")]
 
 
-def test_verify_reads_the_side_files_too(
+def test_verify_reads_the_origin_files_too(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path
 ) -> None:
     request = build_request(tmp_path / "in", heldout_fraction=0.2)
@@ -305,7 +305,7 @@ def test_verify_reads_the_side_files_too(
     good = CliRunner().invoke(app, command)
     assert good.exit_code == 0, good.output
     num_files = len(list(Path(request.output).rglob("*.parquet")))
-    assert json.loads(good.stdout)["counts"]["side file"] == num_files
+    assert json.loads(good.stdout)["counts"]["origin file"] == num_files
 
     damaged = Path(request.output) / "heldout" / "origins" / "shard-000000.parquet"
     flip_a_bit(damaged)
