@@ -25,8 +25,8 @@ FUSIONS = ("mlm_head", "discriminator_tail", "dropout_add_norm", "masked_gather"
 def fusion_cases(bench: StepBench) -> Iterator[Case]:
     """Yield the training step with one change at a time, which shows the effect of each alone.
 
-    The changes are: one fused operation replaced by its reference, attention without dropout, early gradients of the
-    generator, and recomputed activations. The first case is the step without a change.
+    The changes are: one fused operation replaced by its reference, attention without dropout, and recomputed
+    activations. The first case is the step without a change.
     """
     batch = bench.batches[1]
 

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import FoundRows
 from electra_dist.data.phases.run_corpora import RunCorpora
-from electra_dist.run.writers.metrics_writer import newest_metrics
+from electra_dist.run.folder import METRICS_FILE
+from electra_dist.run.record_checks import metrics_fault
+from electra_dist.run.record_stream import newest_record
 
 _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 
@@ -84,7 +86,8 @@ def steps_of_rows(
     global_batch = config.train.global_batch
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
     skipped = SkipList(run, config.train.skip_steps).steps
-    steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
+    newest = newest_record(run / METRICS_FILE, metrics_fault)
+    steps_done = newest["step"] if newest else 0
     uses_of_run = []
     for positions in uses_of_rows(order, shards, rows, config.train.num_steps * global_batch):
         steps = [(use.epoch, use.position // global_batch) for use in positions]

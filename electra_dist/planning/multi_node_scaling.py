@@ -97,11 +97,6 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
     return sum(size for size in sizes if size < _PERSISTENT)
 
 
-def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds of a step in which no communication is hidden behind the compute."""
-    return compute_s + wire_bytes / bytes_per_s
-
-
 def parse_fabric(text: str) -> float:
     """Return the bandwidth of a node in bytes per second, from the text of the option `--fabric`.
 

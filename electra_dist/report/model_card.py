@@ -90,7 +90,7 @@ def _shown_records(run_dir: Path) -> list[Record]:
     evaluations = [
         record for record in iter_records(run_dir / METRICS_FILE, containing=b'"eval"') if record["kind"] == "eval"
     ]
-    newest_step = newest_metrics(run_dir).get("train")
+    newest_step = newest_metrics(run_dir, ["train"]).get("train")
     return evaluations if newest_step is None else [*evaluations, newest_step]
 
 

@@ -113,8 +113,9 @@ class LocalStore(Store):
     def sizes(self, prefix: str = "") -> dict[str, int]:
         found = {}
         for key in self.list(prefix):
-            with contextlib.suppress(StoreMissing):  # deleted since it was listed
-                found[key] = self.size(key)
+            path = self._folder / key  # also a name that is no key of ours, such as one with a backslash
+            with contextlib.suppress(StoreMissing), readable(path):  # deleted since it was listed
+                found[key] = path.stat().st_size
         return found
 
     @override

@@ -131,7 +131,7 @@ def launched(make_config: Callable[..., Any]) -> Callable[[int], list[Any]]:
 
 
 def test_launches_have_no_argument_that_changes_with_the_step(launched: Callable[[int], list[Any]]) -> None:
-    """A CUDA graph repeats its launches with the arguments of the capture."""
+    """Triton would compile a kernel again for another value of some arguments."""
     first, later = launched(3), launched(2**31 + 9)
     assert [launch.kernel for launch in first].count("norm_backward_kernel") == 2
     assert first == later

@@ -18,7 +18,6 @@ from electra_dist.objectives.build_objective import build_objective
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 STEP = 5
 SEED = 3
-FP32_BYTES = 4
 
 
 class SavedBytes:

@@ -28,7 +28,6 @@ RECOMPUTE = "engine.activation_checkpointing=true"
             for size in ("base_size", "large_25pct_mask")
             for overrides in ([], [RECOMPUTE])
         ),
-        ("base_size", "bf16", [RECOMPUTE]),
         ("base_size", "fp32", []),
     ],
 )

@@ -86,6 +86,51 @@ def _eval(step: int, loss: float) -> EvalRecord:
     return EvalRecord(**{**values, "step": step, "mlm_loss": loss})
 
 
+def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
+    tmp_path: Path, step_record: StepFactory, eval_record: Callable[..., EvalRecord]
+):
+    """The older process goes on writing steps that the newer one, which resumed at step 20, repeats."""
+    older = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (10, 20, 30):
+        older.write(step_record(step=step))
+    older.sync()
+    newer = MetricsWriter(tmp_path, tensorboard=False)
+    newer.truncate_after(20)
+    older.write(step_record(step=40))
+    newer.write(step_record(step=30))
+    newer.write(eval_record(step=30))
+    older.write(step_record(step=50))
+    newer.write(step_record(step=40))
+    newer.write(step_record(step=50))
+    newer.close()
+    assert [step for _, step in steps_of(tmp_path)] == [10, 20, 40, 30, 30, 50, 40, 50]
+
+    third = MetricsWriter(tmp_path, tensorboard=False)
+    assert third.truncate_after(40) == 50
+    third.write(step_record(step=50))
+    third.close()
+
+    assert steps_of(tmp_path) == [
+        ("train", 10),
+        ("train", 20),
+        ("train", 30),
+        ("eval", 30),
+        ("train", 40),
+        ("train", 50),
+    ]
+
+
+def test_a_stray_record_of_an_earlier_process_far_before_the_cut_is_dropped(tmp_path: Path, step_record: StepFactory):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (10, 20, 40, 30, *range(40, 3000, 10)):  # the older process wrote the first 40
+        writer.write(step_record(step=step))
+
+    assert writer.truncate_after(2000) == 2990
+    writer.close()
+
+    assert [step for _, step in steps_of(tmp_path)] == [*range(10, 2001, 10)]
+
+
 def test_a_resume_keeps_the_file_and_reads_only_its_end(
     tmp_path: Path, step_record: StepFactory, monkeypatch: pytest.MonkeyPatch
 ):
@@ -107,6 +152,9 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
     assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(whole_lines[:2950])
     assert os.stat(tmp_path / METRICS_FILE).st_ino == inode
     assert len(parsed) <= 60
+    parsed.clear()
+    assert newest_metrics(tmp_path, ["train"])["train"]["step"] == 2950  # there is no evaluation to look for
+    assert len(parsed) == 1
 
 
 def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):

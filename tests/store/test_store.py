@@ -44,6 +44,17 @@ def test_listing_is_by_string_prefix_and_sorted_without_deleted_keys(store: Stor
     assert store.list("step-1/") == []
 
 
+def test_a_listing_has_the_sizes_of_the_objects(store: Store) -> None:
+    for key, content in [("sizes/b", b"12345"), ("sizes/a", b""), ("size", b"1")]:
+        store.write(key, content)
+    assert [*store.sizes("sizes/").items()] == [("sizes/a", 0), ("sizes/b", 5)]
+
+
+def test_a_local_listing_has_the_size_of_a_file_whose_name_is_no_key_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a\\b.txt").write_bytes(b"123")
+    assert open_store(str(tmp_path)).sizes() == {"a\\b.txt": 3}
+
+
 def test_an_uploaded_file_is_fetched_unchanged(store: Store, tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "new" / "back"
     source.write_bytes(os.urandom(3 << 20))

@@ -88,11 +88,12 @@ def main() -> int:
     for kind in kinds:
         name, begin = kind.name, time.monotonic()
         if options.write:
-            entries = made(kind, chosen(kind.names(), options.entry))
+            recorded: Entries = {}
             if options.entry and read_names(kind):
                 made_on, recorded = read_record(kind)
-                if made_on in ("", machine()):
-                    entries = {**recorded, **entries}
+                if made_on not in ("", machine()):
+                    parser.error(f"{name}: this kind of CPU has no record yet; leave out --entry to write a whole one")
+            entries = {**recorded, **made(kind, chosen(kind.names(), options.entry))}
             write_record(kind, entries)
             print(f"{name}: {len(entries)} entries written, {time.monotonic() - begin:.0f} s", flush=True)
             continue

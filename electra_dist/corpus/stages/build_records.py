@@ -34,7 +34,7 @@ import pyarrow
 from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Section, canonical_json
-from electra_dist.corpus.origins.origin_files import OriginFile
+from electra_dist.corpus.origins.origin_files import ORIGINS_FOLDER, OriginFile
 from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.corpus.report.source_notes import SourceNotes
@@ -61,6 +61,7 @@ PARAMETERS_LEFT_OUT: dict[str, Any] = {
 }
 # Keys of the config section `corpus` that affect neither the shards nor corpus.json.
 NO_PARAMETERS = ("origins", "licences", "max_unk_rate")
+_SHARDS = "shard-"  # beginning of the shards' names
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
 _NOTES_KEY = _FOLDER + "notes.json"
@@ -284,7 +285,7 @@ class BuildRecords:
         then be written again.
         """
         buckets = [self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS)]
-        sizes = self._store.sizes() if buckets else {}
+        sizes = {**self._store.sizes(_SHARDS), **self._store.sizes(ORIGINS_FOLDER)} if buckets else {}
         return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
@@ -353,7 +354,7 @@ class BuildRecords:
 
     def _refuse_foreign_shards(self) -> None:
         """Raise UserError if another program wrote shards here, which a build would overwrite."""
-        if any(key.endswith(".tar") for key in self._store.list("shard-")):
+        if any(key.endswith(".tar") for key in self._store.list(_SHARDS)):
             raise UserError(
                 f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write one, "
                 "or choose another --output"

@@ -6,16 +6,18 @@ file of a run that was interrupted any number of times has each step once; the s
 samples of evaluations. `sync` before the checkpoint of step t is committed makes the records of steps <= t survive a
 crash of the machine; an evaluation of step t must therefore be written before that.
 
-A resume and `electra-dist status` read the end of metrics.jsonl only, however long it is.
+`electra-dist status` reads the end of metrics.jsonl only, however long it is, and a resume parses the end only. If a
+process that had been suspended wrote beside its successor, until it noticed that it had lost the lease, the next
+resume puts the file in order.
 
-Limits: one writer (rank 0); the lease keeps a second start of the run out of the folder. TensorBoard is a copy for
-people (`tensorboard_writer.py`); nothing is read back from it.
+Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writer.py`); nothing is read back from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +26,13 @@ from electra_dist.errors import StoreAway
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.record_checks import metrics_fault
-from electra_dist.run.record_stream import lines_backwards, record_of_line
+from electra_dist.run.record_stream import iter_lines, lines_backwards, record_of_line
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.tensorboard_writer import TensorBoardWriter
 from electra_dist.run.writers.text_samples import SampleFile, TextSample, has_samples
 
 _KINDS = ("train", "eval")
+_BEGIN_OF_RECORD = re.compile(rb'\{"kind": "(\w+)", "step": (\d+),')
 
 
 class MetricsWriter:
@@ -55,17 +58,23 @@ class MetricsWriter:
 
         The result is at least `step`. Call this at every resume, before `write`.
         """
-        file = self._file.path
         newest_step = step
-        end = None
-        for offset, line in lines_backwards(file):
-            recorded_step = record_of_line(file, offset, line, metrics_fault)["step"]
-            newest_step = max(newest_step, recorded_step)
-            if recorded_step <= step:
-                break
-            end = offset
-        if end is not None:
-            self._file.cut(end)
+        if _is_in_order(self._file.path):
+            end = None  # offset of the first record to drop
+            for offset, line in lines_backwards(self._file.path):
+                recorded_step = record_of_line(self._file.path, offset, line, metrics_fault)["step"]
+                newest_step = max(newest_step, recorded_step)
+                if recorded_step <= step:
+                    break
+                end = offset
+            if end is not None:
+                self._file.cut(end)
+        else:
+            records = read_records(self._file.path, metrics_fault)
+            newest_step = max([step, *(record["step"] for record in records)])
+            # Of equal kinds and steps, which have the same losses, the newest remains.
+            kept = {(record["step"], record["kind"]): record for record in records if record["step"] <= step}
+            self._file.replace(sorted(kept.values(), key=lambda record: record["step"]))
         if has_samples(self._run_dir):
             self._sample_file().truncate_after(step)
         self._purge_step = step + 1
@@ -161,15 +170,16 @@ def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) 
     return read_records(file, fault_of)
 
 
-def newest_metrics(run_dir: Path) -> dict[str, Record]:
-    """Return the newest "train" and the newest "eval" record of a run's metrics.jsonl, by kind, as far as they exist.
+def newest_metrics(run_dir: Path, kinds: Sequence[str] = _KINDS) -> dict[str, Record]:
+    """Return the newest record of each of these kinds in a run's metrics.jsonl, without those that it lacks.
 
-    The file is read from its end, as far as necessary. A damaged line on the way raises UserError.
+    The file is read from its end, as far as necessary: to its beginning if a kind is missing. A damaged line that is
+    read is a UserError.
     """
     file = run_dir / METRICS_FILE
     newest: dict[str, Record] = {}
     for offset, line in lines_backwards(file):
-        missing_kinds = [kind for kind in _KINDS if kind not in newest]
+        missing_kinds = [kind for kind in kinds if kind not in newest]
         if not missing_kinds:
             break
         # Evaluations are few: once the newest training record is found, other training records are not parsed.
@@ -178,3 +188,19 @@ def newest_metrics(run_dir: Path) -> dict[str, Record]:
         record = record_of_line(file, offset, line, metrics_fault)
         newest.setdefault(record["kind"], record)
     return newest
+
+
+def _is_in_order(file: Path) -> bool:
+    """Return whether no step is lower than the one before it and no kind has a step twice; parse no line as JSON."""
+    last_step = -1
+    kinds: set[bytes] = set()  # of the records of the last step
+    for _, line in iter_lines(file):
+        begin = _BEGIN_OF_RECORD.match(line)
+        if begin is None:
+            return False
+        kind, step = begin[1], int(begin[2])
+        if step < last_step or (step == last_step and kind in kinds):
+            return False
+        kinds = {*kinds, kind} if step == last_step else {kind}
+        last_step = step
+    return True

@@ -185,13 +185,14 @@ def take_snapshot(run: Path) -> RunSnapshot:
     scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
-    newest = newest_metrics(run)
+    config = load_config(config_file)
+    newest = newest_metrics(run, ["train", "eval"] if config.data.heldout else ["train"])
     metrics = run / METRICS_FILE
     return RunSnapshot(
         run=run,
         disk_problem=disk_problem(run),
         now=time.time(),
-        config=load_config(config_file),
+        config=config,
         ledger=read_ledger(run),
         jobs=read_jobs(run),
         last=newest.get("train"),

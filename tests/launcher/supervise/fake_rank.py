@@ -86,7 +86,10 @@ def train(arguments: list[str]) -> int:
 
 def _await_others(run: Path, attempt: int) -> None:
     """Wait until all ranks have begun: a real rank 0, which exchanges gradients with them, cannot end earlier."""
+    deadline = time.monotonic() + 30
     while len({beat.rank for beat in read_heartbeats(run) if beat.attempt == attempt}) < int(os.environ["WORLD_SIZE"]):
+        if time.monotonic() > deadline:
+            raise RuntimeError("timed out while waiting for the other ranks")
         time.sleep(STEP_S)
 
 
