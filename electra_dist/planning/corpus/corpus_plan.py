@@ -288,8 +288,8 @@ class _Counts:
     origin_files: bool  # whether each shard has an origin file (corpus.origins)
 
     def of_reading(self) -> Requests:
-        """Count the S3 requests that read the inputs; each machine lists all inputs and asks for their sizes."""
-        return Requests(get=self.files * self.parts + self.files, list=_lists(self.files) * self.parts)
+        """Count the S3 requests that read the inputs; each machine lists all inputs with their sizes."""
+        return Requests(get=self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
         """Count the S3 requests that begin the build, ask for finished groups, and write spill files and records."""
@@ -325,7 +325,7 @@ class _Counts:
         num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus
         # In progress/ are the files of groups, spills, buckets, held-out rows and parts, order.json and notes.json.
         progress_files = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2
-        checks = 2 * files_per_shard * self.shards  # whether each shard and origin file exists, and its size
+        listed_shards = _lists(self.shards) + _lists(self.shards if self.origin_files else 0)  # with their sizes
         # order.json and vocab.txt take 3 requests, notes.json 2; build.json 2 for the merge and for each manifest.
         other_reads = 3 + 2 + 2 * (1 + num_manifests)
         written = 2  # corpus.json, and the report build.json
@@ -334,9 +334,12 @@ class _Counts:
         if self.origin_files:
             written += num_manifests  # origins.json beside each corpus.json
         return Requests(
-            get=self.groups + self.buckets + checks + heldout_files + other_reads,
+            get=self.groups + self.buckets + heldout_files + other_reads,
             put=written,
-            list=_lists(self.groups) + _lists((1 + files_per_shard) * self.buckets) + _lists(progress_files),
+            list=_lists(self.groups)
+            + _lists((1 + files_per_shard) * self.buckets)
+            + _lists(progress_files)
+            + listed_shards,
             delete=progress_files + 1,  # progress/build.json, too
         )
 
