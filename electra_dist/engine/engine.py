@@ -312,7 +312,7 @@ class Engine:
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
-        """Repair the state that DeepSpeed 0.19.8 leaves behind when it skips the update of a step. Collective."""
+        """Repair the state that DeepSpeed 0.19.8 leaves when it skips the update of a step. Collective."""
         optimizer = self.optimizer
         # DeepSpeed keeps these gradients, and would add those of the next step to them.
         if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:

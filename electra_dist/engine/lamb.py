@@ -17,48 +17,38 @@ Limits: LAMB needs whole parameters, hence ZeRO stage 0 (`config.check_optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from electra_dist.engine.adamw import moments_of
+from electra_dist.engine.adamw import ForeachAdamW, moments_of
 
 
-class ForeachLamb(torch.optim.Optimizer):
+class ForeachLamb(ForeachAdamW):
     """LAMB without bias correction, computed by torch._foreach operations over lists of tensors, on any device."""
 
-    def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update every parameter that has elements and a gradient. Gradients are neither clipped nor cleared."""
-        for group in self.param_groups:
-            # A parameter without elements has nothing to update.
-            params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
-            if not params:
-                continue  # torch._foreach refuses an empty list
-            grads = [parameter.grad for parameter in params]
-            exp_avgs, exp_avg_sqs = moments_of(self, params)
-            beta1, beta2 = group["betas"]
-            # m = b1 m + (1 - b1) g
-            torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
-            # v = b2 v + (1 - b2) g^2
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
-            # r = m / (sqrt(v) + eps) + decay * p
-            denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-            torch._foreach_add_(denominators, group["eps"])
-            updates = list(torch._foreach_div(exp_avgs, denominators))
-            if group["weight_decay"]:
-                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-                # r is scaled by |p| / |r|
-                torch._foreach_mul_(updates, _trust_ratios(params, updates))
-            # p -= lr * r
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+    @override
+    def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
+        grads = [parameter.grad for parameter in params]
+        exp_avgs, exp_avg_sqs = moments_of(self, params)
+        beta1, beta2 = group["betas"]
+        # m = b1 m + (1 - b1) g
+        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+        # v = b2 v + (1 - b2) g^2
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
+        # r = m / (sqrt(v) + eps) + decay * p
+        denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+        torch._foreach_add_(denominators, group["eps"])
+        updates = list(torch._foreach_div(exp_avgs, denominators))
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            # r is scaled by |p| / |r|
+            torch._foreach_mul_(updates, _trust_ratios(params, updates))
+        # p -= lr * r
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:

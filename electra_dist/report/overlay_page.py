@@ -39,7 +39,7 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a different name for each run: as few of the last parts of its path as make all names differ.
+    """Return a name for each run: the last parts of its path, as many as all names need to differ.
     If a folder is given twice, no names differ, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])

@@ -92,7 +92,7 @@ class SkipList:
         self.steps |= self.stopped
 
     def write(self) -> None:
-        """Replace skipped_steps.json atomically by this list without `train.skip_steps`. Rank 0 only."""
+        """Write this list, without the steps of `train.skip_steps`, to skipped_steps.json. Call it on rank 0 only."""
         tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
         with replacing(self._file) as file:
             file.write(json.dumps(tree).encode() + b"\n")

@@ -59,7 +59,7 @@ class RunLease:
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Renew the lease in a thread if `lock`, the descriptor of its file, is given; else only watch the lease."""
+        """Renew the lease in a thread if `lock` (descriptor of its locked file) is given; otherwise only watch it."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease

@@ -227,7 +227,7 @@ TRAINING = (
     Mutant(
         name="engine: LAMB's update lacks the weight decay",
         file="electra_dist/engine/lamb.py",
-        original='                torch._foreach_add_(updates, params, alpha=group["weight_decay"])\n',
+        original='            torch._foreach_add_(updates, params, alpha=group["weight_decay"])\n',
         mutated="",
         test="tests/engine/test_lamb.py::test_ten_updates_equal_a_float64_transcription",
     ),
