@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from measure import Json
 
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
-from electra_dist.data.shard_writer import write_shard
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
+from electra_dist.data.order import RowOrder
+from electra_dist.data.shard_format import write_shard
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store

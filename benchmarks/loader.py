@@ -30,7 +30,7 @@ from first_batch import WINDOW_SHARDS, time_positions, write_corpus
 from loader_rivals import BATCH, VARIANTS, Variant, is_usable
 from measure import Json, ResultLine, alternate, finish, format_summary, installed, parser, print_table, ratio, summary
 
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.store.interface import Store
 
 ROWS_PER_SHARD = 16_384  # A shard has 16.8 MB.

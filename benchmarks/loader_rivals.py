@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from first_batch import WINDOW_SHARDS
 
-from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.interface import Store

@@ -37,9 +37,9 @@ from first_batch import write_corpus
 from measure import Json, ResultLine, finish, parser, print_table
 from shard_cache_nodes import Cluster, CountingStore, measure_nodes
 
-from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from measure import Json
 
-from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
 from electra_dist.data.verified_shards import ShardCache

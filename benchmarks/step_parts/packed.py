@@ -16,7 +16,7 @@ from measure import Json, ResultLine, alternate, finish, format_summary, print_t
 from step_parts.variants import BATCH, SPECIAL, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.open_store import open_store

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
+from electra_dist.data.manifest import CorpusManifest, ShardEntry
 from electra_dist.data.verified_read import READINGS
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import file_sha256, readable

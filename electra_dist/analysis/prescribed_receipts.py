@@ -1,6 +1,6 @@
 """Compute the receipt that a run must have for the rows of one phase of its data, up to any position.
 
-A receipt is the number of used rows and the sum of the hashes of their ids (`data/row_receipt.py`). A phase is a range
+A receipt is the number of used rows and the sum of the hashes of their ids (`data/receipt.py`). A phase is a range
 of steps that read one corpus (`data.phases`).
 
 How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
@@ -14,8 +14,8 @@ import itertools
 
 import numpy as np
 
-from electra_dist.data.row_order import OrderPhase
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.order import OrderPhase
+from electra_dist.data.receipt import Receipt
 
 _CHUNK = 1 << 16  # positions whose rows are looked up together
 

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_dist.analysis.prescribed_receipts import PhaseReceipts
-from electra_dist.data.corpus_manifest import CorpusManifest
-from electra_dist.data.row_order import RowSequence
-from electra_dist.data.row_receipt import Receipt, row_hash
+from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.order import RowSequence
+from electra_dist.data.receipt import Receipt, row_hash
 
 _SEARCH_CHUNK = 1 << 22  # rows hashed together in a search
 _ALL_MARKS_ROWS = 20_000_000  # up to so many rows every mark is checked

@@ -125,7 +125,7 @@ class RunState(_Frozen):
     versions: dict[str, str]  # package -> version, of the process that saved
     bit_settings: dict[str, str] = {}  # what may change the last bits (engine/bit_settings.py); {} in older versions
     rows_seen: int = 0  # rows (packed sequences) trained on since step 0
-    rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
+    rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/receipt.py)
     skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/skip_list_file.py), ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first, for the loss guard
     # Of the evaluation at this step, if there was one. Checkpoints of older versions have `eval_rtd_loss` only.

@@ -19,7 +19,7 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.source_notes import PreparedText, SourceNotes
 from electra_dist.corpus.stages.build_records import NO_PARAMETERS, PARAMETERS_LEFT_OUT, BuildNotes
 from electra_dist.corpus.text_readers import InputFile
-from electra_dist.data.corpus_manifest import TokenizerEntry
+from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 # Kind of vocabulary -> number; increase it when the same input begins to give other rows with such a vocabulary.

@@ -19,11 +19,15 @@ from typing import Any
 import numpy as np
 
 from electra_dist.corpus.build_request import tokenizer_entry
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
-from electra_dist.data.corpus_vocabulary import write_corpus_vocabulary
+from electra_dist.data.manifest import (
+    MANIFEST_KEY,
+    CorpusManifest,
+    ShardEntry,
+    write_corpus_vocabulary,
+    write_manifest,
+)
 from electra_dist.data.shard import Shard
-from electra_dist.data.shard_writer import MEMBER_SUFFIX
-from electra_dist.data.stored_arrays import MAX_HEADER_BYTES, CheckedTarInfo, read_array_header
+from electra_dist.data.shard_format import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, read_array_header
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.interface import Store

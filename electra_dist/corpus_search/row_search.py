@@ -30,8 +30,7 @@ from electra_dist.corpus.origins.document_search import (
     sources_of_table,
 )
 from electra_dist.corpus.origins.origin_files import Origins, open_origins
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store

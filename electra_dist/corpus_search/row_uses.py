@@ -1,6 +1,6 @@
 """Compute which steps of a run use the rows that a search has found.
 
-How: the order in which a run uses rows is a function of its config. `data/row_positions.py` inverts this function.
+How: the order in which a run uses rows is a function of its config. `data/order.py` inverts this function.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def steps_of_rows(
     `shards` has the shard number of each row, over all corpora of the run. The run folder `run` tells which step was
     the last one done, and which steps are skipped.
     """
-    from electra_dist.data.row_positions import uses_of_rows
+    from electra_dist.data.order import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 
     global_batch = config.train.global_batch

@@ -12,7 +12,7 @@ from electra_dist.corpus.origins.document_search import RowDocument
 from electra_dist.corpus.report.report_tables import plural
 from electra_dist.corpus_search.row_search import Hit, Query
 from electra_dist.corpus_search.row_uses import RowUse
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 
 MAX_SHOWN = 50  # rows that the table lists
 _MAX_DOCUMENTS = 3  # documents of a row that the table lists

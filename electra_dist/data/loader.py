@@ -1,6 +1,6 @@
 """Load the batches of one rank in the order of steps, ahead of training.
 
-Guarantee: the rows of a step do not depend on restarts or on earlier steps. The row order (`row_order.py`) is an
+Guarantee: the rows of a step do not depend on restarts or on earlier steps. The row order (`order.py`) is an
 infinite sequence of rows. With G rows in a global batch, step t uses its positions [t * G, (t + 1) * G). These are cut
 into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete batch, in which
 the checksum of every row was verified, or raises an error. A step in `skip_steps` uses no rows, and the rows of all
@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.row_order import RowSequence
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.order import RowSequence
+from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from stat import S_ISREG
 
-from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_cache.eviction_order import eviction_order
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing

@@ -1,6 +1,6 @@
 """Read rows from shards; a shard is a WebDataset tar with blocks of rows in `NNNNNN.rows.npy` members.
 
-A row is a training sequence of token ids; each member is a NumPy array of rows, called a block. `shard_writer.py`
+A row is a training sequence of token ids; each member is a NumPy array of rows, called a block. `shard_format.py`
 writes shards.
 
 Guarantee: every tar with these members is accepted, also those of webdataset's TarWriter and ShardWriter. The members
@@ -32,9 +32,8 @@ import numpy as np
 from electra_kernels.native import cpu_library
 from numpy.typing import NDArray
 
-from electra_dist.data.row_checksums import Checksums, checksum_keys, row_checksums
-from electra_dist.data.shard_writer import MEMBER_SUFFIX
-from electra_dist.data.stored_arrays import MAX_HEADER_BYTES, CheckedTarInfo, read_array_header
+from electra_dist.data.receipt import Checksums, checksum_keys, row_checksums
+from electra_dist.data.shard_format import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, read_array_header
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key

@@ -6,7 +6,7 @@ flips on the disk afterwards does not reach a batch. A cached shard is then fetc
 local one ends the run with an error that names the shard and the block. No shard is skipped silently.
 
 How: `prefetch` queues shards for `fetch_threads` threads, which fetch them (`node_disk_cache.py`) and read them once:
-the SHA-256 and the checksums of the rows (`row_checksums.py`) are made of the same bytes. `open` waits for its shard
+the SHA-256 and the checksums of the rows (`receipt.py`) are made of the same bytes. `open` waits for its shard
 and maps it into memory. The checksums stay in memory, for local and for cached shards alike, so they need no file of
 their own that could be damaged, and older corpora have them, too. Checksums of closed shards are kept up to
 `_KEPT_BYTES` (8 bytes a row); a shard whose checksums are not kept is verified again when it is opened again. The
@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
+from electra_dist.data.manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.row_checksums import Checksums
+from electra_dist.data.receipt import Checksums
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError

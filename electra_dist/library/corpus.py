@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from electra_dist.config import Config
 from electra_dist.config_sections.section import NonNegative, Positive, Seed, Size
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
+from electra_dist.data.order import RowSequence
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
-from electra_dist.data.row_order import RowSequence
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
@@ -93,7 +92,7 @@ class Corpus:
     def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the corpus-wide number of each row of a step, int64 [global_batch], in the order of `batch`.
         Rows are numbered from 0 in the order of the shards in corpus.json; with `data.phases`, numbers go on from
-        corpus to corpus. A run records checksums of its rows' numbers (`electra_dist.data.row_receipt`).
+        corpus to corpus. A run records checksums of its rows' numbers (`electra_dist.data.receipt`).
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.model.flops import KNOWN_GPUS, TokenFlops, peak_flops, run_flops, token_flops
 from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config_checks import keys_without_effect
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.phases.phase_use import steps_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout

@@ -24,8 +24,7 @@ import torch
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config_file import load_config
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.model.initial_weights import build_towers

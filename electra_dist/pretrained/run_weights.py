@@ -20,7 +20,7 @@ from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, read_chosen, report_nothing
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import TokenizerEntry
+from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run, read_identity
 from electra_dist.store.atomic_files import readable

@@ -33,7 +33,7 @@ class StepRecord:
     tokens_seen: int  # real tokens trained on since step 0, estimated from rows_seen
     step_s: float  # mean seconds per step since the last logged step
     rows_seen: int  # rows trained on since step 0, over all restarts
-    receipt: str  # sum of the hashes of these rows' ids, 16 hexadecimal digits (data/row_receipt.py)
+    receipt: str  # sum of the hashes of these rows' ids, 16 hexadecimal digits (data/receipt.py)
     store_retries: int  # store requests that all ranks together have repeated since this start of the run
     store_wait_s: float  # seconds waited before these repeats, summed over the ranks
     refetches: int  # shards fetched again because their bytes were wrong, since this start of the run

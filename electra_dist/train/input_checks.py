@@ -17,8 +17,7 @@ from electra_dist.config import Config, DataConfig
 from electra_dist.config_checks import check_targets_are_separate
 from electra_dist.corpus.report.build_report import read_report
 from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.data.phases.run_corpora import RunCorpora, describe_tokenizer, open_run_corpora
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.shard_cache.peer_group import PeerGroup

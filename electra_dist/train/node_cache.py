@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, CacheFolder, choose_cache_folder
 from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, describe_room, windows_bytes
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup

@@ -6,8 +6,8 @@ import numpy as np
 
 from electra_dist.collectives import gather
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.loader import RowBatch
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.train.loss_guard import first_to_skip
 from electra_dist.train.skip_list_file import SkipList

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0
-from electra_dist.data.stored_arrays import parse_array
+from electra_dist.data.shard_format import parse_array
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError

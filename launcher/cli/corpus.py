@@ -151,7 +151,7 @@ def merge(
     The corpus, with its fingerprint, is the same for any number of parts. A part that is missing is reported.
     """
     from electra_dist.corpus.stages.join_parts import join_parts, read_joined
-    from electra_dist.data.corpus_manifest import MANIFEST_KEY
+    from electra_dist.data.manifest import MANIFEST_KEY
 
     is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
     result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
@@ -195,7 +195,7 @@ def info(
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
-    from electra_dist.data.corpus_manifest import read_manifest
+    from electra_dist.data.manifest import read_manifest
 
     store = open_store(corpus, endpoint_url)
     manifest = read_manifest(store)

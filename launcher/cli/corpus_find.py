@@ -15,7 +15,7 @@ from electra_dist.console import Console
 from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run

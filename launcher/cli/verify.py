@@ -21,7 +21,7 @@ from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.data.phases.phased_order import phase_lengths
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.ledger import read_ledger

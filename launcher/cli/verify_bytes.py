@@ -26,9 +26,8 @@ from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
 from electra_dist.console import Console
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
-from electra_dist.data.corpus_manifest import read_manifest as read_corpus
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_corpus_vocabulary
+from electra_dist.data.manifest import read_manifest as read_corpus
 from electra_dist.data.phases.run_corpora import open_run_corpora
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import StorageLost, StoreAway, UserError
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable

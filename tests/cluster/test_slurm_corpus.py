@@ -16,7 +16,7 @@ import yaml
 from machines import wait_for
 from slurm import SlurmCluster
 
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.store.open_store import open_store
 
 COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]

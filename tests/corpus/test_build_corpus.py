@@ -25,7 +25,7 @@ from support.s3_server import S3Server
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.text_readers import find_inputs
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.open_store import open_store

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
-from electra_dist.data.corpus_manifest import read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds

@@ -14,7 +14,7 @@ from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.index_shards import index_corpus
 from electra_dist.corpus.vocabulary_sample import VocabularySample
-from electra_dist.data.shard_writer import write_shard
+from electra_dist.data.shard_format import write_shard
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary

@@ -14,7 +14,7 @@ import webdataset
 from support.s3_server import S3Server
 
 from electra_dist.corpus.index_shards import index_corpus
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store

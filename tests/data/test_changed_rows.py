@@ -16,7 +16,7 @@ from support.remote_store import Remote
 
 from electra_dist.data import verified_shards
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import ChangedRow, rows_of
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreExhausted
@@ -179,7 +179,7 @@ def test_a_change_that_is_gone_at_the_second_look_is_reported_and_the_reading_go
 def test_checksums_are_their_definition_and_every_flipped_bit_changes_them(
     seq_len: int, num_rows: int, dtype: type, seed: int, data: st.DataObject
 ) -> None:
-    from electra_dist.data.row_checksums import checksum_keys, row_checksums
+    from electra_dist.data.receipt import checksum_keys, row_checksums
 
     rows = np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, (num_rows, seq_len), dtype, endpoint=True)
     checksums = row_checksums(rows)

@@ -26,10 +26,10 @@ from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data import row_order as order_module
-from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import NUM_ROUNDS, RowOrder
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.order import NUM_ROUNDS, RowOrder
+from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.model.attention import SDPA
 from electra_dist.model.row_layout import SpecialIds

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_checksums import Checksums
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import RowOrder
+from electra_dist.data.receipt import Checksums
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
 from electra_dist.store.open_store import open_store

@@ -7,8 +7,7 @@ from electra_kernels.keyed_random import Purpose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.data.row_order import RowOrder, permute
-from electra_dist.data.row_positions import permute_back, positions_of_rows
+from electra_dist.data.order import RowOrder, permute, permute_back, positions_of_rows
 
 
 @settings(max_examples=40, deadline=None)

@@ -89,7 +89,7 @@ def test_many_processes_fetch_each_shard_once(
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
         "from electra_dist.data.verified_shards import ShardCache\n"
-        "from electra_dist.data.corpus_manifest import read_manifest\n"
+        "from electra_dist.data.manifest import read_manifest\n"
         "from electra_dist.store.open_store import open_store\n"
         "store = open_store(sys.argv[1], sys.argv[2])\n"
         "cache = ShardCache(store, read_manifest(store), Path(sys.argv[3]))\n"

@@ -24,7 +24,7 @@ from support.tiny_engine import SPECIAL, whole_state
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.engine import engine as engine_module
 from electra_dist.engine.engine import Engine, deepspeed_config
 from electra_dist.engine.gradients import gradient_sums

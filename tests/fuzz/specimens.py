@@ -27,7 +27,7 @@ from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords, C
 from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
 from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.corpus.vocabulary_sample import VocabularySample
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
 from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run

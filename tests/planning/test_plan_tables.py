@@ -11,7 +11,7 @@ import pytest
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.planning.plan_tables import print_plan
 

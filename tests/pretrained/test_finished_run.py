@@ -36,8 +36,8 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.build_report import make_report, write_report
 from electra_dist.corpus.report.source_notes import SourceNotes
 from electra_dist.corpus.text_readers import StreamCounts
-from electra_dist.data.corpus_manifest import read_manifest
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys

@@ -19,7 +19,7 @@ from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers

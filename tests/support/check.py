@@ -40,7 +40,7 @@ FAST = (
     "tests/compare/test_criterion.py",
     "tests/corpus/test_row_packing.py",
     "tests/corpus/inputs/test_find_inputs.py",
-    "tests/data/test_row_order.py",
+    "tests/data/test_order.py",
     "tests/data/test_shard.py",
     "tests/docker/test_cluster_files.py",
     "tests/engine/test_optimizer.py",

@@ -16,8 +16,8 @@ from support.real_runs import REPOSITORY, deepspeed_command, step_records, write
 from support.s3_server import running_s3
 
 from electra_dist.config_file import load_config
-from electra_dist.data.corpus_manifest import MANIFEST_KEY
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.manifest import MANIFEST_KEY
+from electra_dist.data.order import RowOrder
 from electra_dist.engine.optimizer import has_nvidia_apex
 from electra_dist.run.folder import run_identity
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.config_file import load_config
-from electra_dist.data.corpus_manifest import read_manifest
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.receipt import Receipt
 from electra_dist.errors import UserError
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.report.model_card import write_model_cards

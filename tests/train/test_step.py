@@ -13,7 +13,7 @@ import torch
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.model.attention import SDPA, AttentionChoice
 from electra_dist.model.row_layout import SpecialIds, example_bounds

@@ -34,7 +34,7 @@ from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.inputs.table_files import NoTextColumn
 from electra_dist.corpus.text_decoding import RawDocument
-from electra_dist.data.stored_arrays import CheckedTarInfo
+from electra_dist.data.shard_format import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
 _ONE_TEXT = FileKind("md", "")  # a member that is one document as a whole

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from electra_dist.config import Section
 from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
-from electra_dist.data.corpus_manifest import CorpusManifest, Sha256
+from electra_dist.data.manifest import CorpusManifest, Sha256
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json

@@ -38,8 +38,8 @@ from electra_dist.corpus.stages.document_order import (
 )
 from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile
 from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
-from electra_dist.data.corpus_manifest import ShardEntry
-from electra_dist.data.shard_writer import write_shard
+from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary

@@ -39,13 +39,16 @@ from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.corpus.report.source_notes import SourceNotes
 from electra_dist.corpus.stages.document_order import NUM_CELLS
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
-from electra_dist.data.corpus_vocabulary import (
+from electra_dist.data.manifest import (
+    MANIFEST_KEY,
+    CorpusManifest,
+    ShardEntry,
     read_corpus_vocabulary,
+    read_manifest,
     read_named_vocabulary,
     write_corpus_vocabulary,
 )
-from electra_dist.data.stored_arrays import parse_array
+from electra_dist.data.shard_format import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json

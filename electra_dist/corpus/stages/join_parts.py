@@ -32,7 +32,7 @@ from electra_dist.corpus.stages.build_records import (
     read_output_vocabulary,
 )
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, validate_json

@@ -1,6 +1,6 @@
 """Compute which row is at each position of a run whose corpus changes at given steps.
 
-Guarantee: as in `row_order.py`, the row at a position depends only on the position, the seed, the window length, the
+Guarantee: as in `order.py`, the row at a position depends only on the position, the seed, the window length, the
 rows per shard of each corpus and the positions at which the phases (parts with one corpus) begin. Within a phase, the
 rows come in the order of a `RowOrder` of the phase's corpus, from that order's position 0 on. So a phase begins with a
 new epoch, and every completed epoch has each row of the corpus once.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWindow
+from electra_dist.data.order import Integers, OrderPhase, RowOrder, ShardWindow
 
 
 class PhasedOrder:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from electra_dist.config import DataConfig, canonical_json
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.manifest import CorpusManifest, read_manifest
+from electra_dist.data.order import RowOrder, RowSequence
 from electra_dist.data.phases.joined_store import JoinedStore, phase_key
 from electra_dist.data.phases.phased_order import PhasedOrder
-from electra_dist.data.row_order import RowOrder, RowSequence
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store

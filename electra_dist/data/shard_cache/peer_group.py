@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.manifest import ShardEntry
 from electra_dist.store.atomic_files import writable
 
 PROGRESS_HEADER = "X-Bytes-Fetched"  # in an answer 202: number of bytes that the owner has fetched so far

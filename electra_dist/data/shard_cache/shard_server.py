@@ -30,7 +30,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
+from electra_dist.data.manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.shard_cache.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError

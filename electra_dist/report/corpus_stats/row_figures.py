@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.corpus.origins.document_search import RowDocument, documents_of_rows
 from electra_dist.corpus.origins.origin_files import Origins
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
 

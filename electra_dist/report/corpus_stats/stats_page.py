@@ -19,8 +19,7 @@ from electra_dist.corpus.report.build_report import BuildReport, read_report
 from electra_dist.corpus.report.report_tables import plural
 from electra_dist.corpus.report.source_notes import PreparedText
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.escapes import html_text
 from electra_dist.report.corpus_stats.bar_diagram import draw_bars
 from electra_dist.report.corpus_stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures

@@ -24,7 +24,7 @@ from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
 from electra_dist.corpus.report.build_report import corpus_sources
 from electra_dist.data.phases.run_corpora import RunCorpora
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import Engine
 from electra_dist.errors import StoreAway

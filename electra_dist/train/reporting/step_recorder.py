@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from electra_dist.config import Config
 from electra_dist.data.phases.phase_use import tokens_per_row
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.run.step_records import StepRecord

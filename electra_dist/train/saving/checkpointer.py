@@ -21,7 +21,7 @@ from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig, ObjectiveConfig
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import bit_settings
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import (

@@ -2,7 +2,7 @@
    their checksums, and the head's row pass.
 
    Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of
-   data/row_order.py, bit for bit; the row pass of mlm_head.py to the rounding of fp32.
+   data/order.py, bit for bit; the row pass of mlm_head.py to the rounding of fp32.
    How: LANES counters side by side, in plain loops that the compiler turns into vector instructions. The functions
    start no threads; cpu_library.py calls them from several. They are built with the package where there is a C compiler
    (setup.py). cpu_library.py loads them, and NumPy or torch does the work where they are missing.
@@ -175,7 +175,7 @@ typedef struct {
 } Walkers;
 
 /* Run every lane's place once through the Feistel network over its grid of a x b cells, as the network of
-   data/row_order.py does. A place is the cell (place / b, place % b). Each round adds to one of the two coordinates,
+   data/order.py does. A place is the cell (place / b, place % b). Each round adds to one of the two coordinates,
    modulo its limit, a random number that is a function of the other one; so each round, and all of them together, can
    be undone, and is a permutation of the cells. */
 INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
@@ -207,7 +207,7 @@ INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
         w->place[i] = half[0][i] * w->b[i] + half[1][i];
 }
 
-/* Write to out[i] the place of index[i] in the keyed permutation of [0, size[i]), as permute of data/row_order.py
+/* Write to out[i] the place of index[i] in the keyed permutation of [0, size[i]), as permute of data/order.py
    does. The network permutes slightly more cells than `size`, so a place outside [0, size) goes through it again until
    it is inside ("cycle walking"). All arrays have `count` elements. */
 VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, const uint64_t *index,
@@ -240,7 +240,7 @@ VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, co
     }
 }
 
-/* Write the checksum of each row, as row_checksums.py defines it: the sum, modulo 2^64, of the row's 32-bit words times
+/* Write the checksum of each row, as data/receipt.py defines it: the sum, modulo 2^64, of the row's 32-bit words times
    their keys. Rows are adjacent and may begin at any byte; the bytes after their last whole word count as a word. */
 VECTORS void electra_row_checksums(const char *rows, int64_t count, int64_t row_bytes, const uint32_t *keys,
                                    uint64_t *checksums)

@@ -2,8 +2,8 @@
 
 The row pass computes loss, most likely token, sampled token and gradient of each row of logits.
 
-Guarantee: permutations, bits and checksums are equal to those that `data/row_order.py`, `keyed_random.py` and
-`data/row_checksums.py` define in NumPy, and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The
+Guarantee: permutations, bits and checksums are equal to those that `data/order.py`, `keyed_random.py` and
+`data/receipt.py` define in NumPy, and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The
 library exists where the package was built with a C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`,
 `row_checksums`, `gather_rows` and `row_pass` are None, and callers use NumPy or torch.
 
@@ -155,7 +155,7 @@ def _permute(
 ) -> np.ndarray:
     """Return, for each i, the place in [0, size[i]) to which a random permutation moves index[i], as uint64.
 
-    The key of the permutation is (seed, purpose, epoch[i], block[i]). `permute` of `electra_dist/data/row_order.py`
+    The key of the permutation is (seed, purpose, epoch[i], block[i]). `permute` of `electra_dist/data/order.py`
     does the same in NumPy.
     """
     assert _library is not None
@@ -180,7 +180,7 @@ def _permute(
 
 
 def _row_checksums(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the checksum of each row, uint64 [k]; `electra_dist/data/row_checksums.py` defines it in NumPy.
+    """Return the checksum of each row, uint64 [k]; `electra_dist/data/receipt.py` defines it in NumPy.
 
     `rows` are contiguous [k, seq_len] integers, and may be a mapped file. `keys` are contiguous uint32, one for each
     32-bit word of a row and for the bytes after the last whole word.

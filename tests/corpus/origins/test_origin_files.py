@@ -27,7 +27,7 @@ from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.stages.join_parts import join_parts
 from electra_dist.corpus.text_decoding import RawDocument, decode_counted
 from electra_dist.corpus.text_readers import DocumentStream, find_inputs
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store

@@ -18,7 +18,7 @@ from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.report.build_report import read_report
 from electra_dist.corpus.report.report_tables import length_line, remarks
 from electra_dist.corpus.stages import bucket_rows, join_parts
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store

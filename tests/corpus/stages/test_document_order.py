@@ -20,7 +20,7 @@ from electra_dist.corpus.stages.document_order import NUM_CELLS, cell_of, cell_o
 from electra_dist.corpus.stages.source_epochs import source_epochs
 from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile, write_spill
 from electra_dist.corpus.text_decoding import RawDocument
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.local_store import LocalStore

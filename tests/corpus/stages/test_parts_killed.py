@@ -15,7 +15,7 @@ from support.killed_forks import operations_of, run_killed
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.stages.join_parts import join_parts, read_joined
-from electra_dist.data.corpus_manifest import MANIFEST_KEY
+from electra_dist.data.manifest import MANIFEST_KEY
 
 NUM_SAMPLED = 12  # kills of the default tests in each phase
 

@@ -17,11 +17,10 @@ from electra_dist.analysis.row_audit import Expected, Mark, verify
 from electra_dist.config import DataConfig
 from electra_dist.config_sections.training import PhaseConfig
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.order import RowOrder, uses_of_rows
 from electra_dist.data.phases.phased_order import PhasedOrder, phase_lengths
 from electra_dist.data.phases.run_corpora import open_run_corpora
-from electra_dist.data.row_order import RowOrder
-from electra_dist.data.row_positions import uses_of_rows
-from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 
 GLOBAL_BATCH = 48

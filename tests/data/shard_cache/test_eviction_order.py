@@ -14,7 +14,7 @@ import pytest
 from support.remote_store import Remote
 
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache.eviction_order import eviction_order
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.open_store import open_store

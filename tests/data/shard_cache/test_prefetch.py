@@ -11,7 +11,7 @@ from typing import Any
 from support.remote_store import Remote
 
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.open_store import open_store
 

@@ -20,7 +20,7 @@ import pytest
 from support.remote_store import Remote
 
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache import peer_group, shard_server
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer

@@ -126,17 +126,17 @@ STORAGE = (
     ),
     Mutant(
         name="data: rows are shuffled with the random numbers of the shards",
-        file="electra_dist/data/row_order.py",
-        original="purpose=Purpose.ROW_ORDER,",
-        mutated="purpose=Purpose.SHARD_ORDER,",
-        test="tests/data/test_row_order.py::test_the_order_of_existing_runs_never_changes",
+        file="electra_dist/data/order.py",
+        original="seed=self.seed,\n            purpose=Purpose.ROW_ORDER,",
+        mutated="seed=self.seed,\n            purpose=Purpose.SHARD_ORDER,",
+        test="tests/data/test_order.py::test_the_order_of_existing_runs_never_changes",
     ),
     Mutant(
         name="data: every epoch has the order of the first one",
-        file="electra_dist/data/row_order.py",
+        file="electra_dist/data/order.py",
         original="epoch=np.full(num_shards, epoch, np.int64),",
         mutated="epoch=np.zeros(num_shards, np.int64),",
-        test="tests/data/test_row_order.py::test_the_order_of_existing_runs_never_changes",
+        test="tests/data/test_order.py::test_the_order_of_existing_runs_never_changes",
     ),
     Mutant(
         name="data: every rank reads the rows of rank 0",
@@ -182,10 +182,10 @@ STORAGE = (
     ),
     Mutant(
         name="data: a shard may be listed twice",
-        file="electra_dist/data/corpus_manifest.py",
+        file="electra_dist/data/manifest.py",
         original="if count > 1]",
         mutated="if count > 2]",
-        test="tests/data/test_corpus_manifest.py::test_bad_shard_or_tokenizer_entries_are_refused",
+        test="tests/data/test_manifest.py::test_bad_shard_or_tokenizer_entries_are_refused",
     ),
     Mutant(
         name="data: rows of local shards are not verified when they are copied",
@@ -196,14 +196,14 @@ STORAGE = (
     ),
     Mutant(
         name="data: receipts ignore how often a row occurs",
-        file="electra_dist/data/row_receipt.py",
+        file="electra_dist/data/receipt.py",
         original="row_hash(row_ids).sum(dtype=np.uint64)",
         mutated="row_hash(np.unique(row_ids)).sum(dtype=np.uint64)",
-        test="tests/data/test_row_receipt.py::test_any_order_and_any_split_of_rows_gives_the_same_receipt",
+        test="tests/data/test_receipt.py::test_any_order_and_any_split_of_rows_gives_the_same_receipt",
     ),
     Mutant(
         name="data: a use of a row after the end of its phase is listed",
-        file="electra_dist/data/row_positions.py",
+        file="electra_dist/data/order.py",
         original="if position < end_position:",
         mutated="if position <= end_position:",
         test="tests/data/phases/test_phased_order.py::test_the_uses_of_a_row_are_the_positions_that_have_it",
@@ -232,10 +232,10 @@ STORAGE = (
     ),
     Mutant(
         name="data: the first row of a shard is named after the shard before",
-        file="electra_dist/data/corpus_manifest.py",
+        file="electra_dist/data/manifest.py",
         original='row_id, side="right"',
         mutated='row_id, side="left"',
-        test="tests/data/test_corpus_manifest.py::"
+        test="tests/data/test_manifest.py::"
         "test_the_rows_at_the_borders_of_every_shard_are_named_after_their_own_shard",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from electra_dist.config import CorpusConfig
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.text_readers import find_inputs
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.tokenizer import WordPieceTokenizer

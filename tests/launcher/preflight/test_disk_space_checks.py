@@ -9,7 +9,7 @@ import pytest
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
 from launcher.preflight.disk_space_checks import LOG_BYTES, Need, check_disks, classify_disk, needs
 
 REPOSITORY = Path(__file__).resolve().parents[3]

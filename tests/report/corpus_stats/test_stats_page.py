@@ -19,7 +19,7 @@ from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.origins.origin_files import open_origins
 from electra_dist.corpus.report.source_notes import find_preparations
-from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.report.corpus_stats.row_figures import NUM_BINS, RowFigures, read_row_figures

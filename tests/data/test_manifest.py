@@ -10,7 +10,7 @@ import pytest
 from support.real_runs import tiny_tree, write_corpus
 
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest, write_manifest
+from electra_dist.data.manifest import CorpusManifest, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import check_inputs

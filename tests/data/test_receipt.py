@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.data.row_receipt import Receipt, row_hash
+from electra_dist.data.receipt import Receipt, row_hash
 
 Rows = st.lists(st.integers(0, 2**40), max_size=30)
 

@@ -1,32 +1,41 @@
-"""Count the rows that a run has trained on and sum their hashes, so that `electra-dist verify` can audit the run.
+"""Hash rows: receipts of the row ids that a run has trained on, and checksums of the bytes of rows.
 
-A receipt is the number of rows and their digest: the sum, modulo 2**64, of one 64-bit hash per row id.
+A receipt is the number of rows and their digest: the sum, modulo 2**64, of one 64-bit hash per row id. The checksum of
+a row, by which every copy of a row is verified when it is used, is the sum, modulo 2**64, of its 32-bit words times
+their keys. The keys are fixed odd numbers of 32 bits, one for each word of the row.
 
 Guarantee: a receipt does not depend on the order of the rows, on ranks or on restarts. Each rank therefore adds up its
-own rows, and one integer all-reduce gives the receipt of a step. The order of rows (`row_order.py`) gives the receipt
-that a run should have, so it can be compared afterwards (`analysis/row_audit.py`). If a run used other rows, or used
-some of them another number of times, the digest is right by chance with probability 2**-64.
+own rows, and one integer all-reduce gives the receipt of a step. The order of rows (`order.py`) gives the receipt that
+a run should have, so `electra-dist verify` can compare them (`analysis/row_audit.py`). If a run used other rows, or
+used some of them another number of times, the digest is right by chance with probability 2**-64. If one word of a row
+changes, in any of its bits, or if two different words of a row are exchanged, the checksum of the row always changes.
+Other damage is missed with a probability of about 2**-64.
 
 How: the hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers.
 Different rows therefore never have the same hash, and a row can be identified from its hash.
 
-Limits: a receipt reveals mistakes, not forgeries: a set of wrong row ids with the right sum of hashes can be
-constructed on purpose.
+Limits: receipts and checksums reveal mistakes, not forgeries: a set of wrong row ids with the right sum of hashes can
+be constructed on purpose.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from electra_kernels.native import cpu_library
 from numpy.typing import NDArray
 
+Checksums = NDArray[np.uint64]
 _MASK64 = 2**64 - 1
 # Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _STATE_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+_WORD_BYTES = 4  # of a word of a row
+_ROWS_AT_A_TIME = 1024  # rows for which NumPy holds the products of a checksum at once
 
 
 @dataclass(frozen=True)
@@ -83,3 +92,30 @@ def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
     word = (word ^ (word >> np.uint64(30))) * _FIRST_FACTOR
     word = (word ^ (word >> np.uint64(27))) * _SECOND_FACTOR
     return word ^ (word >> np.uint64(31))
+
+
+@functools.cache
+def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
+    """Return the factors for the checksum of a row of `row_bytes` bytes: an odd uint32 for each word of 4 bytes."""
+    # They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. If `row_bytes` is not a
+    # multiple of 4, the remaining bytes, padded with zeros, are one more word.
+    num_words = -(-row_bytes // _WORD_BYTES)
+    upper_halves = row_hash(np.arange(num_words)) >> np.uint64(32)
+    return (upper_halves | np.uint64(1)).astype(np.uint32)
+
+
+def row_checksums(rows: NDArray[Any]) -> Checksums:
+    """Return the checksum of each row, uint64 [k]; `rows` are contiguous little-endian integers [k, seq_len]."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    keys = checksum_keys(row_bytes)
+    if cpu_library.row_checksums:
+        return cpu_library.row_checksums(rows, keys)
+    checksums = np.empty(len(rows), np.uint64)
+    wide_keys = keys.astype(np.uint64)
+    padding = len(keys) * _WORD_BYTES - row_bytes
+    for first in range(0, len(rows), _ROWS_AT_A_TIME):
+        part = rows[first : first + _ROWS_AT_A_TIME]
+        row_text = part.view(np.uint8).reshape(len(part), row_bytes)
+        words = np.pad(row_text, ((0, 0), (0, padding))).view("<u4").astype(np.uint64)
+        checksums[first : first + len(part)] = (words * wide_keys).sum(axis=1, dtype=np.uint64)
+    return checksums

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
 
-from electra_dist.data.row_order import NUM_ROUNDS, RowOrder, permute
+from electra_dist.data.order import NUM_ROUNDS, RowOrder, permute
 
 LARGE = [16_384] * 3_905 + [777]  # 64 M rows
 
