@@ -119,13 +119,14 @@ class Config(Section):
                 f"train.micro_batch {self.train.micro_batch} does not divide "
                 f"train.global_batch {self.train.global_batch}; change one of them"
             )
-        if self.engine.attention == "flex" and (self.model.attention_dropout or self.objective.name == "electric"):
+        is_one_way = self.objective.facts.has_cloze_generator
+        if self.engine.attention == "flex" and (self.model.attention_dropout or is_one_way):
             raise ValueError(
                 "engine.attention: flex supports neither attention dropout nor the one-directional attention of "
                 "objective electric; set model.attention_dropout: 0 and another objective.name, or set "
                 "engine.attention: auto"
             )
-        if self.engine.attention == "flash" and self.objective.name == "electric":
+        if self.engine.attention == "flash" and is_one_way:
             raise ValueError(
                 "engine.attention: flash does not support the one-directional attention of objective electric; set "
                 "engine.attention: auto or another objective.name"
@@ -164,7 +165,7 @@ class Config(Section):
         return self
 
     def _check_modern(self) -> None:
-        if self.objective.name == "electric":
+        if self.objective.facts.has_cloze_generator:
             raise ValueError(
                 "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
                 "have; set model.architecture: bert or another objective.name"

@@ -17,8 +17,6 @@ from pathlib import Path
 from electra_dist.config import CACHE_DIR, MODERN_KEYS, Config
 from electra_dist.errors import UserError
 
-_PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss for replaced-token detection
-_USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
 RUN_FOLDERS = (
     CACHE_DIR,
@@ -139,16 +137,17 @@ def keys_without_effect(config: Config) -> dict[str, str]:
 
 def _unused_by_objective(config: Config) -> dict[str, str]:
     name = config.objective.name
+    facts = config.objective.facts
     unused: dict[str, str] = {}
-    if name == "mlm":
-        reason = "objective.name: mlm has no generator"
+    if not facts.has_generator:
+        reason = f"objective.name: {name} has no generator"
         unused |= dict.fromkeys(("objective.temperature", "objective.disallow_correct"), reason)
-    if name in _PREDICTS_ONLY:
+    if facts.predicts_tokens:
         unused["objective.rtd_weight"] = f"objective.name: {name} does not detect replaced tokens"
-    if name not in _USES_TOKEN_WEIGHT:
-        unused["objective.token_weight"] = f"only the objectives {' and '.join(_USES_TOKEN_WEIGHT)} use it"
-    if name == "electric":
-        unused["objective.mask_token_prob"] = "the noise model of objective.name: electric reads no [MASK]"
+    if not (facts.predicts_tokens and facts.has_generator):
+        unused["objective.token_weight"] = "only the objectives replace_mlm and all_tokens_mlm use it"
+    if facts.has_cloze_generator:
+        unused["objective.mask_token_prob"] = f"the noise model of objective.name: {name} reads no [MASK]"
     return unused
 
 

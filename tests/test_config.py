@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from electra_dist.config import CACHE_DIR, Config
+from electra_dist.config import CACHE_DIR, Config, ObjectiveConfig
 from electra_dist.config_checks import RUN_FOLDERS, check_new_run, check_targets_are_separate, keys_without_effect
 from electra_dist.config_file import load_config
+from electra_dist.config_sections.facts import OBJECTIVES
 from electra_dist.errors import UserError
 from electra_dist.run import folder
 
@@ -40,6 +42,10 @@ def test_large_is_the_papers() -> None:
     assert (o.lr, o.warmup_steps, o.eps, o.weight_decay, o.clip_norm) == (2e-4, 10_000, 1e-6, 0.01, 1.0)
     assert (c.model.hidden_dropout, c.model.attention_dropout, c.objective.rtd_weight) == (0.1, 0.1, 50.0)
     assert c.data.corpus.startswith("s3://")
+
+
+def test_the_table_of_objectives_has_the_names_that_a_config_may_use() -> None:
+    assert [*OBJECTIVES] == [*get_args(ObjectiveConfig.model_fields["name"].annotation)]
 
 
 def test_every_field_has_a_description() -> None:

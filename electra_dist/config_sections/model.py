@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from electra_dist.config_sections.facts import OBJECTIVES, ObjectiveFacts
 from electra_dist.config_sections.section import NonNegative, Probability, Section, Size
 from electra_dist.schedule import (
     FractionOrSchedule,
@@ -305,7 +306,7 @@ class ObjectiveConfig(Section):
     @model_validator(mode="after")
     def _options_fit(self) -> ObjectiveConfig:
         """Refuse an option that does not go with the chosen objective."""
-        if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
+        if self.generator != "trained" and not self.facts.generator_can_be_fixed:
             raise ValueError(
                 f"generator `{self.generator}` does not go with objective `{self.name}`; set "
                 f"objective.generator: trained, or choose another objective.name"
@@ -320,13 +321,13 @@ class ObjectiveConfig(Section):
                 "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
                 "objective.generator: trained, or set generator_only_steps: 0"
             )
-        detects_only = self.name in ("rtd", "rtd_masked_only") and not self.generator_only_steps
-        if self.discriminator_mlm_weight and not detects_only:
+        takes_joint_mlm = self.facts.takes_joint_mlm and not self.generator_only_steps
+        if self.discriminator_mlm_weight and not takes_joint_mlm:
             raise ValueError(
                 "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
                 "objective.discriminator_mlm_weight: 0, or choose another objective.name"
             )
-        if self.name == "adversarial" and self.disallow_correct:
+        if self.facts.generator_estimates_reward and self.disallow_correct:
             raise ValueError(
                 "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; "
                 "set objective.disallow_correct: false"
@@ -337,7 +338,7 @@ class ObjectiveConfig(Section):
                 f"temperature cannot be a schedule with generator `{self.generator}`, whose probabilities are fixed; "
                 f"set objective.temperature to a number, or objective.generator: trained"
             )
-        if self.draws_at_random and (is_fixed_generator or self.name in ("mlm", "electric", "adversarial")):
+        if self.draws_at_random and (is_fixed_generator or not self.facts.generator_can_be_fixed):
             raise ValueError(
                 f"random_share does not go with objective `{self.name}` and generator `{self.generator}`, because it "
                 f"takes the place of some of a trained generator's samples; remove objective.random_share, or set "
@@ -346,13 +347,23 @@ class ObjectiveConfig(Section):
         return self
 
     @property
+    def facts(self) -> ObjectiveFacts:
+        """Return what is true of the objective, whatever the other keys are."""
+        return OBJECTIVES[self.name]
+
+    @property
+    def runs_generator(self) -> bool:
+        """Return whether a generator network draws the replacements, be it trained or frozen."""
+        return self.facts.has_generator and self.generator in ("trained", "frozen")
+
+    @property
     def trains_generator(self) -> bool:
         """Return whether the objective trains a generator network.
 
         `mlm` does not, because it replaces no tokens. The other objectives do, unless `generator` is "uniform" or
         "unigram" (replacements have fixed probabilities) or "frozen" (the generator's network is not trained).
         """
-        return self.name != "mlm" and self.generator == "trained"
+        return self.facts.has_generator and self.generator == "trained"
 
     @property
     def draws_at_random(self) -> bool:
@@ -369,13 +380,13 @@ def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
             f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
             f"model.sharing, or set it to none"
         )
-    has_one_tower = not objective.trains_generator and objective.generator != "frozen"
+    has_one_tower = not objective.runs_generator
     if has_one_tower and model.sharing != "embeddings":
         raise ValueError(
             f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
             f"{objective.generator} has one tower only; remove model.sharing from the config"
         )
-    if objective.name == "electric" and model.sharing == "all":
+    if objective.facts.has_cloze_generator and model.sharing == "all":
         raise ValueError(
             "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
             "the discriminator; set model.sharing: embeddings"

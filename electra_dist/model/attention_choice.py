@@ -56,7 +56,7 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
         return AttentionChoice("sdpa", "set by engine.attention")
     if wanted != "auto":
         return _demanded(wanted, config, device)
-    if config.objective.name == "electric":
+    if config.objective.facts.has_cloze_generator:
         return AttentionChoice(
             "sdpa", "objective electric reads in two directions, and its one-way masks exist for sdpa only"
         )

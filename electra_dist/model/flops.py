@@ -92,11 +92,11 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
     hidden = model.discriminator.hidden_size
-    if objective.name == "all_tokens_mlm":
+    if objective.facts.copies_tokens:
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
         copy_gate = 2 * hidden
         return float(_vocabulary_head(model, hidden, model.embedding_size)) + copy_gate
-    if objective.name in ("mlm", "replace_mlm"):
+    if objective.facts.predicts_tokens:
         # Tokens are predicted at the masked positions only.
         return mean_value(objective.mask_prob) * _vocabulary_head(model, hidden, model.embedding_size)
     # All other objectives classify every token as original or replaced.
@@ -110,12 +110,12 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
     """Return forward FLOPs per token of the generator with its head; 0 if the objective has no generator network."""
-    if objective.name == "mlm" or objective.generator not in ("trained", "frozen"):
+    if not objective.runs_generator:
         return 0.0
     tower = model.generator
     width = model.generator_embedding_width
     tower_flops = _encoder(model, tower, width, seq_len)
-    if objective.name == "electric":
+    if objective.facts.has_cloze_generator:
         # Two towers, one for each direction. The head reads the states of both, at every position.
         return 2 * tower_flops + _vocabulary_head(model, 2 * tower.hidden_size, width)
     return tower_flops + mean_value(objective.mask_prob) * _vocabulary_head(model, tower.hidden_size, width)

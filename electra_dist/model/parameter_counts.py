@@ -29,13 +29,10 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
         objective = ObjectiveConfig()
     width = model.embedding_size
     hidden = model.discriminator.hidden_size
-    if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
-        head = _token_head(model, hidden, width)
-    else:
-        head = _detection_head(model)
+    head = _token_head(model, hidden, width) if objective.facts.predicts_tokens else _detection_head(model)
     if objective.discriminator_mlm_weight:
         head += _token_head(model, hidden, width)
-    if objective.name == "all_tokens_mlm":
+    if objective.facts.copies_tokens:
         head += _dense(hidden, 1)  # gate between copying the input token and predicting
     return ParameterCounts(
         discriminator=_embeddings(model, width) + _encoder(model, model.discriminator, width) + head,
@@ -45,18 +42,18 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
     """Return how many parameters only the generator's loss trains; shared ones (`model.sharing`) do not count."""
-    if objective.name == "mlm" or objective.generator != "trained":
+    if not objective.trains_generator:
         return 0
     tower = model.generator
     width = model.generator_embedding_width
-    num_towers = 2 if objective.name == "electric" else 1  # Electric reads from the left and from the right
+    num_towers = 2 if objective.facts.has_cloze_generator else 1
     count = _token_head(model, num_towers * tower.hidden_size, width)
     if model.sharing != "all":
         count += num_towers * _encoder(model, tower, width)
     if model.sharing in ("none", "gdes"):
         count += _embeddings(model, width)
-    if objective.name == "adversarial":
-        count += _dense(tower.hidden_size, 1)  # estimate of the reward
+    if objective.facts.generator_estimates_reward:
+        count += _dense(tower.hidden_size, 1)
     return count
 
 

@@ -34,13 +34,6 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 from electra_dist.model.row_layout import RowLayout
 
-PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose `discriminator` predicts tokens
-
-
-def detects_replacements(objective: ObjectiveConfig) -> bool:
-    """Return whether the objective's discriminator classifies tokens as replaced or not instead of predicting them."""
-    return objective.name not in PREDICTS_TOKENS
-
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
     """Return whether the discriminator has its own tables: full ones, or differences to the generator's (`gdes`)."""
@@ -85,22 +78,22 @@ class ElectraTowers(nn.Module):
         if model.sharing != "all":
             self.generator = new_encoder(model, model.generator, embedding_width)
         head_input_size = hidden_size
-        if objective.name == "electric":
+        if objective.facts.has_cloze_generator:
             self.generator_reverse = new_encoder(model, model.generator, embedding_width)
             head_input_size = 2 * hidden_size  # the head reads the states of both towers
         self.generator_head = new_token_head(model, head_input_size, embedding_width)
-        if objective.name == "adversarial":
+        if objective.facts.generator_estimates_reward:
             self.baseline = nn.Linear(hidden_size, 1)
 
     def _add_discriminator(self, objective: ObjectiveConfig) -> None:
         model = self.model
         hidden_size = model.discriminator.hidden_size
         self.discriminator = new_encoder(model, model.discriminator, model.embedding_size)
-        if objective.name not in PREDICTS_TOKENS:
+        if not objective.facts.predicts_tokens:
             self.discriminator_head = new_detection_head(model)
-        if objective.name in PREDICTS_TOKENS or objective.discriminator_mlm_weight:
+        if objective.facts.predicts_tokens or objective.discriminator_mlm_weight:
             self.token_head = new_token_head(model, hidden_size, model.embedding_size)
-        if objective.name == "all_tokens_mlm":
+        if objective.facts.copies_tokens:
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def is_generators(self, name: str) -> bool:

@@ -154,11 +154,11 @@ def loss_counts(
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B
-    if objective.name == "electric":
-        # Its noise model predicts every token that may be masked.
+    if objective.facts.has_cloze_generator:
+        # It predicts every token that may be masked.
         first_B = is_candidate(ids_BS, special).sum(1)
     second_B = (ids_BS != special.pad).sum(1)
-    if objective.name in ("rtd_masked_only", "replace_mlm"):
+    if objective.facts.counts_masked_only:
         second_B = masked_B
     return torch.stack([first_B, second_B], -1)
 

@@ -52,7 +52,7 @@ def build_objective(
     corpus; None is allowed where `needs_token_counts` returns False.
     """
     towers = build_towers(model, seed, objective)
-    if objective.name == "mlm":
+    if not objective.facts.has_generator:
         return MaskedLanguageModel(towers, objective, special, backend)
     objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
     fixed_generator = _fixed_generator(model, objective, special, count_V)

@@ -76,11 +76,10 @@ def activation_bytes_per_row(
     discriminator += _large_head(model, objective, seq_len) * value_bytes
     largest_gradients = _gradients_of_a_layer(model, model.discriminator, recompute) * value_bytes
 
-    # Electric's generator is two towers, one for each direction.
-    num_generators = 2 if objective.name == "electric" else 1
+    num_generators = 2 if objective.facts.has_cloze_generator else 1
     generator = 0.0
     generator_gradients = 0.0
-    if objective.name != "mlm" and objective.generator == "trained":
+    if objective.trains_generator:
         width = model.generator_embedding_width
         generator = num_generators * _network(model, model.generator, width, recompute) * value_bytes
         generator += num_generators * _statistics(model.generator, recompute)
@@ -92,7 +91,7 @@ def activation_bytes_per_row(
     else:
         per_token = generator + discriminator + largest_gradients
     # FlashAttention, which a GPU takes in 16 bits, needs no bias of [seq_len, seq_len] in every row.
-    has_bias = precision == "fp32" or objective.name == "electric"
+    has_bias = precision == "fp32" or objective.facts.has_cloze_generator
     attention_bias = seq_len * value_bytes if has_bias else 0
     return seq_len * (per_token + attention_bias)
 
@@ -196,7 +195,7 @@ def _token_head(hidden: int, embedding_width: int) -> int:
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
     """Return how many values per token the generator's head keeps, averaged over all positions of a row."""
     width = model.generator_embedding_width
-    if objective.name == "electric":
+    if objective.facts.has_cloze_generator:
         return float(_token_head(2 * model.generator.hidden_size, width))
     return _slots(objective, seq_len) * _token_head(model.generator.hidden_size, width)
 
@@ -206,9 +205,9 @@ def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) ->
 
     Only a head that predicts tokens still holds values then. With `mlm` the discriminator is the only network.
     """
-    if objective.name == "all_tokens_mlm":
+    if objective.facts.copies_tokens:
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))
-    if objective.name in ("mlm", "replace_mlm") or objective.discriminator_mlm_weight:
+    if objective.facts.predicts_tokens or objective.discriminator_mlm_weight:
         return _slots(objective, seq_len) * _token_head(model.discriminator.hidden_size, model.embedding_size)
     return 0.0
 

@@ -51,7 +51,7 @@ def launch_seconds(config: Config) -> float:
     """
     model = config.model
     num_layers = model.discriminator.num_layers
-    if config.objective.name != "mlm" and config.objective.generator in ("trained", "frozen"):
+    if config.objective.runs_generator:
         num_layers += model.generator.num_layers
     return _OPERATORS_PER_LAYER * num_layers * LAUNCH_S
 

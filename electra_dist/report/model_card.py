@@ -132,7 +132,7 @@ def model_card(
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
     """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
-    return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
+    return tower == "generator" or export.config.objective.facts.predicts_tokens
 
 
 def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) -> str:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from electra_dist.config import Config
 from electra_dist.data.loader import RowLoader
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.towers import detects_replacements
 from electra_dist.schedule import value_at
 from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
@@ -66,7 +65,7 @@ def open_evaluator(
         micro_batch=config.train.micro_batch,
         seed=config.seed,
         special=special,
-        context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
+        context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
         num_shown_rows=config.log.text_samples,
         call=patience.call,
     )

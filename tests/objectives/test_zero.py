@@ -14,7 +14,6 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.encoder import Encoder
-from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
@@ -74,7 +73,7 @@ def check_evaluation(engine: Any, ids: torch.Tensor) -> None:
     with torch.no_grad():
         engine.eval()
         assert engine(step_input).loss.isfinite()
-        if not detects_replacements(engine.module.objective):
+        if engine.module.objective.facts.predicts_tokens:
             return
         shown_input = dataclasses.replace(step_input, shown_BS=ids.roll(1, 1))
         alone = engine(shown_input).rtd_logit_BS

@@ -104,7 +104,8 @@ def run_tests(files: Sequence[str], seconds: float) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", "-n", "2", "--dist", "loadfile"]
     command += ["--no-loadscope-reorder", "-p", "support.until_time_is_up"]
     command += [f"--until={time.monotonic() + seconds}", *(f"--file={file}" for file in files), "tests"]
-    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    # ROOT comes first: otherwise a program that a test starts would find tests/launcher when it imports `launcher`.
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

@@ -28,7 +28,6 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import Engine
 from electra_dist.errors import StoreAway
-from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE
 from electra_dist.run.ledger import read_jobs, read_ledger
@@ -230,7 +229,7 @@ class Reporter:
 
     def _note_few_replaced_tokens(self, record: EvalRecord) -> None:
         """Log, once in each start of the run, if the held-out corpus is too small for a precise context AUC."""
-        has_context_auc = detects_replacements(self._config.objective)
+        has_context_auc = not self._config.objective.facts.predicts_tokens
         if self._has_noted_few_tokens or not has_context_auc or record.context_replaced >= NUM_REPLACED:
             return
         self._has_noted_few_tokens = True

@@ -32,7 +32,6 @@ from electra_dist.engine.state_fragments import (
     shared_names,
 )
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.towers import detects_replacements
 from electra_dist.pretrained.starting_weights import load_recorded_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.step_records import EvalRecord
@@ -94,9 +93,9 @@ class TrainState:
 
 def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
     """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
-    if detects_replacements(objective):
+    if not objective.facts.predicts_tokens:
         return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
-    if objective.name == "mlm":
+    if not objective.facts.has_generator:
         return {"eval_loss": evaluation.mlm_loss}
     return {"eval_loss": evaluation.token_loss}
 
