@@ -20,26 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig, divisors
-from electra_dist.engine.gradients.gradient_sums import GradientSums, norms_stay_on_device
-from electra_dist.engine.gradients.step_numbers import StepNumbers
+from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
-from electra_dist.engine.tower_clipping import TowerClipping
+from electra_dist.engine.zero import Bf16Stage1, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.encoder import EncoderLayer
@@ -51,6 +49,7 @@ _FIRST_RANKS_SHOWN = 6
 _LAST_RANKS_SHOWN = 3
 
 _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in bf16
+_CLIP_EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float, device_type: str) -> dict[str, Any]:
@@ -125,6 +124,80 @@ def check_precision(precision: str) -> None:
         raise UserError(f"train.precision bf16 cannot run on {device_name}; set train.precision: fp16 or fp32")
 
 
+class StepNumbers:
+    """Numbers of a step, such as losses and counts, that are still on the device, as 1-D float64 or int64 tensors.
+
+    One copy brings all of them and the gradient norm to the host, with their exact bits. So the host waits for the
+    device only once in a step, and before the update. The tensors must not change until they are read.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._values: list[list[Any]] | None = None
+
+    def read_with(self, norm: torch.Tensor) -> float:
+        """Copy all numbers and the gradient norm to the host with a single copy; return the norm."""
+        norm_on_host, *self._values = _to_host([norm.double().reshape(1), *self._tensors])
+        return float(norm_on_host[0])
+
+    def values(self) -> list[list[Any]]:
+        """Return the elements of each tensor as Python numbers; copy them unless `read_with` has done so."""
+        if self._values is None:
+            self._values = _to_host(self._tensors)
+        return self._values
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
+    host_words = np.array(words.tolist(), np.int64)
+    values = []
+    start = 0  # first word of the next tensor
+    for tensor in tensors:
+        tensor_words = host_words[start : start + tensor.numel()]
+        start += tensor.numel()
+        if tensor.is_floating_point():
+            values.append(tensor_words.view(np.float64).tolist())
+        else:
+            values.append(tensor_words.tolist())
+    return values
+
+
+class TowerClipping:
+    """Separate clipping of generator and discriminator: after a step's last backward, call `measure`, then `apply`.
+
+    With `optimizer.generator` the gradients of the generator's parameter groups are scaled by
+    min(1, clip / (norm + 1e-6)), with the norm and the bound of the generator, all others likewise with those of the
+    discriminator. DeepSpeed would clip by one norm over all parameters, so its own clipping is off. All ranks use the
+    same factors, and the host does not wait for the device. Sums of squares are float64, so that the factor does not
+    depend on how ZeRO cuts the gradients, except for the rounding of a float64 sum.
+    """
+
+    def __init__(self, discriminator_clip: float, generator_clip: float, device: torch.device) -> None:
+        self._clip_2 = torch.tensor([discriminator_clip, generator_clip], dtype=torch.float64, device=device)
+        self._factor_2 = torch.ones(2, device=device)
+
+    def measure(self, layout: ZeroLayout, gradient_scale: float = 1.0) -> None:
+        """Compute both clipping factors; gradients are multiplied by `gradient_scale`. Collective at stages 1 to 3."""
+        square_2 = torch.zeros_like(self._clip_2)
+        for group, gradients in layout.gradients():
+            tower = int(group["is_generators"])
+            for gradient in gradients:
+                norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+                square_2[tower] += norm.to(square_2.device) ** 2
+        if layout.is_partitioned:
+            dist.all_reduce(square_2)
+        norm_2 = square_2.sqrt() / gradient_scale
+        self._factor_2 = (self._clip_2 / (norm_2 + _CLIP_EPS)).clamp(max=1.0).float()
+
+    def apply(self, groups: list[dict[str, Any]]) -> None:
+        """Clip in place: multiply each group's gradients by the factor of the generator or of the discriminator."""
+        for group in groups:
+            factor = self._factor_2[int(group["is_generators"])]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
 class Engine:
     """DeepSpeed engine around an objective; runs optimizer steps.
 
@@ -167,20 +240,21 @@ class Engine:
             # A layer reads its parameters directly, not through the modules that hold them, so DeepSpeed has to gather
             # all of them when the layer begins.
             set_z3_leaf_modules(module, [EncoderLayer], raise_if_not_found=False)
-        with _without_memory_reports():
+        with without_memory_reports():
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
                 config=deepspeed_config(train, engine, clip_norm, self.device.type),
                 dist_init_required=False,
             )
+        self._layout = layout_of(self.optimizer)
         if optimizer_config.name == "muon":
             check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():
             self.deepspeed.enable_backward_allreduce = False
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
-        if isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer):
+        if isinstance(self._layout, Bf16Stage1):
             is_last_micro_batch = self.deepspeed.is_gradient_accumulation_boundary
             GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps)
             if self._overlaps:
@@ -210,8 +284,7 @@ class Engine:
         # sums, so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's
         # state.
         exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
-        is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
-        return dist.get_world_size() == 1 and is_bf16_stage_1 and exchanges_fp32
+        return dist.get_world_size() == 1 and isinstance(self._layout, Bf16Stage1) and exchanges_fp32
 
     def _install_loss_scale(self) -> LossScale:
         loss_scale = LossScale()
@@ -275,12 +348,12 @@ class Engine:
             gradient_scale = 1.0
             if self.loss_scale is not None and self.zero_stage > 0:
                 gradient_scale = self.loss_scale.cur_scale
-            self._tower_clipping.measure(self.optimizer, gradient_scale)
+            self._tower_clipping.measure(self._layout, gradient_scale)
         with self._norm_on_device():
             self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
-            self._clean_up_skipped_step()
+            self._layout.clean_up_skipped_step()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # `_applied` is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
@@ -306,23 +379,9 @@ class Engine:
         """Return a context in which DeepSpeed computes the gradient norm without making the host wait, if possible."""
         # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
         # offloading, because the norm is computed on the host.
-        is_offloading = getattr(self.optimizer, "cpu_offload", False)
-        if self.zero_stage not in (1, 2) or self.loss_scale is not None or is_offloading:
+        if self.zero_stage not in (1, 2) or self.loss_scale is not None or self._layout.offloads:
             return contextlib.nullcontext()
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
-
-    def _clean_up_skipped_step(self) -> None:
-        """Repair the state that DeepSpeed 0.19.8 leaves when it skips the update of a step. Collective."""
-        optimizer = self.optimizer
-        # DeepSpeed keeps these gradients, and would add those of the next step to them.
-        if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
-            for group in optimizer.averaged_gradients:
-                optimizer.averaged_gradients[group] = None
-        # DeepSpeed leaves small ("persistent") parameters partitioned, which are otherwise whole on every rank. The
-        # next step would fail if DeepSpeed has recorded the order of parameters while they were whole, as after a
-        # restart.
-        if isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) and optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def _unscale_unpartitioned_gradients(self) -> None:
         if self.loss_scale is None:
@@ -349,19 +408,3 @@ class Engine:
 def _is_finite_norm(norm: float) -> bool:
     """Return whether the norm shows that all gradients are finite; otherwise DeepSpeed reports inf, NaN or -1."""
     return math.isfinite(norm) and norm >= 0
-
-
-@contextlib.contextmanager
-def _without_memory_reports() -> Iterator[None]:
-    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers."""
-    # The function that prints them also collects garbage and resets the allocator's peak, which nothing needs. No
-    # setting switches it off, so its name is replaced in the modules that call it.
-    modules = (bf16_optimizer, stage_1_and_2, stage3)
-    originals = [module.see_memory_usage for module in modules]
-    for module in modules:
-        module.see_memory_usage = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        for module, original in zip(modules, originals):
-            module.see_memory_usage = original

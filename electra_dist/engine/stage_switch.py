@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import ObjectiveConfig
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
+from electra_dist.engine.zero import layout_of
 
 # Name prefixes: parameters of the generator, and what they are copied to.
 _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "towers.discriminator_embeddings."}
@@ -54,9 +54,7 @@ class Stages:
         for group in optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
             group["lr_scale"] = 1.0 if is_active else 0.0
-        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            # Stage 3 keeps the last gradient of a parameter that has none now, and counts it in the norm.
-            optimizer.grad_partitions_flat_buffer.zero_()
+        layout_of(optimizer).forget_gradients()
 
 
 def copy_generator(engine: Engine) -> None:

@@ -33,8 +33,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
-from electra_dist.engine.engine import Engine
-from electra_dist.engine.gradients.step_numbers import StepNumbers
+from electra_dist.engine.engine import Engine, StepNumbers
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values

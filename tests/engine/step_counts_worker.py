@@ -26,9 +26,9 @@ from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine import engine as engine_module
+from electra_dist.engine import gradient_sums
 from electra_dist.engine.engine import Engine, deepspeed_config
-from electra_dist.engine.gradients import gradient_sums
-from electra_dist.engine.gradients.gradient_sums import GradientSums
+from electra_dist.engine.gradient_sums import GradientSums
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.speed.operator_counter import OperatorCounter

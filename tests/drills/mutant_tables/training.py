@@ -248,7 +248,7 @@ TRAINING = (
     ),
     Mutant(
         name="engine: a tower's gradients are clipped to the other tower's norm",
-        file="electra_dist/engine/tower_clipping.py",
+        file="electra_dist/engine/engine.py",
         original='tower = int(group["is_generators"])',
         mutated='tower = 1 - int(group["is_generators"])',
         test="tests/engine/test_tower_clipping.py::"

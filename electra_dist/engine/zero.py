@@ -1,0 +1,295 @@
+"""Know how each of DeepSpeed's optimizers lays out weights and gradients: the one file that reads their attributes.
+
+Guarantee: over all ranks, the slices of `masters` cover every element of every parameter exactly once. An optimizer of
+another class, or one that lacks an attribute that is read here, is refused with one line that names it; no layout is
+guessed.
+
+How: stage 0 has the plain optimizer, so every rank holds everything. Stage 1 in bf16 is BF16_Optimizer; stage 1
+otherwise, and stage 2, are DeepSpeedZeroOptimizer; stage 3 is DeepSpeedZeroOptimizer_Stage3. Slices are found through
+the maps that DeepSpeed's own universal checkpoint uses: `param._hp_mapping` at stages 1 and 2, `grad_position` at 3.
+
+Limits: tested with the version of DeepSpeed that `electra_dist/version.py` names. The gradient sums of stage 1 in bf16
+(`gradient_sums.py`) and the loss scale of fp16 (`loss_scale.py`) replace methods of DeepSpeed.
+`tests/engine/test_deepspeed_assumptions.py` says which assumption another version breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+from typing_extensions import override
+
+from electra_dist.version import DEEPSPEED
+
+_ADVICE = f"install deepspeed=={DEEPSPEED}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterSlice:
+    """Part of one parameter's fp32 master weights that this rank keeps."""
+
+    name: str  # of the parameter
+    start: int  # first element, counted in the flattened parameter
+    numel: int  # number of elements; may be 0
+    flat: torch.Tensor  # what the optimizer updates: a partition of many parameters, or at stage 0 the parameter
+    offset: int  # first element, counted in `flat`
+
+
+class ZeroLayout(ABC):
+    """Layout of the training state in one optimizer that `deepspeed.initialize` has built."""
+
+    read: ClassVar[tuple[str, ...]] = ()  # attributes of the optimizer that this class reads
+    is_partitioned: ClassVar[bool] = True  # whether each rank holds only its own part of weights and gradients
+
+    def __init__(self, optimizer: Any) -> None:
+        for name in self.read:
+            if not hasattr(optimizer, name):
+                raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} has no attribute {name}; {_ADVICE}")
+        self.optimizer = optimizer
+
+    def masters(self, module: nn.Module, share: int = 0, num_shares: int = 1) -> Iterator[MasterSlice]:
+        """Yield this rank's slice of each parameter's fp32 master weights, in the module's order, if not empty.
+
+        At stage 0, where each rank has whole parameters, the slice is part `share` of `num_shares` equal parts.
+        """
+        for name, parameter in module.named_parameters():
+            master = self._locate(name, parameter, share, num_shares)
+            if master is not None and master.numel > 0:
+                yield master
+
+    @abstractmethod
+    def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
+        """Return the slice of one parameter, or None if it lies wholly on other ranks."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """Yield each parameter group with this rank's part of its gradients; at stage 3 a group may come again."""
+
+    # The next three do nothing where DeepSpeed needs no help.
+
+    def publish(self) -> None:  # noqa: B027
+        """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
+
+    def forget_gradients(self) -> None:  # noqa: B027
+        """Drop gradients of the last step that DeepSpeed keeps for parameters that have none in the next one."""
+
+    def clean_up_skipped_step(self) -> None:  # noqa: B027
+        """Repair the state that DeepSpeed leaves when it skips the update of a step. Collective."""
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether the optimizer's state is in host memory at ZeRO stage 1 or 2."""
+        return False
+
+
+class Whole(ZeroLayout):
+    """Stage 0: the plain optimizer. In 16 bits, torch computes with autocast over its fp32 parameters."""
+
+    is_partitioned = False
+
+    @override
+    def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
+        numel = parameter.numel()
+        start = numel * share // num_shares
+        end = numel * (share + 1) // num_shares  # the start of the next part
+        return MasterSlice(name=name, start=start, numel=end - start, flat=parameter, offset=start)
+
+    @override
+    def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        for group in self.optimizer.param_groups:
+            yield group, [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+
+
+class _Linked(ZeroLayout):
+    """Layout of stages 1 and 2: each parameter is linked to its range in a flat partition of its group."""
+
+    @property
+    @abstractmethod
+    def _partitions(self) -> list[torch.Tensor]:
+        """Return this rank's fp32 partition of each parameter group."""
+
+    @override
+    def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
+        if not hasattr(parameter, "_hp_mapping"):
+            raise RuntimeError(f"DeepSpeed has not linked parameter {name} to its fp32 partition; {_ADVICE}")
+        link = parameter._hp_mapping
+        if link is None:  # the parameter lies wholly on other ranks
+            return None
+        # DeepSpeed calls the forward pass's dtype "lp" (low precision) and the master's fp32 "hp" (high precision).
+        in_parameter = link.lp_fragment_address
+        in_partition = link.hp_fragment_address
+        return MasterSlice(
+            name=name,
+            start=in_parameter.start,
+            numel=in_parameter.numel,
+            flat=self._partitions[link.param_group_index],
+            offset=in_partition.start,
+        )
+
+    @override
+    def publish(self) -> None:
+        self.optimizer.update_lp_params()
+
+
+class Bf16Stage1(_Linked):
+    """Stage 1 in bf16: BF16_Optimizer, with the sums of gradients of a group in one flat fp32 tensor."""
+
+    read = ("fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition", "update_lp_params", "optimizer")
+
+    @property
+    @override
+    def _partitions(self) -> list[torch.Tensor]:
+        return self.optimizer.fp32_groups_flat_partition
+
+    @override
+    def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        groups = self.optimizer.optimizer.param_groups
+        for group, partition in zip(groups, self.optimizer.fp32_groups_gradient_flat_partition, strict=True):
+            yield group, [partition]
+
+
+class Stage1And2(_Linked):
+    """Stage 1 in fp32 and fp16, and stage 2: gradients are averaged over ranks as they come."""
+
+    read = (
+        *("single_partition_of_fp32_groups", "averaged_gradients", "cpu_offload", "update_lp_params"),
+        *("optimizer", "_global_grad_norm"),
+    )
+
+    @property
+    @override
+    def _partitions(self) -> list[torch.Tensor]:
+        return self.optimizer.single_partition_of_fp32_groups
+
+    @override
+    def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        for index, group in enumerate(self.optimizer.optimizer.param_groups):
+            if self.offloads:
+                yield group, [self._partitions[index].grad]  # type: ignore[list-item]
+            else:
+                yield group, self.optimizer.averaged_gradients[index]
+
+    @override
+    def clean_up_skipped_step(self) -> None:
+        if not self.offloads:
+            return
+        # DeepSpeed keeps these gradients, and would add those of the next step to them.
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = None
+
+    @property
+    @override
+    def offloads(self) -> bool:
+        return bool(self.optimizer.cpu_offload)
+
+
+class Stage3(ZeroLayout):
+    """Stage 3: each parameter is cut into one part per rank, the last one padded, and gathered when it is used."""
+
+    read = (
+        *("fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "unflatten"),
+        *("persistent_parameters", "grad_position", "get_param_id", "sub_group_to_group_id", "averaged_gradients"),
+        *("grad_partitions_flat_buffer", "offload_optimizer", "optimizer", "_global_grad_norm"),
+    )
+
+    @override
+    def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
+        group, offset, partition_numel = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        start = dist.get_rank() * partition_numel
+        numel_without_padding = max(0, min(partition_numel, parameter.ds_numel - start))
+        return MasterSlice(
+            name=name,
+            start=start,
+            numel=numel_without_padding,
+            flat=self.optimizer.fp32_partitioned_groups_flat[group],
+            offset=offset,
+        )
+
+    @override
+    def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        optimizer = self.optimizer
+        groups = optimizer.optimizer.param_groups
+        for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+            group = groups[optimizer.sub_group_to_group_id[index]]
+            yield group, [master.grad] if optimizer.offload_optimizer else optimizer.averaged_gradients[index]
+
+    @override
+    def publish(self) -> None:
+        optimizer = self.optimizer
+        # DeepSpeed keeps small ("persistent") parameters gathered on every rank, and these copies hold the old values.
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)  # a method of any parameter, which acts on the list that it receives
+        # Three views of each parameter group: this rank's fp32 masters in one flat tensor, the same in the dtype of
+        # the forward pass, and the partition of each parameter in that dtype.
+        for master_group, low_precision_group, partitions in zip(
+            optimizer.fp32_partitioned_groups_flat,
+            optimizer.fp16_partitioned_groups_flat,
+            optimizer.fp16_partitioned_groups,
+        ):
+            low_precision_group.data.copy_(master_group.data)
+            updated_partitions = optimizer.unflatten(low_precision_group, partitions)
+            for partition, updated in zip(partitions, updated_partitions):
+                partition.data = updated.data
+        self._gather_persistent()
+
+    @override
+    def forget_gradients(self) -> None:
+        # DeepSpeed would count the last gradient of a parameter in the norm.
+        self.optimizer.grad_partitions_flat_buffer.zero_()
+
+    @override
+    def clean_up_skipped_step(self) -> None:
+        # DeepSpeed leaves small ("persistent") parameters partitioned, which are otherwise whole on every rank. The
+        # next step would fail if DeepSpeed has recorded the order of parameters while they were whole, as after a
+        # restart.
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        persistent = self.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+
+_LAYOUTS: dict[type, type[ZeroLayout]] = {
+    BF16_Optimizer: Bf16Stage1,
+    DeepSpeedZeroOptimizer: Stage1And2,
+    DeepSpeedZeroOptimizer_Stage3: Stage3,
+    torch.optim.Optimizer: Whole,
+}
+
+
+def layout_of(optimizer: Any) -> ZeroLayout:
+    """Return the layout of an optimizer that `deepspeed.initialize` has returned; RuntimeError: it is not known."""
+    for optimizer_class, layout in _LAYOUTS.items():
+        if isinstance(optimizer, optimizer_class):
+            return layout(optimizer)
+    raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} has a layout that is not known; {_ADVICE}")
+
+
+@contextlib.contextmanager
+def without_memory_reports() -> Iterator[None]:
+    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers."""
+    # The function that prints them also collects garbage and resets the allocator's peak, which nothing needs. No
+    # setting switches it off, so its name is replaced in the modules that call it.
+    modules = (bf16_optimizer, stage_1_and_2, stage3)
+    originals = [module.see_memory_usage for module in modules]
+    for module in modules:
+        module.see_memory_usage = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals):
+            module.see_memory_usage = original
