@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.model import ModelConfig, ObjectiveConfig, TowerConfig, check_sharing
+from electra_dist.config_sections.model import ModelConfig, TowerConfig
+from electra_dist.config_sections.objective import ObjectiveConfig, check_sharing
 from electra_dist.config_sections.operation import (
     CheckpointConfig,
     ClusterConfig,

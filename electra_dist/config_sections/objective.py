@@ -1,0 +1,254 @@
+"""Define the section `objective`: what the towers learn, and what is true of each objective.
+
+Everything that depends on the kind of an objective reads `OBJECTIVES`: networks and heads, parameters and FLOPs, the
+memory of a plan, the checks of a config, the export. A new objective is its class, one row there, and its name in
+`ObjectiveConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from electra_dist.config_sections.model import ModelConfig
+from electra_dist.config_sections.section import NonNegative, Section
+from electra_dist.schedule import (
+    FractionOrSchedule,
+    InnerFractionOrSchedule,
+    NonNegativeOrSchedule,
+    PositiveOrSchedule,
+    Schedule,
+    largest_value,
+)
+
+
+class ObjectiveFacts(NamedTuple):
+    """Properties of an objective. The defaults are those of replaced-token detection."""
+
+    has_generator: bool = True  # without one, the large tower is the only network, and it reads [MASK]
+    generator_can_be_fixed: bool = True  # `objective.generator` and `objective.random_share` may replace its samples
+    generator_estimates_reward: bool = False  # it has a second head, and it may always sample the true token
+    has_cloze_generator: bool = False  # two one-way towers, which together predict every token from its two sides
+    predicts_tokens: bool = False  # the large tower predicts tokens and does not detect replacements
+    copies_tokens: bool = False  # it predicts at every position, and a gate may copy the input token
+    counts_masked_only: bool = False  # its mean is over the masked positions, not over all tokens
+    gives_energies: bool = False  # the detection head's output is an energy, without the noise model's offset
+    takes_joint_mlm: bool = False  # `objective.discriminator_mlm_weight` may add a head that predicts tokens
+
+
+OBJECTIVES = {
+    "rtd": ObjectiveFacts(takes_joint_mlm=True),
+    "mlm": ObjectiveFacts(has_generator=False, generator_can_be_fixed=False, predicts_tokens=True),
+    "rtd_masked_only": ObjectiveFacts(takes_joint_mlm=True, counts_masked_only=True),
+    "replace_mlm": ObjectiveFacts(predicts_tokens=True, counts_masked_only=True),
+    "all_tokens_mlm": ObjectiveFacts(predicts_tokens=True, copies_tokens=True),
+    "electric": ObjectiveFacts(generator_can_be_fixed=False, has_cloze_generator=True, gives_energies=True),
+    "adversarial": ObjectiveFacts(generator_can_be_fixed=False, generator_estimates_reward=True),
+}
+
+
+class ObjectiveConfig(Section):
+    """Settings of what is learned: the pretraining objective, masking, sampling of replacements, and loss weights."""
+
+    name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
+        default="rtd",
+        description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
+        "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA "
+        "15 %, which is rtd with the discriminator's loss at masked positions only. replace_mlm: the "
+        "discriminator's tower reads the generator's text and predicts the original tokens at masked "
+        "positions. all_tokens_mlm: the same at every position, with a learned gate that copies the "
+        "input token. electric: the Electric model, with a two-tower cloze model as its noise "
+        "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the "
+        "discriminator.",
+    )
+    generator: Literal["trained", "frozen", "uniform", "unigram"] = Field(
+        default="trained",
+        description="Source of the replacement tokens. trained: the generator network. frozen: a ready generator "
+        "network, which train.init_generator_from names and which does not learn. uniform: every token of the "
+        "vocabulary with equal probability, the fixed generator of Google's code. unigram: tokens by their "
+        "frequency in the corpus, the fixed generator of the paper.",
+    )
+    generator_sha256: str | None = Field(
+        default=None,
+        description="SHA-256 of the weights of a frozen generator, in hexadecimal. A run fills it in when it starts, "
+        "and is refused if the weights have changed. Set it to make sure of the weights at the first start.",
+    )
+    generator_only_steps: NonNegative = Field(
+        default=0,
+        description="Two-stage training: number of steps that train only the generator, by masked language "
+        "modelling. After them the discriminator starts from a copy of the generator's weights, and the generator "
+        "is frozen. Needs model.sharing: none and towers of the same shape. 0: both towers train from the start.",
+    )
+    mask_prob: InnerFractionOrSchedule = Field(
+        default=0.25,
+        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %), as a number or a "
+        "schedule.",
+    )
+    mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.85,
+        description="Fraction of the masked positions that show [MASK] to the generator; the others keep their "
+        "token. Google's code uses 0.85, the paper 1.0.",
+    )
+    masking: Literal["without_replacement", "reference"] = Field(
+        default="without_replacement",
+        description="How masked positions are drawn. without_replacement: each position at most once. reference: "
+        "with replacement, as in Google's code, so that duplicates reduce the number of distinct masked positions.",
+    )
+    mlm_weight: NonNegativeOrSchedule = Field(
+        default=1.0,
+        description="Weight of the generator's loss in the total loss, whichever loss trains the generator, as a "
+        "number or a schedule. With objective mlm, the weight of the only loss.",
+    )
+    rtd_weight: NonNegativeOrSchedule = Field(
+        default=50.0,
+        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50), as a "
+        "number or a schedule.",
+    )
+    token_weight: Annotated[float, Field(ge=0)] = Field(
+        default=1.0,
+        description="Weight in the total loss of the loss with which the discriminator's tower learns to predict "
+        "tokens; used by the objectives replace_mlm and all_tokens_mlm only.",
+    )
+    discriminator_mlm_weight: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Joint MLM: weight in the total loss of a second loss of the discriminator, which then also "
+        "predicts the original tokens at the masked positions of the text that it reads, with a head of its own. "
+        "Needs objective rtd or rtd_masked_only. 0: no such head.",
+    )
+    temperature: PositiveOrSchedule = Field(
+        default=1.0,
+        description="Number, or schedule of a number, that divides the generator's logits before a replacement is "
+        "sampled. Values above 1 make the samples more random. The generator's loss does not use it, and evaluations "
+        "sample at 1 from a trained generator.",
+    )
+    disallow_correct: bool = Field(
+        default=False,
+        description="Whether sampling excludes the original token, so that every sampled token is a replacement.",
+    )
+    random_share: FractionOrSchedule = Field(
+        default=0.0,
+        description="Fraction of the masked positions whose replacement is drawn at random instead of from the "
+        "generator, as a number or a schedule; random_from decides from which tokens. The generator's loss does not "
+        "change, and evaluations use 0.",
+    )
+    random_from: Literal["uniform", "unigram"] = Field(
+        default="uniform",
+        description="Tokens from which random_share draws. uniform: every token of the vocabulary except the special "
+        "tokens, with equal probability. unigram: tokens by their frequency in the corpus.",
+    )
+    loss_mean: Literal["global", "per_replica"] = Field(
+        default="global",
+        description="How a loss is averaged over tokens. global: one mean over the tokens of the global batch. "
+        "per_replica: a mean for each micro-batch, then the mean of these means, as in Google's code.",
+    )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> ObjectiveConfig:
+        """Refuse an option that does not go with the chosen objective."""
+        if self.generator != "trained" and not self.facts.generator_can_be_fixed:
+            raise ValueError(
+                f"generator `{self.generator}` does not go with objective `{self.name}`; set "
+                f"objective.generator: trained, or choose another objective.name"
+            )
+        if self.generator_sha256 is not None and self.generator != "frozen":
+            raise ValueError(
+                f"generator_sha256 needs generator `frozen`, but generator is `{self.generator}`; remove "
+                f"objective.generator_sha256, or set objective.generator: frozen"
+            )
+        if self.generator_only_steps and (self.name, self.generator) != ("rtd", "trained"):
+            raise ValueError(
+                "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
+                "objective.generator: trained, or set generator_only_steps: 0"
+            )
+        takes_joint_mlm = self.facts.takes_joint_mlm and not self.generator_only_steps
+        if self.discriminator_mlm_weight and not takes_joint_mlm:
+            raise ValueError(
+                "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
+                "objective.discriminator_mlm_weight: 0, or choose another objective.name"
+            )
+        if self.facts.generator_estimates_reward and self.disallow_correct:
+            raise ValueError(
+                "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; "
+                "set objective.disallow_correct: false"
+            )
+        is_fixed_generator = self.generator in ("uniform", "unigram")
+        if is_fixed_generator and isinstance(self.temperature, Schedule):
+            raise ValueError(
+                f"temperature cannot be a schedule with generator `{self.generator}`, whose probabilities are fixed; "
+                f"set objective.temperature to a number, or objective.generator: trained"
+            )
+        if self.draws_at_random and (is_fixed_generator or not self.facts.generator_can_be_fixed):
+            raise ValueError(
+                f"random_share does not go with objective `{self.name}` and generator `{self.generator}`, because it "
+                f"takes the place of some of a trained generator's samples; remove objective.random_share, or set "
+                f"objective.name: rtd and objective.generator: trained"
+            )
+        return self
+
+    @property
+    def facts(self) -> ObjectiveFacts:
+        """Return what is true of the objective, whatever the other keys are."""
+        return OBJECTIVES[self.name]
+
+    @property
+    def runs_generator(self) -> bool:
+        """Return whether a generator network draws the replacements, be it trained or frozen."""
+        return self.facts.has_generator and self.generator in ("trained", "frozen")
+
+    @property
+    def trains_generator(self) -> bool:
+        """Return whether the objective trains a generator network.
+
+        `mlm` does not, because it replaces no tokens. The other objectives do, unless `generator` is "uniform" or
+        "unigram" (replacements have fixed probabilities) or "frozen" (the generator's network is not trained).
+        """
+        return self.facts.has_generator and self.generator == "trained"
+
+    @property
+    def draws_at_random(self) -> bool:
+        """Return whether random_share is above 0 at some step, so that some replacements are drawn at random."""
+        return largest_value(self.random_share) > 0
+
+
+def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    """Raise ValueError if the shapes of both networks, or the weights that they share, contradict the objective."""
+    if objective.generator_only_steps:
+        _check_two_stage(model)
+    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
+        raise ValueError(
+            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
+            f"model.sharing, or set it to none"
+        )
+    has_one_tower = not objective.runs_generator
+    if has_one_tower and model.sharing != "embeddings":
+        raise ValueError(
+            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
+            f"{objective.generator} has one tower only; remove model.sharing from the config"
+        )
+    if objective.facts.has_cloze_generator and model.sharing == "all":
+        raise ValueError(
+            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
+            "the discriminator; set model.sharing: embeddings"
+        )
+
+
+def _check_two_stage(model: ModelConfig) -> None:
+    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
+
+    After `objective.generator_only_steps` steps the discriminator starts as a copy of the generator, so the sizes must
+    be equal. From then on the generator is frozen, so the discriminator cannot train shared parameters.
+    """
+    same_layers = model.generator == model.discriminator
+    same_embedding_width = model.generator_embedding_width == model.embedding_size
+    if not same_layers or not same_embedding_width:
+        raise ValueError(
+            "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+            "of one size; set model.generator to the sizes of model.discriminator and remove "
+            "model.generator_embedding_size"
+        )
+    if model.sharing != "none":
+        raise ValueError(
+            f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+            f"but model.sharing is {model.sharing}; set model.sharing: none"
+        )
