@@ -38,7 +38,7 @@ from electra_dist.corpus.stages.join_parts import JoinedCorpus, join_parts, read
 from electra_dist.corpus.stages.read_group import ReadSettings, ReadTask, start_reading
 from electra_dist.corpus.stages.row_sample import sample_rows
 from electra_dist.corpus.stages.source_epochs import refuse_unknown_sources, source_epochs
-from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.corpus.stages.spill_file import open_spills
 from electra_dist.corpus.stages.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
 from electra_dist.store.open_store import open_store
@@ -114,6 +114,7 @@ class _PartOfBuild:
         self._records = BuildRecords(self._store)
         self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
         self._groups = group_inputs(request.inputs, request.group_bytes)
+        self._recorded: dict[int, ReadGroup] = {}  # records of the groups that were read, each of them read once
         self._with_origins = False  # whether the build writes origin files; `run` sets it
 
     def is_finished(self) -> bool:
@@ -157,6 +158,7 @@ class _PartOfBuild:
             order = self._records.order()
             if order is not None and order.inputs_sha256 != self._request.input_names()["inputs_sha256"]:
                 raise self._inputs_changed()
+            self._recorded = self._records.groups()
             changed = self._changed_groups()
             if order is None:
                 self._read_inputs(changed)
@@ -174,11 +176,10 @@ class _PartOfBuild:
         Other names or sizes of files count as a change. If only times of modification differ, the group is read again
         and the digest of its documents decides.
         """
-        recorded = self._records.groups()
         changed: set[int] = set()
         touched: list[InputGroup] = []
         for group in self._groups:
-            record = recorded.get(group.number)
+            record = self._recorded.get(group.number)
             if record is None:
                 continue
             if record.files_digest != group.digest:
@@ -186,21 +187,23 @@ class _PartOfBuild:
             elif record.modified != group.modified:
                 touched.append(group)
         for found in self._read(touched, (ReadTask(group, is_check=True) for group in touched)):
-            record = recorded[found.number]
+            record = self._recorded[found.number]
             if found.documents_digest != record.documents_digest:
                 changed.add(found.number)
             else:
-                self._records.record_group(record.model_copy(update={"modified": found.modified}))
+                self._recorded[found.number] = record.model_copy(update={"modified": found.modified})
+                self._records.record_group(self._recorded[found.number])
         return changed
 
     def _read_inputs(self, changed: set[int]) -> None:
         """Read the input groups that no part has read yet, and those in `changed`; this part's groups come first."""
-        recorded = self._records.groups()
+        recorded = self._recorded
         missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
         if recorded:
             self._console.say(f"{self._store.url}: resuming the build; {len(recorded)} groups of inputs are read")
-        for _ in self._read(missing, self._groups_to_read(missing, changed)):
-            pass
+        for record in self._read(missing, self._groups_to_read(missing, changed)):
+            recorded[record.number] = record
+        recorded |= self._records.groups(known=recorded)  # those that other parts have read
 
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
         """Read input groups in worker processes; yield the record of each group, and show the progress.
@@ -232,9 +235,13 @@ class _PartOfBuild:
         """Yield tasks for the `missing` groups, this part's first; leave out groups that were read meanwhile."""
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
+            recorded = set(self._records.group_numbers())
             for group in missing:
-                if owner.owns(group.number) and (group.number in changed or not self._records.has_group(group.number)):
-                    yield ReadTask(group, is_check=False)
+                if not owner.owns(group.number):
+                    continue
+                if group.number not in changed and (group.number in recorded or self._records.has_group(group.number)):
+                    continue
+                yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> CorpusOrder:
         """Decide how many buckets (ranges of the shuffled documents) the corpus has and how often each source is used.
@@ -249,7 +256,7 @@ class _PartOfBuild:
                 source_bytes[source] = source_bytes.get(source, 0) + num_bytes
         epochs = source_epochs(source_bytes, request.corpus.source_epochs, request.corpus.source_shares)
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
-        spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
+        spills = open_spills(self._store, [spill for record in records for spill in record.spills])
         sample = sample_rows(spills, request.rules(), request.example_seed)
         # A build that would be refused at its end because of them should not do its work first.
         remarks_on_unknown_tokens(
@@ -270,8 +277,7 @@ class _PartOfBuild:
         )
 
     def _group_records(self) -> list[ReadGroup]:
-        records = self._records.groups()
-        return [records[group.number] for group in self._groups]
+        return [self._recorded[group.number] for group in self._groups]
 
     def _make_rows(self, order: CorpusOrder) -> int:
         """Write this part's shards that do not exist yet; return how many of its shards earlier calls had finished."""

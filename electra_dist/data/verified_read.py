@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreError, UserError
 from electra_dist.store.interface import Store
 
 READINGS = 5  # readings of a wrong body after which the object itself counts as damaged
@@ -21,16 +21,22 @@ _Content = TypeVar("_Content")
 
 
 def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
-    """Read an object and return `parse(its bytes)`; `parse` must raise UserError for wrong content.
+    """Read an object and return `parse(its bytes)`; `parse` must raise UserError for wrong content (`reread`)."""
+    return reread(store, key, lambda: parse(store.read(key)))
 
-    A local file is read once. An object on S3 is read up to `READINGS` times while `parse` fails, with pauses.
+
+def reread(store: Store, key: str, read: Callable[[], _Content]) -> _Content:
+    """Return what `read` reads from an object; it must raise UserError, but no StoreError, for wrong content.
+
+    A local file is read once. An object on S3 is read up to `READINGS` times while its content is wrong, with pauses.
     """
     is_fetched = store.local_path(key) is None
     if is_fetched:
         for reading in range(READINGS - 1):
-            content = store.read(key)
             try:
-                return parse(content)
+                return read()
+            except StoreError:
+                raise
             except UserError:
                 time.sleep(_FIRST_PAUSE_S * 2**reading)
-    return parse(store.read(key))
+    return read()

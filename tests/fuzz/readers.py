@@ -26,7 +26,7 @@ from electra_dist.corpus.prepare.source_plan import write_plan
 from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords
 from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.join_parts import join_parts
-from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.corpus.stages.spill_file import open_spills
 from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.shard import Shard
 from electra_dist.engine.micro_batch import read_known_sizes
@@ -109,8 +109,8 @@ def _progress(root: Path) -> None:
     records = BuildRecords(store)
     records.begin(progress_parameters(root), "", BuildNotes())
     for group in records.groups().values():
-        for name in group.spills:
-            list(SpillFile(store, name).documents(range(NUM_CELLS)))
+        for spill in open_spills(store, group.spills):
+            list(spill.documents(range(NUM_CELLS)))
     records.order()
     for bucket in records.buckets().values():
         if bucket.heldout_rows:

@@ -31,7 +31,13 @@ from launcher.cli import corpus_plan as command
 from launcher.cli.corpus import app
 
 CONFIG = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
-KINDS = {"GetObject": "get", "PutObject": "put", "ListObjectsV2": "list", "DeleteObject": "delete"}
+KINDS = {
+    "GetObject": "get",
+    "PutObject": "put",
+    "ListObjectsV2": "list",
+    "DeleteObject": "delete",
+    "DeleteObjects": "delete",
+}
 _SINGLE_REQUESTS = 4  # for small files of which a build has one, and which a plan may leave out
 __all__ = ["bucket", "s3"]
 

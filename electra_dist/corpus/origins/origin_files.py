@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 from electra_dist.config import Section
 from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
 from electra_dist.data.manifest import CorpusManifest, Sha256
+from electra_dist.data.verified_read import read_verified, reread
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
@@ -82,6 +83,9 @@ class Origins:
     def table(self, shard: str) -> pyarrow.Table:
         """Return the table in a shard's origin file (`origin_table.SCHEMA`); ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
+        return reread(self._store, entry.name, lambda: self._read(entry))
+
+    def _read(self, entry: OriginFile) -> pyarrow.Table:
         data = self._store.read(entry.name, must_exist=True)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ManifestMismatch(
@@ -103,11 +107,15 @@ def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
     if not store.exists(ORIGINS_KEY):
         return None
     url = f"{store.url}/{ORIGINS_KEY}"
-    try:
-        origins = OriginsManifest.model_validate(parse_json(store.read(ORIGINS_KEY)))
-    except (DamagedJson, ValidationError) as error:
-        reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
-        raise ManifestMismatch(f"{url}: damaged ({reason}); {_NEXT_STEP}") from None
+
+    def parse(data: bytes) -> OriginsManifest:
+        try:
+            return OriginsManifest.model_validate(parse_json(data))
+        except (DamagedJson, ValidationError) as error:
+            reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
+            raise ManifestMismatch(f"{url}: damaged ({reason}); {_NEXT_STEP}") from None
+
+    origins = read_verified(store, ORIGINS_KEY, parse)
     entries = {file.shard: file for file in origins.files}
     if origins.corpus != manifest.fingerprint or entries.keys() != {shard.name for shard in manifest.shards}:
         raise ManifestMismatch(f"{url}: belongs to another corpus (fingerprint {origins.corpus}); {_NEXT_STEP}")

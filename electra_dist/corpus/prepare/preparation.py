@@ -27,6 +27,7 @@ from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, Prep
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
 from electra_dist.corpus.prepare.steps.document_files import DOCUMENTS_DIR, file_of_task
+from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.atomic_files import make_folder
 from electra_dist.store.interface import Store
@@ -106,10 +107,15 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
     if not store.exists(REPORT_FILE):
         return None
     place = f"{config.output}/{REPORT_FILE}"
-    try:
-        report = validate_json(REPORT, parse_json_object(store.read(REPORT_FILE)))
-    except DamagedJson as error:
-        raise damaged_file(place, error, "delete it and run the same command again, or set another `output`") from None
+
+    def parse(data: bytes) -> PrepareReport:
+        try:
+            return validate_json(REPORT, parse_json_object(data))
+        except DamagedJson as error:
+            advice = "delete it and run the same command again, or set another `output`"
+            raise damaged_file(place, error, advice) from None
+
+    report = read_verified(store, REPORT_FILE, parse)
     if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
         raise UserError(
             f"{place}: is the result of another preparation; set another `output`, or delete the files in this folder"

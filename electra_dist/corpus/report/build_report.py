@@ -22,6 +22,7 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.document_counts import LENGTH, SKIPPED, SKIPPED_BYTES
 from electra_dist.corpus.report.source_notes import PreparedText, SourceNotes
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
+from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
@@ -190,13 +191,17 @@ def read_report(store: Store) -> BuildReport | None:
     """
     if not store.exists(REPORT_KEY):
         return None
-    try:
-        return BuildReport.model_validate(parse_json(store.read(REPORT_KEY)))
-    except (DamagedJson, ValidationError) as error:
-        reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
-        raise UserError(
-            f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
-        ) from None
+
+    def parse(data: bytes) -> BuildReport:
+        try:
+            return BuildReport.model_validate(parse_json(data))
+        except (DamagedJson, ValidationError) as error:
+            reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
+            raise UserError(
+                f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
+            ) from None
+
+    return read_verified(store, REPORT_KEY, parse)
 
 
 def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:

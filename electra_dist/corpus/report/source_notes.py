@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Section
+from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.open_store import open_store
@@ -82,8 +83,12 @@ def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | N
     store = open_store(folder, endpoint_url)
     if not store.exists(_PREPARE_KEY):
         return None
+    return read_verified(store, _PREPARE_KEY, lambda data: _parse_preparation(data, f"{store.url}/{_PREPARE_KEY}"))
+
+
+def _parse_preparation(data: bytes, url: str) -> PreparedText:
     try:
-        tree = parse_json_object(store.read(_PREPARE_KEY))
+        tree = parse_json_object(data)
         counts = {
             "sources": {
                 name: {key: source.get(key) for key in PreparedSource.model_fields}
@@ -94,6 +99,6 @@ def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | N
         return validate_json(TypeAdapter(PreparedText), counts)
     except (DamagedJson, AttributeError) as error:
         raise UserError(
-            f"{store.url}/{_PREPARE_KEY}: not the report of a preparation ({error}); run `electra-dist corpus "
+            f"{url}: not the report of a preparation ({error}); run `electra-dist corpus "
             "prepare` again, or delete the file"
         ) from None

@@ -36,7 +36,7 @@ from electra_dist.corpus.stages.document_order import (
     copy_key,
     num_copies,
 )
-from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile
+from electra_dist.corpus.stages.spill_file import OrderedDocument, documents_of_spills, open_spills
 from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_format import write_shard
@@ -78,7 +78,7 @@ class _RowMaker:
         self._settings = settings
         self._store = open_store(settings.output, settings.endpoint_url)
         self._records = BuildRecords(self._store)
-        self._spills = [SpillFile(self._store, name) for name in settings.spills]
+        self._spills = open_spills(self._store, settings.spills)
         self._processor = ChunkProcessor(settings.rules)
         self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
 
@@ -177,12 +177,11 @@ class _RowMaker:
         found: list[OrderedDocument] = []
         for copy in range(most_copies):
             for original_cells in _consecutive(cell_of_original(cell, copy) for cell in cells):
-                for spill in self._spills:
-                    for entry in spill.documents(original_cells):
-                        source = settings.sources[entry.file]
-                        if copy < num_copies(entry.key, settings.order.epochs[source]):
-                            document = entry.document._replace(source=source)
-                            found.append(entry._replace(key=copy_key(entry.key, copy), document=document))
+                for entry in documents_of_spills(self._spills, original_cells):
+                    source = settings.sources[entry.file]
+                    if copy < num_copies(entry.key, settings.order.epochs[source]):
+                        document = entry.document._replace(source=source)
+                        found.append(entry._replace(key=copy_key(entry.key, copy), document=document))
         found.sort(key=lambda entry: (entry.key, entry.file, entry.number))
         return found
 

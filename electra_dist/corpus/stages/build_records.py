@@ -26,7 +26,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,8 +49,9 @@ from electra_dist.data.manifest import (
     write_corpus_vocabulary,
 )
 from electra_dist.data.shard_format import parse_array
+from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
@@ -206,7 +207,7 @@ class BuildRecords:
 
     def has_groups(self) -> bool:
         """Return whether any group of input files was read."""
-        return bool(self._record_keys(_GROUPS))
+        return bool(self.group_numbers())
 
     def give_up(self) -> None:
         """Delete all records of the build, and vocab.txt if the build wrote it; any other build may then begin."""
@@ -221,8 +222,11 @@ class BuildRecords:
             raise UserError(
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
             )
+        return read_verified(self._store, _BUILD_KEY, self._parse_parameters)
+
+    def _parse_parameters(self, data: bytes) -> dict[str, Any]:
         try:
-            parameters = parse_json_object(_without_digest(self._store.read(_BUILD_KEY)))
+            parameters = parse_json_object(_without_digest(data))
             if not isinstance(parameters.get("tokenizer"), str):
                 raise DamagedJson("it names no tokenizer")
         except DamagedJson as error:
@@ -241,16 +245,21 @@ class BuildRecords:
 
     def record_group(self, group: ReadGroup) -> None:
         """Record that an input group was read. The caller must have written its spill files before."""
-        self._write(f"{_GROUPS}{group.number:06d}.json", group)
+        self._write(_group_key(group.number), group)
 
-    def groups(self) -> dict[int, ReadGroup]:
-        """Return the records of all groups that were read: number -> record."""
-        groups = (self._read(key, ReadGroup) for key in self._record_keys(_GROUPS))
+    def groups(self, known: Collection[int] = ()) -> dict[int, ReadGroup]:
+        """Return number -> record of the groups that were read; the groups `known` are left out."""
+        keys = [_group_key(number) for number in self.group_numbers() if number not in known]
+        groups = in_parallel(lambda key: self._read(key, ReadGroup), keys)
         return {group.number: group for group in groups}
+
+    def group_numbers(self) -> list[int]:
+        """Return the numbers of the groups that were read, ascending, from a listing."""
+        return [int(key.removeprefix(_GROUPS).removesuffix(".json")) for key in self._record_keys(_GROUPS)]
 
     def has_group(self, number: int) -> bool:
         """Return whether an input group was read, by this process or by another part of the build."""
-        return self._store.exists(f"{_GROUPS}{number:06d}.json")
+        return self._store.exists(_group_key(number))
 
     def record_order(self, order: CorpusOrder) -> None:
         """Write order.json, after all input groups were read. Several parts may write it, with the same bytes."""
@@ -287,29 +296,34 @@ class BuildRecords:
         A bucket is left out if a shard or origin file is missing or does not have the recorded size; the bucket must
         then be written again.
         """
-        buckets = [self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS)]
+        buckets = in_parallel(lambda key: self._read(key, FinishedBucket), self._record_keys(_BUCKETS))
         sizes = {**self._store.sizes(_SHARDS), **self._store.sizes(ORIGINS_FOLDER)} if buckets else {}
         return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
         """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32; the bucket must have some."""
         key = _heldout_key(bucket.number, "npy")
-        data = self._store.read(key)
-        if bucket.heldout_sha256 not in (None, hashlib.sha256(data).hexdigest()):
-            raise self._damaged(key, "its SHA-256 is not the recorded one")
-        try:
-            rows = parse_array(data)
-        except ValueError as error:
-            raise self._damaged(key, error) from None
-        return rows
+
+        def parse(data: bytes) -> np.ndarray:
+            if bucket.heldout_sha256 not in (None, hashlib.sha256(data).hexdigest()):
+                raise self._damaged(key, "its SHA-256 is not the recorded one")
+            try:
+                return parse_array(data)
+            except ValueError as error:
+                raise self._damaged(key, error) from None
+
+        return read_verified(self._store, key, parse)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
         """Return the table that names the documents of a bucket's held-out rows; the build must write origin files."""
         key = _heldout_key(bucket.number, "parquet")
-        data = self._store.read(key)
-        if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
-            raise self._damaged(key, "its SHA-256 is not the recorded one")
-        return table_from_bytes(data)
+
+        def parse(data: bytes) -> pyarrow.Table:
+            if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
+                raise self._damaged(key, "its SHA-256 is not the recorded one")
+            return table_from_bytes(data)
+
+        return read_verified(self._store, key, parse)
 
     def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
         return ManifestMismatch(
@@ -332,9 +346,8 @@ class BuildRecords:
         build.json, which holds the parameters, is deleted after the records of all steps, so that no steps of an
         earlier build are ever left without it. A notes.json that remains is overwritten by the next build.
         """
-        for key in self._store.list(_FOLDER):
-            if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER)):
-                self._store.delete(key)
+        keys = self._store.list(_FOLDER)
+        self._store.delete_all([key for key in keys if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER))])
         self._store.delete(_BUILD_KEY)
         self._store.delete(_NOTES_KEY)
 
@@ -347,13 +360,16 @@ class BuildRecords:
         self._store.write(key, _with_digest(record.model_dump_json()))
 
     def _read(self, key: str, kind: type[_Record]) -> _Record:
-        try:
-            return validate_json(TypeAdapter(kind), parse_json_object(_without_digest(self._store.read(key))))
-        except DamagedJson as error:
-            raise ManifestMismatch(
-                f"{self._store.url}/{key}: not a record of this version's builds, because {error}; delete {_FOLDER} "
-                "in this folder and start the build again"
-            ) from None
+        def parse(data: bytes) -> _Record:
+            try:
+                return validate_json(TypeAdapter(kind), parse_json_object(_without_digest(data)))
+            except DamagedJson as error:
+                raise ManifestMismatch(
+                    f"{self._store.url}/{key}: not a record of this version's builds, because {error}; delete "
+                    f"{_FOLDER} in this folder and start the build again"
+                ) from None
+
+        return read_verified(self._store, key, parse)
 
     def _refuse_foreign_shards(self) -> None:
         """Raise UserError if another program wrote shards here, which a build would overwrite."""
@@ -412,6 +428,10 @@ def _without_digest(data: bytes) -> bytes:
     if digest and digest.rstrip(b"\n") != hashlib.sha256(line).hexdigest().encode():
         raise DamagedJson("its SHA-256 is not the one in its second line")
     return line
+
+
+def _group_key(number: int) -> str:
+    return f"{_GROUPS}{number:06d}.json"
 
 
 def _heldout_key(number: int, ending: str) -> str:

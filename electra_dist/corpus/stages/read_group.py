@@ -19,7 +19,7 @@ from electra_dist.corpus.report.read_counts import of_stream
 from electra_dist.corpus.stages.build_records import BuildRecords, ReadGroup
 from electra_dist.corpus.stages.document_order import document_key
 from electra_dist.corpus.stages.input_groups import InputGroup
-from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
+from electra_dist.corpus.stages.spill_file import SPILLS_FOLDER, OrderedDocument, write_spill
 from electra_dist.corpus.text_decoding import RawDocument
 from electra_dist.corpus.text_readers import DocumentStream
 from electra_dist.store.interface import Store
@@ -109,7 +109,7 @@ class _SpillWriter:
     def finish(self) -> None:
         """Write the documents that are in no file yet, if there are any."""
         if self._documents:
-            name = f"progress/spills/{self._group:06d}-{len(self.names):06d}"
+            name = f"{SPILLS_FOLDER}{self._group:06d}-{len(self.names):06d}"
             write_spill(self._store, name, self._documents)
             self.names.append(name)
             self._documents = []

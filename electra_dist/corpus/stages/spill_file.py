@@ -9,17 +9,20 @@ to a half of the text's bytes; they are deleted when the corpus is finished.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from electra_dist.corpus.stages.document_order import NUM_CELLS, cell_of
 from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.data.verified_read import reread
 from electra_dist.errors import ManifestMismatch
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 
+SPILLS_FOLDER = "progress/spills/"
 _TABLE_BYTES = (NUM_CELLS + 1) * 8
 _HEAD = struct.Struct("<QIQqB")  # key, file, number, bytes of the data (-1: no text), flags
 _IS_JSON = 1  # flag: the data is a JSON line
@@ -66,28 +69,43 @@ def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> in
 class SpillFile:
     """Reader of a spill file (documents sorted by key), which keeps the file's table of offsets in memory."""
 
-    def __init__(self, store: Store, name: str) -> None:
-        """Read the file's table of offsets; raise ManifestMismatch if the file is cut off."""
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        """Read the table of offsets of a file of `size` bytes; raise ManifestMismatch if the file is cut off."""
         self._store = store
         self._name = name
-        table = store.read_range(name, 0, _TABLE_BYTES, must_exist=True)
+        self._size = size
+        self._offsets = reread(store, name, self._read_table)
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether each reading of the file is a request to S3."""
+        return self._store.local_path(self._name) is None
+
+    def _read_table(self) -> NDArray[np.int64]:
+        table = self._store.read_range(self._name, 0, _TABLE_BYTES, must_exist=True)
         if len(table) != _TABLE_BYTES:
             raise self._damaged()
-        self._offsets = np.frombuffer(table, "<u8").astype(np.int64)
-        is_rising = self._offsets[0] == _TABLE_BYTES and (np.diff(self._offsets) >= 0).all()
-        if not is_rising or self._offsets[-1] != store.size(name):
+        offsets = np.frombuffer(table, "<u8").astype(np.int64)
+        is_rising = offsets[0] == _TABLE_BYTES and (np.diff(offsets) >= 0).all()
+        if not is_rising or offsets[-1] != self._size:
             raise self._damaged()
+        return offsets
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
         """Yield the documents of some cells (key ranges), sorted by key; raise ManifestMismatch for a damaged file."""
-        if not cells:
-            return
+        if cells and self._offsets[cells.stop] > self._offsets[cells.start]:
+            for data in reread(self._store, self._name, lambda: self._read_cells(cells)):
+                yield from _split_documents(data)
+
+    def _read_cells(self, cells: range) -> list[bytes]:
+        """Return the documents of each cell that has some, decompressed."""
         start = int(self._offsets[cells.start])
         length = int(self._offsets[cells.stop]) - start
-        content = self._store.read_range(self._name, start, length, must_exist=True) if length else memoryview(b"")
+        content = self._store.read_range(self._name, start, length, must_exist=True)
         if len(content) != length:
             raise self._damaged()
         decompressor = zstandard.ZstdDecompressor()
+        decompressed = []
         for cell in cells:
             first = int(self._offsets[cell]) - start
             end = int(self._offsets[cell + 1]) - start
@@ -96,16 +114,35 @@ class SpillFile:
                 try:
                     if zstandard.frame_content_size(frame) > _LARGEST_CELL:
                         raise self._damaged()
-                    data = decompressor.decompress(frame)
+                    decompressed.append(decompressor.decompress(frame))
                 except zstandard.ZstdError:
                     raise self._damaged() from None
-                yield from _split_documents(data)
+        return decompressed
 
     def _damaged(self) -> ManifestMismatch:
         return ManifestMismatch(
             f"{self._store.url}/{self._name}: damaged (an intermediate file of the build); delete this folder's "
             "progress/ and start the build again"
         )
+
+
+def open_spills(store: Store, names: Sequence[str]) -> list[SpillFile]:
+    """Return readers of spill files. Their sizes come from one listing, and the tables are read in parallel."""
+    sizes = store.sizes(SPILLS_FOLDER)
+    return in_parallel(lambda name: SpillFile(store, name, sizes.get(name, 0)), names)
+
+
+def documents_of_spills(spills: Sequence[SpillFile], cells: range) -> Iterator[OrderedDocument]:
+    """Yield the documents of some cells (key ranges) from several spill files, one file after another.
+
+    Files on S3 are read in parallel, and their documents held in memory.
+    """
+    if spills and spills[0].is_remote:
+        for documents in in_parallel(lambda spill: list(spill.documents(cells)), spills):
+            yield from documents
+    else:
+        for spill in spills:
+            yield from spill.documents(cells)
 
 
 def _split_documents(data: bytes) -> Iterator[OrderedDocument]:

@@ -249,12 +249,14 @@ def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
 def _sample_pieces(work: Workload, num_spills: int) -> int:
     """Return how many pieces of spill files a build reads to estimate its number of shards (`row_sample.py`).
 
-    The shuffled documents are divided into `NUM_CELLS` equal ranges. For some ranges, the build reads a piece of every
-    spill file that has documents there. The number of documents in a piece is taken as Poisson-distributed.
+    The shuffled documents are divided into `NUM_CELLS` equal ranges. The build reads a piece of every spill file that
+    has documents in the first range, then in the next two, and so on, until it has its sample. The number of documents
+    in a piece is taken as Poisson-distributed.
     """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
-    documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
-    return round(num_cells * num_spills * -math.expm1(-documents_per_piece))
+    num_readings = math.ceil(math.log2(num_cells + 1))
+    documents_per_cell = work.num_documents / (NUM_CELLS * num_spills)
+    return round(sum(num_spills * -math.expm1(-documents_per_cell * 2**number) for number in range(num_readings)))
 
 
 def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
@@ -296,20 +298,19 @@ class _Counts:
         begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
         begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
-            get=(begin_get + self.groups) * self.parts,
+            get=begin_get * self.parts + self.groups,
             put=begin_put + self.spills + self.groups,
-            list=(1 + 2 * _lists(self.groups)) * self.parts,
+            list=(2 + _lists(self.groups) * self.parts) * self.parts,
         )
 
     def of_collecting(self) -> Requests:
         """Count the S3 requests that read the records of input groups, and then the documents in the spill files."""
-        tables = 2 * self.spills  # for each spill file its table, and the size of the file
-        to_plan_buckets = self.groups + tables + self.sample_pieces
-        to_make_rows = self.groups + tables * self.workers
+        records_of_others = self.groups * (self.parts - 1)
+        openings = (1 + self.workers) * self.parts  # of each spill file, whose table is read
         return Requests(
-            get=(to_plan_buckets + to_make_rows) * self.parts + self.spills * self.buckets,
+            get=records_of_others + self.spills * (openings + self.buckets) + self.sample_pieces * self.parts,
             put=self.parts,  # order.json, which each part writes
-            list=(2 * _lists(self.groups) + _lists(self.buckets)) * self.parts,
+            list=(_lists(self.groups) + _lists(self.buckets)) * self.parts + _lists(self.spills) * openings,
         )
 
     def of_writing(self) -> Requests:
@@ -340,7 +341,7 @@ class _Counts:
             + _lists((1 + files_per_shard) * self.buckets)
             + _lists(progress_files)
             + listed_shards,
-            delete=progress_files + 1,  # progress/build.json, too
+            delete=_lists(progress_files) + 2,  # build.json and notes.json after the others
         )
 
 

@@ -106,7 +106,7 @@ class _Measurement:
         request = self._request
         documents, text_bytes, share = self._read()
         spill_bytes = self._spill(documents)
-        tokens, blocks = self._make_rows(self._collect())
+        tokens, blocks = self._make_rows(self._collect(spill_bytes))
         if not tokens:
             raise UserError(
                 f"{sample}: no document of the sample gives a row, so nothing can be measured; give another --input, "
@@ -160,9 +160,9 @@ class _Measurement:
         self._cpu_s[SPILL] = time.process_time() - begin
         return spill_bytes
 
-    def _collect(self) -> list[RawDocument]:
+    def _collect(self, spill_bytes: int) -> list[RawDocument]:
         begin = time.process_time()
-        entries = list(SpillFile(self._store, "spill").documents(range(NUM_CELLS)))
+        entries = list(SpillFile(self._store, "spill", spill_bytes).documents(range(NUM_CELLS)))
         self._cpu_s[COLLECT] = time.process_time() - begin
         return [entry.document for entry in entries]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages import document_order
+from electra_dist.corpus.stages import document_order, row_sample
 from electra_dist.corpus.stages.document_order import NUM_CELLS, cell_of, cell_of_original, cells_of_bucket, copy_key
 from electra_dist.corpus.stages.source_epochs import source_epochs
-from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile, write_spill
+from electra_dist.corpus.stages.spill_file import SPILLS_FOLDER, OrderedDocument, SpillFile, open_spills, write_spill
 from electra_dist.corpus.text_decoding import RawDocument
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
@@ -49,7 +50,7 @@ def test_a_spill_file_returns_every_document_in_the_order_of_keys(
     expected = sorted(documents, key=lambda entry: entry[:3])
     write_spill(store, "spill", list(documents))
 
-    spill = SpillFile(store, "spill")
+    spill = SpillFile(store, "spill", store.size("spill"))
     found = [entry for bucket in range(num_buckets) for entry in spill.documents(cells_of_bucket(bucket, num_buckets))]
 
     assert sorted(found, key=repr) == sorted(expected, key=repr)
@@ -65,10 +66,10 @@ def test_a_damaged_spill_file_is_an_error(tmp_path: Path) -> None:
     data[-8] ^= 1
     path.write_bytes(data)
     with pytest.raises(ManifestMismatch, match="damaged"):
-        list(SpillFile(store, "spill").documents(range(NUM_CELLS)))
+        list(SpillFile(store, "spill", len(data)).documents(range(NUM_CELLS)))
     path.write_bytes(data[:100])
     with pytest.raises(ManifestMismatch, match="damaged"):
-        SpillFile(store, "spill")
+        SpillFile(store, "spill", 100)
 
 
 def test_a_changed_byte_of_a_spill_file_is_found_also_where_the_text_is_not_compressed(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_changed_byte_of_a_spill_file_is_found_also_where_the_text_is_not_comp
     text = np.random.default_rng(0).bytes(300)
     write_spill(store, "spill", [OrderedDocument(7, 0, 0, RawDocument(text, False))])
     data = (tmp_path / "spill").read_bytes()
-    spill = SpillFile(store, "spill")
+    spill = SpillFile(store, "spill", len(data))
     cell = range(cell_of(7), cell_of(7) + 1)
     assert [entry.document.data for entry in spill.documents(cell)] == [text]
 
@@ -132,6 +133,31 @@ def _words_of_rows(folder: Path, vocabulary: Vocabulary) -> list[list[str]]:
         rows += [[tokens[token] for token in row] for row in shard.rows(np.arange(shard.num_rows))]
         shard.close()
     return rows
+
+
+def test_the_sample_that_sets_the_number_of_shards_is_bounded_and_the_same_for_any_spill_files(
+    build_request: Callable[..., BuildRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly all documents lie in one cell, which has more bytes than the sample."""
+    (tmp_path / "a.txt").write_text("of")
+    rules = build_request(tmp_path / "a.txt").rules()
+    store = LocalStore(tmp_path / "store")
+    text = b"it was " * 100
+    draw = random.Random(1)
+    documents = [OrderedDocument(draw.getrandbits(40), 0, n, RawDocument(text, False)) for n in range(60)]
+    documents += [OrderedDocument(1 << 60, 0, 60, RawDocument(b"that", False))]
+    samples = []
+    for num_files in (1, 3):
+        names = [f"{SPILLS_FOLDER}{num_files}-{number}" for number in range(num_files)]
+        for number, name in enumerate(names):
+            write_spill(store, name, documents[number::num_files])
+        spills = open_spills(store, names)
+        with monkeypatch.context() as patch:
+            patch.setattr(row_sample, "SAMPLE_BYTES", 10 * len(text))
+            samples.append(row_sample.sample_rows(spills, rules, 1))
+        assert row_sample.sample_rows(spills, rules, 1).unknown.tokens == 60 * 200 + 1
+    assert samples[0] == samples[1]
+    assert samples[0].unknown.tokens == 10 * 200
 
 
 def test_sources_are_mixed_and_used_as_often_as_their_epochs(
