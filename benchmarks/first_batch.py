@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 from measure import Json
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_format import write_shard
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.interface import Store
@@ -101,13 +102,13 @@ def time_order(rows_per_shard: list[int], share: float) -> Json:
     position = int(share * sum(rows_per_shard))
     positions = np.arange(position, position + GLOBAL_BATCH)
     begin = time.perf_counter()
-    order = RowOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)
+    order = RowOrder([CorpusOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)])
     order.locate(positions)
     middle = time.perf_counter()
     order.locate(positions + GLOBAL_BATCH)
     end = time.perf_counter()
     tracemalloc.start()  # In a run of its own, because tracing slows the code that it observes.
-    RowOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS).locate(positions)
+    RowOrder([CorpusOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)]).locate(positions)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return {"order_ms": 1e3 * (middle - begin), "next_ms": 1e3 * (end - middle), "order_peak_bytes": peak_bytes}
@@ -125,9 +126,9 @@ def time_first_batch(store: Store, cache_folder: Path, share: float, window_shar
         window_shards: Shards whose rows are shuffled together.
     """
     begin = time.perf_counter()
-    with contextlib.closing(ShardCache(store, read_manifest(store), cache_folder)) as cache:
-        order = RowOrder([entry.rows for entry in cache.manifest.shards], 42, window_shards)
-        step = int(share * order.rows_per_epoch) // GLOBAL_BATCH
+    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), cache_folder)) as cache:
+        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, window_shards)])
+        step = int(share * order.num_rows) // GLOBAL_BATCH
         loader = RowLoader(cache, order, GLOBAL_BATCH, rank=0, world_size=RANKS, start_step=step)
         loader.next()
         seconds = time.perf_counter() - begin

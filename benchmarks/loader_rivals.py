@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from first_batch import WINDOW_SHARDS
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.interface import Store
@@ -75,10 +76,10 @@ def _nothing(store: Store, folder: Path) -> None:
 
 def _read_ours(store: Store, folder: Path) -> Batches:
     """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
-    with contextlib.closing(ShardCache(store, read_manifest(store), folder)) as cache:
-        order = RowOrder([entry.rows for entry in cache.manifest.shards], 42, WINDOW_SHARDS)
+    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
+        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, WINDOW_SHARDS)])
         loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
-        for _ in range(order.rows_per_epoch // BATCH):
+        for _ in range(order.num_rows // BATCH):
             yield loader.next().ids
         loader.close()
 

@@ -37,9 +37,10 @@ from first_batch import write_corpus
 from measure import Json, ResultLine, finish, parser, print_table
 from shard_cache_nodes import Cluster, CountingStore, measure_nodes
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.verified_shards import ShardCache
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
@@ -62,7 +63,7 @@ def least_recently_used(order: RowOrder, num_shards: int, capacity: int, window:
     shares = []
     for epoch in range(epochs):
         num_fetched = 0
-        for shard in order.layout(epoch).shards.tolist():
+        for shard in order.phases[0].order.layout(epoch).shards.tolist():
             if shard not in cached:
                 num_fetched += 1
                 if len(cached) == capacity:
@@ -89,8 +90,8 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
     batch = 64
     corpus = write_corpus(str(folder / "corpus"), num_shards, batch, num_shards, seq_len=32)
     manifest = read_manifest(corpus)
-    order = RowOrder([entry.rows for entry in manifest.shards], _SEED, window)
-    steps_per_epoch = order.rows_per_epoch // batch
+    order = RowOrder([CorpusOrder([entry.rows for entry in manifest.shards], _SEED, window)])
+    steps_per_epoch = order.num_rows // batch
     sizes = []
     for share in CACHE_SHARES:
         capacity = round(share * num_shards)
@@ -98,7 +99,7 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
         limit_bytes = capacity * manifest.shards[0].bytes
         cache_folder = folder / f"cache-{share}"
         num_fetched = [0]
-        with contextlib.closing(ShardCache(store, manifest, cache_folder, 2, limit_bytes)) as cache:
+        with contextlib.closing(ShardCache(Corpora.of(store, manifest), cache_folder, 2, limit_bytes)) as cache:
             loader = RowLoader(cache, order, batch, rank=0, world_size=1, start_step=0)
             for step in range(epochs * steps_per_epoch):
                 row_ids = loader.next().row_ids

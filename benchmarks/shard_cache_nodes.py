@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from measure import Json
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
 from electra_dist.data.verified_shards import ShardCache
@@ -180,14 +181,14 @@ def _run_node(
         num_sent: Shared counter of the bytes that have left the store.
     """
     manifest = read_manifest(LocalStore(Path(store.url)))
-    order = RowOrder([entry.rows for entry in manifest.shards], _SEED, cluster.window_shards)
+    order = RowOrder([CorpusOrder([entry.rows for entry in manifest.shards], _SEED, cluster.window_shards)])
     server = ShardServer("127.0.0.1", _TOKEN)
     script.send(("address", server.address))
     addresses = [Address(*address) for address in script.recv()]
     peers = PeerGroup(addresses, node, _TOKEN) if is_sharing else None
     begin = time.monotonic()
-    cache = ShardCache(store, manifest, folder, fetch_threads=4, limit_bytes=limit_bytes, peers=peers)
-    server.serve(cache.node_cache, store, manifest, fetch_threads=4)
+    cache = ShardCache(Corpora.of(store, manifest), folder, fetch_threads=4, limit_bytes=limit_bytes, peers=peers)
+    server.serve(cache.node_cache, cache.corpora, fetch_threads=4)
     batch = cluster.global_batch
     loader = RowLoader(cache, order, batch, node, cluster.num_nodes, start_step=0)
     rows_per_node = batch // cluster.num_nodes

@@ -9,17 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.manifest import CorpusManifest, ShardEntry
+from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.verified_read import READINGS
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import file_sha256, readable
-from electra_dist.store.interface import Store
 
 
-def rows_of_shards(
-    store: Store, manifest: CorpusManifest, shards: Iterable[int]
-) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield for each shard, after a check of its SHA-256, (index in the manifest, token ids [shard rows, seq_len]).
+def rows_of_shards(corpora: Corpora, shards: Iterable[int]) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    """Yield for each shard, after a check of its SHA-256, (number in `corpora`, token ids [shard rows, seq_len]).
     A shard on S3 is downloaded to a temporary file, up to `READINGS` times if its SHA-256 is wrong; if it stays wrong,
     ManifestMismatch is raised. `shards` is consumed one by one, so a progress bar may wrap it.
     """
@@ -27,17 +24,18 @@ def rows_of_shards(
 
     with tempfile.TemporaryDirectory(prefix="electra-rows-") as folder:
         for index in shards:
-            path = _verified_file(store, manifest.shards[index], Path(folder))
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
+            path = _verified_file(corpora.shards[index], Path(folder))
+            shard = Shard(path, corpora.seq_len, corpora.numpy_dtype)
             try:
                 yield index, shard.rows(np.arange(shard.num_rows))
             finally:
                 shard.close()
 
 
-def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
+def _verified_file(shard: StoredShard, folder: Path) -> Path:
     """Check a shard's SHA-256 and return the path of its file; a shard on S3 is first downloaded to `folder`."""
-    path = store.local_path(entry.name)
+    store, entry = shard
+    path = shard.local_path
     is_fetched = path is None
     if path is None:
         path = folder / "shard.tar"
@@ -48,6 +46,6 @@ def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
             if file_sha256(path) == entry.sha256:
                 return path
     raise ManifestMismatch(
-        f"{store.url}/{entry.name}: its sha256 is not {entry.sha256[:12]}..., which corpus.json lists; restore this "
+        f"{shard.url}: its sha256 is not {entry.sha256[:12]}..., which corpus.json lists; restore this "
         f"shard or build the corpus again"
     )

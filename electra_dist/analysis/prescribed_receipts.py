@@ -27,8 +27,10 @@ class PhaseReceipts:
         self._phase = phase
         self._order = phase.order
         # Id of the first row of each shard, and the id after the last row.
-        shard_starts = phase.first_row_id + np.concatenate([[0], np.cumsum(phase.order.rows_per_shard)])
-        self._shard_receipts = [Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(shard_starts)]
+        self._shard_starts = phase.first_row_id + np.concatenate([[0], np.cumsum(phase.order.rows_per_shard)])
+        self._shard_receipts = [
+            Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(self._shard_starts)
+        ]
         self._epoch_receipt = sum(self._shard_receipts, Receipt())
         self._newest_query = (0, Receipt())  # position in the phase, receipt of all rows of the phase before it
 
@@ -61,7 +63,7 @@ class PhaseReceipts:
             else:
                 end = min(end_of_query, window.end_position, reached + _CHUNK)
                 _, shards, rows = self._order.locate(np.arange(reached, end))
-                receipt += Receipt.of(self._phase.first_row_id + self._order.row_ids(shards, rows))
+                receipt += Receipt.of(self._shard_starts[shards] + rows)
                 reached = end
         self._newest_query = (reached, receipt)
         return receipt

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_dist.analysis.prescribed_receipts import PhaseReceipts
-from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.order import RowSequence
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt, row_hash
 
 _SEARCH_CHUNK = 1 << 22  # rows hashed together in a search
@@ -63,11 +63,11 @@ class AuditResult:
 class Expected:
     """Calculator of the receipt (checksum of the used rows) that a run must have after a number of steps."""
 
-    def __init__(self, order: RowSequence, global_batch: int, skipped: Iterable[int]) -> None:
+    def __init__(self, order: RowOrder, global_batch: int, skipped: Iterable[int]) -> None:
         self.order = order
         self.global_batch = global_batch
         self.skipped = sorted(skipped)
-        self.num_rows = sum(phase.order.rows_per_epoch for phase in order.phases)  # rows of all corpora
+        self.num_rows = order.num_rows  # of all corpora
         self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:
@@ -93,7 +93,7 @@ def _no_progress(num_checked: int, num_to_check: int) -> None: ...
 def verify(
     marks: Sequence[Mark],
     expected: Expected,
-    corpus: CorpusManifest,
+    corpora: Corpora,
     advance: Callable[[int, int], None] = _no_progress,
 ) -> AuditResult:
     """Check recorded receipts, sorted by step, up to the first wrong one; `advance(checked, total)` shows progress."""
@@ -108,7 +108,7 @@ def verify(
         # Between the two checked marks there may be others: the first wrong one gives the smallest range of steps.
         first_bad = _first_bad_index(marks, expected, last_good, index)
         good_mark = marks[first_bad - 1] if first_bad > 0 else Mark(step=0, source="start", receipt=Receipt())
-        deviation = _deviation(good_mark, marks[first_bad], expected, corpus)
+        deviation = _deviation(good_mark, marks[first_bad], expected, corpora)
         return AuditResult(num_marks=num_checked, last=last_mark, deviation=deviation)
     return AuditResult(num_marks=len(indexes), last=last_mark, deviation=None)
 
@@ -141,7 +141,7 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
     return bad
 
 
-def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
+def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> Deviation:
     """Describe how the rows used between a right mark and the next, wrong one deviate from the row order."""
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
@@ -155,26 +155,26 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
             surplus=used_receipt - due_receipt,
             due=np.concatenate([np.empty(0, np.int64), *due_ids]),
             num_rows=expected.num_rows,
-            corpus=corpus,
+            corpora=corpora,
         ),
     )
 
 
-def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
+def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpora: Corpora) -> str:
     """Name the missing row and the row used too often, if at most one each; otherwise say how many rows are wrong."""
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
         if missing is not None:
-            return f"{corpus.row_name(missing)} is missing"
+            return f"{corpora.row_name(missing)} is missing"
     elif surplus.rows == 1:
         extra = _first_row_with_hash(np.array([surplus.digest], np.uint64), num_rows)
         if extra is not None:
-            return f"{corpus.row_name(extra)} was taken once too often"
+            return f"{corpora.row_name(extra)} was taken once too often"
     elif surplus.rows == 0:
         replaced = _find_replaced_row(surplus, due, num_rows)
         if replaced is not None:
             missing, extra = replaced
-            return f"{corpus.row_name(missing)} is missing, {corpus.row_name(extra)} was taken once too often"
+            return f"{corpora.row_name(missing)} is missing, {corpora.row_name(extra)} was taken once too often"
 
     # More than one row is wrong: only their number is known.
     if surplus.rows == 0:

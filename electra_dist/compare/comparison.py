@@ -76,11 +76,10 @@ class Comparison:
             )
 
         # Everything is valid, so the output folder may be written.
-        manifest = inputs.corpus.manifest
-        _replace_file(self.folder / manifest.tokenizer.vocab_file, inputs.vocabulary.text.encode())
+        _replace_file(self.folder / inputs.corpora.tokenizer.vocab_file, inputs.vocabulary.text.encode())
         for cell in self.plan.cells:
             _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
-        self._scores = Scores(self.folder / "scores", manifest.fingerprint)
+        self._scores = Scores(self.folder / "scores", inputs.corpora.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # is missing or cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}

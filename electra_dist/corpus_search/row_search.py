@@ -30,10 +30,9 @@ from electra_dist.corpus.origins.document_search import (
     sources_of_table,
 )
 from electra_dist.corpus.origins.origin_files import Origins, open_origins
-from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_corpus_vocabulary, read_manifest
-from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import new_tokenizer
 
@@ -77,12 +76,10 @@ class RowSearch:
     The shards of several corpora are numbered one after another, in the order of the run's phases.
     """
 
-    def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
+    def __init__(self, query: Query, corpora: Corpora, progress: Progress = iter) -> None:
         """Open the lists of origin files, if any; `progress` wraps each loop over shard numbers, to show a bar."""
         self._query = query
         self._corpora = corpora
-        self._store = corpora.store
-        self._manifest = corpora.manifest
         self._origins = [open_origins(phase.store, phase.manifest) for phase in corpora.phases]
         num_shards = [len(phase.manifest.shards) for phase in corpora.phases]
         self._first_shards = np.cumsum([0, *num_shards[:-1]])  # number of the first shard of each corpus
@@ -98,9 +95,9 @@ class RowSearch:
 
         The tokens of one form are enough. A form with fewer than `least` tokens must occur in the row as a whole.
         """
-        special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
+        special_ids = {self._corpora.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
-        for block in rows_of_shards(self._store, self._manifest, self._progress(range(len(self._manifest.shards)))):
+        for block in rows_of_shards(self._corpora, self._progress(range(len(self._corpora.shards)))):
             for tokens in forms:
                 for row in rows_with_tokens([block], tokens, special_ids, min(least, len(tokens))):
                     place = (row.shard, row.row)
@@ -119,7 +116,7 @@ class RowSearch:
             )
         shards = [np.empty(0, np.int64)]
         rows = [np.empty(0, np.int64)]
-        for shard in self._progress(range(len(self._manifest.shards))):
+        for shard in self._progress(range(len(self._corpora.shards))):
             table = self._table(shard)
             rows_of_shard = rows_of_lines(table, self._lines(table))
             shards.append(np.full(len(rows_of_shard), shard))
@@ -149,7 +146,7 @@ class RowSearch:
     def sources(self) -> list[str]:
         """Return the names of all sources in the origin files, sorted; all corpora must have origin files."""
         names: set[str] = set()
-        for shard in self._progress(range(len(self._manifest.shards))):
+        for shard in self._progress(range(len(self._corpora.shards))):
             names |= sources_of_table(self._table(shard))
         return sorted(names)
 
@@ -163,9 +160,7 @@ class RowSearch:
         """Return the table in a shard's origin file; `shard` is a number from 0 over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
-        phase = self._phase_of_shard(shard)
-        manifest = self._corpora.phases[phase].manifest
-        return origins.table(manifest.shards[shard - int(self._first_shards[phase])].name)
+        return origins.table(self._corpora.shards[shard].entry.name)
 
     def _origins_of_shard(self, shard: int) -> Origins | None:
         return self._origins[self._phase_of_shard(shard)]
@@ -183,12 +178,11 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
     if not store.exists(MANIFEST_KEY):
         return 0
-    phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
-    search = RowSearch(query, RunCorpora(phases=(phase,)))
+    search = RowSearch(query, Corpora.of(store, read_manifest(store)))
     return len(search.rows_with_documents().rows) if search.has_origin_files else 0
 
 
-def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[list[int]]:
+def tokens_of_text(text: str, corpora: Corpora) -> list[list[int]]:
     """Tokenize a text as the build of a corpus does, and return its forms: one or two lists of token ids.
 
     Byte-level tokens contain the space before a word, so a text has two forms: one at the beginning of a document, and
@@ -197,8 +191,8 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[li
     """
     if encodable(text) != text:
         raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
-    vocabulary = read_corpus_vocabulary(store, manifest.tokenizer)
-    tokenizer = new_tokenizer(vocabulary, manifest.tokenizer.lowercase)
+    vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
+    tokenizer = new_tokenizer(vocabulary, corpora.tokenizer.lowercase)
     forms: list[list[int]] = []
     for beginning in ("", "\n"):
         tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]

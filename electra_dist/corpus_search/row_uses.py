@@ -1,6 +1,6 @@
 """Compute which steps of a run use the rows that a search has found.
 
-How: the order in which a run uses rows is a function of its config. `data/order.py` inverts this function.
+How: the order in which a run uses rows is a function of its config. `data/order.py` also inverts this function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import FoundRows
-from electra_dist.data.phases.run_corpora import RunCorpora
+from electra_dist.data.corpora import Corpora
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.record_checks import metrics_fault
 from electra_dist.run.record_stream import newest_record
@@ -55,7 +55,7 @@ class StepsOfRows:
 
 
 def uses_of_found_rows(
-    found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
+    found: FoundRows, num_listed: int, corpora: Corpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
     """Return the steps that use each of the first `num_listed` rows, and counts of the steps that use any found row.
 
@@ -73,14 +73,13 @@ def uses_of_found_rows(
 
 
 def steps_of_rows(
-    shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
+    shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: Corpora, config: Config, run: Path
 ) -> list[list[RowUse]]:
     """Return the steps of the whole run that use each row, in ascending order.
 
     `shards` has the shard number of each row, over all corpora of the run. The run folder `run` tells which step was
     the last one done, and which steps are skipped.
     """
-    from electra_dist.data.order import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 
     global_batch = config.train.global_batch
@@ -89,7 +88,7 @@ def steps_of_rows(
     newest = newest_record(run / METRICS_FILE, metrics_fault)
     steps_done = newest["step"] if newest else 0
     uses_of_run = []
-    for positions in uses_of_rows(order, shards, rows, config.train.num_steps * global_batch):
+    for positions in order.uses_of_rows(shards, rows, config.train.num_steps * global_batch):
         steps = [(use.epoch, use.position // global_batch) for use in positions]
         uses_of_run.append([RowUse(epoch, step, step in skipped, step < steps_done) for epoch, step in steps])
     return uses_of_run

@@ -12,7 +12,7 @@ from electra_dist.corpus.origins.document_search import RowDocument
 from electra_dist.corpus.report.report_tables import plural
 from electra_dist.corpus_search.row_search import Hit, Query
 from electra_dist.corpus_search.row_uses import RowUse
-from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.corpora import Corpora
 
 MAX_SHOWN = 50  # rows that the table lists
 _MAX_DOCUMENTS = 3  # documents of a row that the table lists
@@ -21,7 +21,7 @@ _MAX_DOCUMENTS = 3  # documents of a row that the table lists
 class SearchResult(NamedTuple):
     """Result of a search: counts over all found rows, and the first found rows one by one."""
 
-    manifest: CorpusManifest
+    corpora: Corpora
     query: Query  # the text, source or document that was searched for
     num_rows: int  # number of found rows
     num_shards: int  # number of shards with a found row
@@ -49,7 +49,7 @@ def json_tree(result: SearchResult) -> dict[str, Any]:
     for index, hit in enumerate(result.hits):
         rows.append(
             {
-                "shard": result.manifest.shards[hit.shard].name,
+                "shard": result.corpora.shard_name(hit.shard),
                 "row": hit.row,
                 "tokens": hit.num_tokens,
                 "documents": None if hit.documents is None else [document._asdict() for document in hit.documents],
@@ -57,7 +57,7 @@ def json_tree(result: SearchResult) -> dict[str, Any]:
             }
         )
     return {
-        "corpus": result.manifest.fingerprint,
+        "corpus": result.corpora.fingerprint,
         "tokens": result.num_tokens,
         "heldout_rows": result.heldout_rows,
         "steps": result.step_counts,
@@ -67,7 +67,7 @@ def json_tree(result: SearchResult) -> dict[str, Any]:
 
 def print_result(result: SearchResult, out: Console) -> None:
     """Print the found rows for people and, if a run was given, the steps that use these rows."""
-    all_rows = result.manifest.num_rows
+    all_rows = result.corpora.num_rows
     if not result.num_rows:
         out.print(f"no row of {all_rows:,} contains {result.sought}")
         if result.sources:
@@ -100,7 +100,7 @@ def _hit_table(result: SearchResult) -> Table:
     if result.uses is not None:
         table.add_column("steps that use the row")
     for index, hit in enumerate(result.hits):
-        cells = [result.manifest.shards[hit.shard].name, str(hit.row)]
+        cells = [result.corpora.shard_name(hit.shard), str(hit.row)]
         if result.num_tokens is not None:
             cells.append(f"{hit.num_tokens} of {result.num_tokens}")
         if has_documents:

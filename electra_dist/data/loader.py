@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.order import RowSequence
+from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
@@ -54,7 +54,7 @@ class RowLoader:
     def __init__(
         self,
         cache: ShardCache,
-        order: RowSequence,
+        order: RowOrder,
         global_batch: int,
         rank: int,
         world_size: int,
@@ -159,17 +159,16 @@ class RowLoader:
 
     def _check_token_ids(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
         """Refuse token ids outside the vocabulary: an index error on a GPU would name neither row nor id."""
-        manifest = self._cache.manifest
-        vocab_size = manifest.tokenizer.vocab_size
+        corpora = self._cache.corpora
+        vocab_size = corpora.tokenizer.vocab_size
         if ids.max() < vocab_size:
             return
         is_wrong_row = (ids >= vocab_size).any(axis=1)
         wrong_row = int(np.flatnonzero(is_wrong_row)[0])
-        row_name = manifest.row_name(int(row_ids[wrong_row]))
+        row_url = corpora.row_url(int(row_ids[wrong_row]))
         wrong_id = int(ids[wrong_row].max())
         raise ManifestMismatch(
-            f"{self._cache.store.url}/{row_name}: token id {wrong_id} is outside the vocabulary of {vocab_size}; "
-            f"build the corpus again"
+            f"{row_url}: token id {wrong_id} is outside the vocabulary of {vocab_size}; build the corpus again"
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

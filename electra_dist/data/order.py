@@ -1,9 +1,11 @@
-"""Compute which row of the corpus is at each position of a run's infinite sequence of rows.
+"""Compute which row is at each position of a run's infinite sequence of rows, and at which positions a row is used.
 
-Guarantee: the sequence consists of epochs, one after another. Each epoch is a permutation of all rows of the corpus:
-each row occurs exactly once. The row at a position depends only on the position, the rows per shard, the seed and the
-window length, not on ranks, workers or what was read before. A rank of any world size therefore finds its rows by
-their positions alone, and a resumed run needs no state but the step.
+Guarantee: a run consists of phases, each on one corpus, and a phase of epochs, one after another. Each epoch is a
+permutation of all rows of its corpus: each row occurs exactly once. A phase begins with a new epoch, also where the
+phase before it ends in the middle of one. The row at a position depends only on the position, the rows per shard, the
+positions at which the phases begin, the seed and the window length, not on ranks, workers or what was read before. A
+rank of any world size therefore finds its rows by their positions alone, and a resumed run needs no state but the
+step.
 
 How: an epoch permutes the shards, cuts their sequence into windows of `window_shards` shards, and permutes all rows of
 a window together, so that the node needs only the shards of one window at a time. Both permutations, of shards and of
@@ -11,11 +13,8 @@ rows, are pseudo-random and computed per element: a Feistel network over Z_a x Z
 elements or slightly more (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Its round function
 is Philox4x32-10 keyed by (seed, purpose, epoch, window, round). A result that is not below the number of elements goes
 through the network again (cycle walking). No array as long as a window or an epoch ever exists: O(shards) time once
-per epoch, then O(log shards) per position.
-
-`uses_of_rows` inverts the order. A round of the network adds to one half a number that depends on the other half only,
-so the rounds are undone by subtracting the same numbers in reverse order. Cycle walking is undone by walking back
-until the result is below the number of elements.
+per epoch, then O(log shards) per position. To invert the order, the rounds are undone in reverse order, and cycle
+walking is undone by walking back until the result is below the number of elements.
 
 Limits: rows are shuffled within a window only; a window of 64 shards of 16,384 rows has over a million rows.
 """
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from electra_kernels.keyed_random import Purpose, philox4x32
@@ -78,24 +77,53 @@ def permute(
     return place
 
 
-def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Move each place by one pass through a keyed Feistel network, which permutes [0, num_left * num_right)."""
+def permute_back(
+    place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: Integers, block: Integers
+) -> Words:
+    """Invert `permute`: return the index that it moves to each place, uint64 [k]."""
+    index = place.astype(np.uint64)
+    sizes = size.astype(np.uint64)
+    epochs = epoch.astype(np.uint64)
+    blocks = block.astype(np.uint64)
+    unfinished = np.arange(index.size)
+    while unfinished.size:
+        moved = _feistel(
+            index[unfinished],
+            sizes[unfinished],
+            seed=seed,
+            purpose=int(purpose),
+            epoch=epochs[unfinished],
+            block=blocks[unfinished],
+            backwards=True,
+        )
+        index[unfinished] = moved
+        unfinished = unfinished[moved >= sizes[unfinished]]
+    return index
+
+
+def _feistel(
+    place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words, backwards: bool = False
+) -> Words:
+    """Move each place by one pass through a network that permutes [0, num_left * num_right), or undo such a pass."""
     # num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
     # never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
     # place = left * num_right + right. Each round adds to one half a random number that depends only on the other
-    # half. Subtracting that number would undo the round, so different places stay different.
+    # half. Subtracting that number undoes the round, so different places stay different.
     num_left, num_right = halves(size)
     left = place // num_right
     right = place % num_right
-    for round_number in range(NUM_ROUNDS):
+    rounds = range(NUM_ROUNDS)
+    for round_number in reversed(rounds) if backwards else rounds:
         # Each round has random numbers of its own: the purpose is in the low 8 bits of this word, the round above.
         purpose_and_round = np.uint64(purpose | (round_number << 8))
         if round_number % 2 == 0:
             random_words = philox4x32((right, block, epoch, purpose_and_round), seed)[0]
-            left = (left + scaled(random_words, num_left)) % num_left
+            shift = scaled(random_words, num_left)
+            left = (left + (num_left - shift if backwards else shift)) % num_left
         else:
             random_words = philox4x32((left, block, epoch, purpose_and_round), seed)[0]
-            right = (right + scaled(random_words, num_right)) % num_right
+            shift = scaled(random_words, num_right)
+            right = (right + (num_right - shift if backwards else shift)) % num_right
     return left * num_right + right
 
 
@@ -131,64 +159,20 @@ class Epoch:
     window_start: Integers  # [num_windows + 1] rows before each window, and rows of the epoch
 
 
-class OrderPhase(NamedTuple):
-    """Part of a run's sequence of rows in which all rows come from one corpus."""
-
-    order: RowOrder  # sequence of the rows of this corpus alone
-    first_position: int  # position of the run at which the part begins
-    end_position: int | None  # exclusive; None if the part has no end
-    first_shard: int  # number of the corpus's first shard, counted over all corpora
-    first_row_id: int  # id of the corpus's first row, counted over all corpora
-
-
-class RowSequence(Protocol):
-    """Interface of the order in which a run reads rows, an infinite sequence. The first row read has position 0."""
-
-    @property
-    def phases(self) -> tuple[OrderPhase, ...]:
-        """Return the parts of the sequence, one for each corpus, in the order of their positions."""
-
-    def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each position's epoch, shard and row in the shard, three int64 [P].
-
-        Each corpus has epochs of its own, counted from 0. Shards are numbered over all corpora.
-        """
-
-    def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, int64 [P]: its number when all rows are counted in the order of the manifests.
-
-        Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
-        """
-
-    def window_at(self, position: int) -> ShardWindow:
-        """Return the shuffle window around a position, with all shards that must be on the node to read its rows."""
-
-
-class RowOrder:
-    """Infinite sequence of the rows of one corpus, epoch after epoch; see `RowSequence`. Thread-safe."""
+class CorpusOrder:
+    """Infinite sequence of the rows of one corpus, epoch after epoch, from position 0 on. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
         """Take the number of rows of each shard (> 0, in manifest order), the seed, and the shards per window."""
-        self._rows = np.asarray(rows_per_shard, dtype=np.int64)
-        assert self._rows.size > 0
-        assert self._rows.min() > 0
+        self.rows_per_shard = np.asarray(rows_per_shard, dtype=np.int64)  # in the order of the manifest
+        assert self.rows_per_shard.size > 0
+        assert self.rows_per_shard.min() > 0
         assert window_shards > 0
-        self.seed = seed
+        self._seed = seed
         self._window_shards = window_shards
-        self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
         self._epochs: dict[int, Epoch] = {}  # newest layouts; replaced and never changed, so that threads may read it
-        self.num_shards = self._rows.size
-        self.rows_per_epoch = int(self._corpus_start[-1])
-
-    @property
-    def rows_per_shard(self) -> Integers:
-        """Return the number of rows of each shard, int64 [num_shards], in the order of the manifest."""
-        return self._rows
-
-    @property
-    def phases(self) -> tuple[OrderPhase, ...]:
-        """Return the only part of the sequence: all positions from 0 on, without end."""
-        return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
+        self.num_shards = self.rows_per_shard.size
+        self.rows_per_epoch = int(self.rows_per_shard.sum())
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return each position's epoch, shard and row in the shard, three int64 [P]. Positions may have any order."""
@@ -210,7 +194,7 @@ class RowOrder:
         places_in_window = permute(
             offsets - window_starts,
             window_sizes,
-            seed=self.seed,
+            seed=self._seed,
             purpose=Purpose.ROW_ORDER,
             epoch=epochs,
             block=windows,
@@ -226,10 +210,6 @@ class RowOrder:
             rows[in_epoch] = shuffled[in_epoch] - layout.shard_start[place]
         return epochs, shards, rows
 
-    def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64 in [0, rows_per_epoch); see `RowSequence.row_ids`."""
-        return self._corpus_start[shards] + rows
-
     def window_at(self, position: int) -> ShardWindow:
         """Return the shuffle window around a position. The last window of an epoch may have fewer shards."""
         epoch, offset = divmod(position, self.rows_per_epoch)
@@ -242,6 +222,23 @@ class RowOrder:
             end_position=epoch_position + int(layout.window_start[window + 1]),
             shards=layout.shards[first_shard : first_shard + self._window_shards],
         )
+
+    def positions_of(self, epoch: int, shards: Integers, rows: Integers) -> Integers:
+        """Return the only position, int64 [k], at which an epoch uses each row: the inverse of `locate`."""
+        layout = self.layout(epoch)
+        place_of_shard = np.argsort(layout.shards)
+        shuffled = layout.shard_start[place_of_shard[shards]] + rows  # offsets with the shards in their order
+        windows = np.searchsorted(layout.window_start, shuffled, side="right") - 1
+        starts = layout.window_start[windows]
+        places = permute_back(
+            shuffled - starts,
+            layout.window_start[windows + 1] - starts,
+            seed=self._seed,
+            purpose=Purpose.ROW_ORDER,
+            epoch=np.full(shuffled.size, epoch),
+            block=windows,
+        )
+        return epoch * self.rows_per_epoch + starts + places.astype(np.int64)
 
     def layout(self, epoch: int) -> Epoch:
         """Return the order of an epoch's shards, and where shards and windows begin; cache the newest epochs."""
@@ -258,20 +255,30 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> Epoch:
-        num_shards = self._rows.size
+        num_shards = self.num_shards
         order = permute(
             index=np.arange(num_shards),
             size=np.full(num_shards, num_shards, np.int64),
-            seed=self.seed,
+            seed=self._seed,
             purpose=Purpose.SHARD_ORDER,
             epoch=np.full(num_shards, epoch, np.int64),
             block=np.zeros(num_shards, np.int64),
         )
         shards = order.astype(np.int64)
-        shard_start = np.concatenate([[0], np.cumsum(self._rows[shards])])
+        shard_start = np.concatenate([[0], np.cumsum(self.rows_per_shard[shards])])
         # Every `_window_shards`-th shard begins a window; the last edge is the end of the epoch.
         window_edges = np.append(np.arange(0, num_shards, self._window_shards), num_shards)
         return Epoch(shards=shards, shard_start=shard_start, window_start=shard_start[window_edges])
+
+
+class OrderPhase(NamedTuple):
+    """Part of a run's sequence of rows in which all rows come from one corpus."""
+
+    order: CorpusOrder
+    first_position: int  # position of the run at which the part begins
+    end_position: int | None  # exclusive; None if the part has no end
+    first_shard: int  # number of the corpus's first shard, counted over all corpora
+    first_row_id: int  # id of the corpus's first row, counted over all corpora
 
 
 class RowPosition(NamedTuple):
@@ -281,78 +288,89 @@ class RowPosition(NamedTuple):
     position: int  # from 0, over the whole run
 
 
-def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
-    """Return at which of its first `num_positions` positions a run uses each of k rows, in ascending order.
+class RowOrder:
+    """Infinite sequence of the rows of a run, phase after phase; the first row has position 0. Thread-safe.
 
-    The i-th row is number rows[i] in shard shards[i]. Shards are numbered over all corpora.
+    Shards and rows of all corpora are numbered one after another, in the order of the phases.
     """
-    uses: list[list[RowPosition]] = [[] for _ in rows]
-    for phase in order.phases:
-        end_position = num_positions
+
+    def __init__(self, orders: Sequence[CorpusOrder], first_positions: Sequence[int] = (0,)) -> None:
+        """Take the order of each phase's rows, and each phase's first position in the run, ascending from 0."""
+        assert first_positions[0] == 0
+        assert list(first_positions) == sorted(set(first_positions))
+        self.phases: tuple[OrderPhase, ...] = ()
+        first_shard = 0
+        first_row_id = 0
+        for order, first, end in zip(orders, first_positions, [*first_positions[1:], None], strict=True):
+            self.phases += (OrderPhase(order, first, end, first_shard, first_row_id),)
+            first_shard += order.num_shards
+            first_row_id += order.rows_per_epoch
+        self.num_rows = first_row_id  # of all corpora
+        self._first_positions = np.array(first_positions)
+        rows_per_shard = np.concatenate([order.rows_per_shard for order in orders])
+        self._shard_start = np.concatenate([[0], np.cumsum(rows_per_shard)])  # id of the first row of each shard
+
+    def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return each position's epoch, shard and row in the shard, three int64 [P]. Positions may have any order.
+
+        Each phase has epochs of its own, counted from 0.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
+        epochs = np.empty_like(positions)
+        shards = np.empty_like(positions)
+        rows = np.empty_like(positions)
+        for number in np.unique(phase_of_position):
+            phase = self.phases[number]
+            in_phase = phase_of_position == number
+            located = phase.order.locate(positions[in_phase] - phase.first_position)
+            epochs[in_phase], shards_of_corpus, rows[in_phase] = located
+            shards[in_phase] = phase.first_shard + shards_of_corpus
+        return epochs, shards, rows
+
+    def row_ids(self, shards: Integers, rows: Integers) -> Integers:
+        """Return the id of each row, int64 [P]: its number when all rows are counted in the order of the manifests.
+
+        Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
+        """
+        return self._shard_start[shards] + rows
+
+    def window_at(self, position: int) -> ShardWindow:
+        """Return the shuffle window around a position, with all shards that must be on the node to read its rows.
+
+        A window that a phase's end cuts ends with the phase, but its rows may come from any shard of the whole window.
+        """
+        number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
+        phase = self.phases[number]
+        window = phase.order.window_at(position - phase.first_position)
+        end_position = phase.first_position + window.end_position
         if phase.end_position is not None:
             end_position = min(end_position, phase.end_position)
-        shards_of_corpus = shards - phase.first_shard
-        is_of_corpus = (shards_of_corpus >= 0) & (shards_of_corpus < phase.order.num_shards)
-        indices = np.flatnonzero(is_of_corpus)  # which of the k rows are of the phase's corpus
-        if indices.size == 0:
-            continue
-        num_epochs = -(-(end_position - phase.first_position) // phase.order.rows_per_epoch)  # rounded up
-        for epoch in range(num_epochs):
-            positions = positions_of_rows(phase.order, epoch, shards_of_corpus[indices], rows[indices])
-            for index, position in zip(indices, phase.first_position + positions, strict=True):
-                if position < end_position:
-                    uses[index].append(RowPosition(epoch, int(position)))
-    return uses
+        return ShardWindow(
+            first_position=phase.first_position + window.first_position,
+            end_position=end_position,
+            shards=phase.first_shard + window.shards,
+        )
 
+    def uses_of_rows(self, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
+        """Return at which of its first `num_positions` positions a run uses each of k rows, in ascending order.
 
-def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
-    """Return the position, int64 [k], at which one epoch of a corpus uses each row.
-
-    Positions count from the beginning of `order`. In a later phase of a run, add the phase's first position.
-    """
-    layout = order.layout(epoch)
-    place_of_shard = np.argsort(layout.shards)
-    shuffled = layout.shard_start[place_of_shard[shards]] + rows  # offset of the row, shards laid one after another
-    windows = np.searchsorted(layout.window_start, shuffled, side="right") - 1
-    starts = layout.window_start[windows]
-    places = permute_back(
-        shuffled - starts,
-        layout.window_start[windows + 1] - starts,
-        seed=order.seed,
-        purpose=Purpose.ROW_ORDER,
-        epoch=epoch,
-        block=windows,
-    )
-    return epoch * order.rows_per_epoch + starts + places.astype(np.int64)
-
-
-def permute_back(
-    place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: int, block: Integers
-) -> Words:
-    """Invert `row_order.permute`: return the index that it moves to each place, uint64 [k], within one epoch."""
-    index = place.astype(np.uint64)
-    sizes = size.astype(np.uint64)
-    blocks = block.astype(np.uint64)
-    unfinished = np.arange(index.size)
-    while unfinished.size:
-        moved = _undo_feistel(index[unfinished], sizes[unfinished], seed, int(purpose), epoch, blocks[unfinished])
-        index[unfinished] = moved
-        unfinished = unfinished[moved >= sizes[unfinished]]
-    return index
-
-
-def _undo_feistel(place: Words, size: Words, seed: int, purpose: int, epoch: int, block: Words) -> Words:
-    """Invert `row_order._feistel`: return the number that one pass through the network turns into each `place`."""
-    num_left, num_right = halves(size)
-    left = place // num_right
-    right = place % num_right
-    epochs = np.full(place.size, epoch, np.uint64)
-    for round_number in reversed(range(NUM_ROUNDS)):
-        purpose_and_round = np.uint64(purpose | (round_number << 8))
-        if round_number % 2 == 0:
-            words = philox4x32((right, block, epochs, purpose_and_round), seed)[0]
-            left = (left + num_left - scaled(words, num_left) % num_left) % num_left
-        else:
-            words = philox4x32((left, block, epochs, purpose_and_round), seed)[0]
-            right = (right + num_right - scaled(words, num_right) % num_right) % num_right
-    return left * num_right + right
+        The i-th row is number rows[i] in shard shards[i].
+        """
+        uses: list[list[RowPosition]] = [[] for _ in rows]
+        for phase in self.phases:
+            end_position = num_positions
+            if phase.end_position is not None:
+                end_position = min(end_position, phase.end_position)
+            shards_of_corpus = shards - phase.first_shard
+            is_of_corpus = (shards_of_corpus >= 0) & (shards_of_corpus < phase.order.num_shards)
+            indices = np.flatnonzero(is_of_corpus)  # which of the k rows are of the phase's corpus
+            if indices.size == 0:
+                continue
+            num_epochs = -(-(end_position - phase.first_position) // phase.order.rows_per_epoch)  # rounded up
+            for epoch in range(num_epochs):
+                positions = phase.order.positions_of(epoch, shards_of_corpus[indices], rows[indices])
+                for index, position in zip(indices, phase.first_position + positions, strict=True):
+                    if position < end_position:
+                        uses[index].append(RowPosition(epoch, int(position)))
+        return uses

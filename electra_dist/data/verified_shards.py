@@ -32,15 +32,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.manifest import CorpusManifest, ShardEntry
+from electra_dist.config import DataConfig
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.receipt import Checksums
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
+from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
 from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
-from electra_dist.store.interface import Store
 
 _KEPT_BYTES = 64 << 20  # Limit on the checksums that are kept in memory for the next opening of their shards.
 _READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
@@ -52,18 +54,16 @@ class ShardCache:
 
     def __init__(
         self,
-        store: Store,
-        manifest: CorpusManifest,
+        corpora: Corpora,
         directory: Path,
         fetch_threads: int = 8,
         limit_bytes: int | None = None,
         peers: PeerGroup | None = None,
     ) -> None:
         """Start the threads. For a corpus on S3, `directory`, `limit_bytes` and `peers` go to its `NodeCache`."""
-        self.store = store
-        self.manifest = manifest
+        self.corpora = corpora
         self._peers = peers
-        digests = {entry.sha256 for entry in manifest.shards}
+        digests = {shard.entry.sha256 for shard in corpora.shards}
         self._node_cache = NodeCache(directory, limit_bytes, digests, peers)
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
         # For each shard that is queued, being fetched or open: the checksums of its rows, once it is verified.
@@ -172,7 +172,7 @@ class ShardCache:
         if self._peers is not None:
             # Other nodes wait for the shards that this node fetches for them, so these come first.
             peers = self._peers
-            new_indices.sort(key=lambda index: peers.distance(self.manifest.shards[index].sha256))
+            new_indices.sort(key=lambda index: peers.distance(self.corpora.shards[index].entry.sha256))
         futures: list[Future[Checksums]] = [Future() for _ in new_indices]
         self._prepared.update(zip(new_indices, futures, strict=True))
         if new_indices:
@@ -197,8 +197,8 @@ class ShardCache:
 
     def _protect_wanted(self) -> None:
         """Keep the node's cache from deleting shards that are open or queued."""
-        shards = self.manifest.shards
-        self._node_cache.wanted = frozenset(shards[index].sha256 for index in self._prepared)
+        shards = self.corpora.shards
+        self._node_cache.wanted = frozenset(shards[index].entry.sha256 for index in self._prepared)
 
     def close(self) -> None:
         """Close all shards and wait up to two seconds for the threads to end; the owner must call it."""
@@ -228,13 +228,13 @@ class ShardCache:
 
     def _prepare(self, index: int) -> Checksums:
         """Fetch a shard if this node lacks it, verify it unless that was done before, and return its checksums."""
-        entry = self.manifest.shards[index]
-        local_path = self.store.local_path(entry.name)
+        store, entry = self.corpora.shards[index]
+        local_path = store.local_path(entry.name)
         kept = self._checksums.get(index)
         # A shard whose checksums are kept is not verified again, because each copy of a row will be.
         if kept is not None:
             if local_path is None:
-                self._node_cache.ensure(self.store, entry, verify=False)
+                self._node_cache.ensure(store, entry, verify=False)
             return kept
         if local_path is not None:
             checksums = self._verified_checksums(local_path, entry)
@@ -247,7 +247,7 @@ class ShardCache:
         path = self._node_cache.path(entry)
         num_wrong = 0
         while num_wrong < _READINGS:
-            self._node_cache.ensure(self.store, entry, verify=num_wrong > 0)
+            self._node_cache.ensure(store, entry, verify=num_wrong > 0)
             try:
                 checksums = self._verified_checksums(path, entry)
             except StoreMissing:
@@ -266,7 +266,7 @@ class ShardCache:
             if path.stat().st_size != entry.bytes:
                 return None
             try:
-                shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype)
+                shard = Shard(path, self.corpora.seq_len, self.corpora.numpy_dtype)
             except ManifestMismatch:
                 if file_sha256(path) == entry.sha256:
                     raise
@@ -279,10 +279,10 @@ class ShardCache:
 
     def _map(self, index: int, checksums: Checksums) -> Shard | None:
         """Open and return a verified shard; None if another process has deleted it from the node's cache meanwhile."""
-        entry = self.manifest.shards[index]
-        local_path = self.store.local_path(entry.name)
+        store, entry = self.corpora.shards[index]
+        local_path = store.local_path(entry.name)
         if local_path is not None:
-            shard = Shard(local_path, self.manifest.seq_len, self.manifest.numpy_dtype, checksums=checksums)
+            shard = Shard(local_path, self.corpora.seq_len, self.corpora.numpy_dtype, checksums=checksums)
         else:
             cached_shard = self._map_cached(self._node_cache.path(entry), checksums)
             if cached_shard is None:
@@ -298,11 +298,22 @@ class ShardCache:
     def _map_cached(self, path: Path, checksums: Checksums) -> Shard | None:
         """Open a cached shard, locked against deletion, and mark it as just used; None if it has been deleted."""
         try:
-            manifest = self.manifest
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True, checksums=checksums)
+            shard = Shard(path, self.corpora.seq_len, self.corpora.numpy_dtype, lock=True, checksums=checksums)
             os.utime(path)
         except (StoreMissing, FileNotFoundError):
             return None
         if not shard.is_linked:  # The file was deleted between its opening and the lock.
             return None
         return shard
+
+
+def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
+    """Return a new cache of the shards of `corpora` for this process, which the caller must close.
+
+    All ranks of the node share `folder`; corpora in local folders do not use it. `peers` are other nodes: a shard is
+    requested from them first, and from the store only if they lack it.
+    """
+    limit_bytes = None
+    if data.cache_limit_gb is not None:
+        limit_bytes = round(data.cache_limit_gb * 1e9)
+    return ShardCache(corpora, folder / SHARDS_DIR, data.fetch_threads, limit_bytes, peers)

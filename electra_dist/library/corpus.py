@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from electra_dist.config import Config
 from electra_dist.config_sections.section import NonNegative, Positive, Seed, Size
+from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
-from electra_dist.data.order import RowSequence
-from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
+from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
+from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.library.argument_checks import checked
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
-from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import user_cache_folder
 from electra_dist.tokenizer import Vocabulary
@@ -42,37 +41,32 @@ class Corpus:
 
     def __init__(
         self,
-        store: Store,
-        manifest: CorpusManifest,
+        corpora: Corpora,
         seed: int,
         shuffle_window_shards: int,
         cache_dir: Path,
-        corpora: RunCorpora | None = None,
     ) -> None:
-        """Use `open_corpus` instead. With `data.phases`, `store` and `manifest` combine the corpora of all phases."""
-        only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
-        self._corpora = corpora or RunCorpora(phases=(only_phase,))
+        """Use `open_corpus` instead."""
+        self.corpora = corpora  # one for each phase of a run
         self._seed = seed
         self._shuffle_window_shards = shuffle_window_shards
-        self._orders: dict[int, RowSequence] = {}  # global batch -> sequence of the rows
-        self.manifest = manifest
-        self._store = store
+        self._orders: dict[int, RowOrder] = {}  # global batch -> sequence of the rows
         self._cache_dir = cache_dir
         self._cache = self._open_cache()
 
     @property
     def fingerprint(self) -> str:
         """Return the digest of corpus.json (of all, with `data.phases`); a run resumes only with an equal digest."""
-        return self.manifest.fingerprint
+        return self.corpora.fingerprint
 
     @property
     def special(self) -> SpecialIds:
         """Return the ids of the special tokens."""
-        return SpecialIds.from_tokens(self.manifest.tokenizer.special)
+        return SpecialIds.from_tokens(self.corpora.tokenizer.special)
 
     def vocabulary(self) -> Vocabulary:
         """Read the vocabulary of the corpus. Raises UserError if it is not the one that corpus.json names."""
-        return read_corpus_vocabulary(self._store, self.manifest.tokenizer)
+        return read_corpus_vocabulary(self.corpora.phases[0].store, self.corpora.tokenizer)
 
     @checked
     def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
@@ -111,7 +105,7 @@ class Corpus:
     def token_counts(self) -> NDArray[np.int64]:
         """Read the whole corpus, and return how often each token id, [PAD] included, occurs in it, int64 [V]."""
         with contextlib.closing(self._open_cache()) as cache:
-            return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
+            return count_tokens(cache, range(len(self.corpora.shards)), self.corpora.tokenizer.vocab_size)
 
     def close(self) -> None:
         """Close the shards and end the threads that read them."""
@@ -124,11 +118,11 @@ class Corpus:
         self.close()
 
     def _open_cache(self) -> ShardCache:
-        return ShardCache(self._store, self.manifest, self._cache_dir / SHARDS_DIR)
+        return ShardCache(self.corpora, self._cache_dir / SHARDS_DIR)
 
-    def _order(self, global_batch: int) -> RowSequence:
+    def _order(self, global_batch: int) -> RowOrder:
         if global_batch not in self._orders:
-            self._orders[global_batch] = self._corpora.row_order(self._seed, self._shuffle_window_shards, global_batch)
+            self._orders[global_batch] = self.corpora.row_order(self._seed, self._shuffle_window_shards, global_batch)
         return self._orders[global_batch]
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -181,24 +175,21 @@ def open_corpus(
         shuffle_window_shards = shuffle_window_shards or config.data.shuffle_window_shards
         endpoint_url = endpoint_url or config.data.endpoint_url
         cache_dir = cache_dir or config.cache_folder
-        corpora = open_run_corpora(config.data.model_copy(update={"endpoint_url": endpoint_url}))
+        corpora = open_corpora(config.data.model_copy(update={"endpoint_url": endpoint_url}))
         _check_fingerprints(Path(config.run_dir), corpora)
     else:
         store = open_store(str(source), endpoint_url)
-        phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
-        corpora = RunCorpora(phases=(phase,))
-    read_corpus_vocabulary(corpora.store, corpora.manifest.tokenizer)  # refuses ids that are not those of vocab.txt
+        corpora = Corpora.of(store, read_manifest(store))
+    read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)  # refuses ids that are not those of vocab.txt
     return Corpus(
-        corpora.store,
-        corpora.manifest,
-        corpora=corpora,
+        corpora,
         seed=_SEED if seed is None else seed,
         shuffle_window_shards=shuffle_window_shards or _WINDOW_SHARDS,
         cache_dir=without_tilde(cache_dir) if cache_dir else user_cache_folder(),
     )
 
 
-def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
+def _check_fingerprints(run_dir: Path, corpora: Corpora) -> None:
     """Raise ManifestMismatch if a corpus has changed since the run in `run_dir` began; pass if it has not begun."""
     fingerprints = recorded_fingerprints(run_dir, len(corpora.phases))
     if fingerprints is None:

@@ -40,7 +40,7 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
     Raises ManifestMismatch if the corpus has another vocabulary size than the config, UserError if the sections
     contradict each other or the weights of a frozen generator cannot be used.
     """
-    num_tokens = corpus.manifest.tokenizer.vocab_size
+    num_tokens = corpus.corpora.tokenizer.vocab_size
     if num_tokens != config.model.vocab_size:
         raise ManifestMismatch(
             f"build_objective: the corpus was built with a vocabulary of {num_tokens} entries, but model.vocab_size "

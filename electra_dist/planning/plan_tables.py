@@ -15,8 +15,8 @@ from typing import TextIO
 
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config_checks import keys_without_effect
+from electra_dist.data.corpora import steps_of_phases
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.phases.phase_use import steps_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.flops import GPUS_WITHOUT_BF16

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import yaml
 
 from electra_dist.config import ModelConfig
-from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
+from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.errors import UserError
 from electra_dist.escapes import markdown_code, markdown_text

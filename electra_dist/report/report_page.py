@@ -25,7 +25,7 @@ import yaml
 
 from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.config import TowerConfig
-from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
+from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
 from electra_dist.escapes import html_text
 from electra_dist.report.curves import write_curves_png

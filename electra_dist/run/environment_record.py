@@ -196,7 +196,7 @@ def _git(folder: Path, *arguments: str) -> str:
 def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of environment.json, as JSON types.
 
-    `hosts` has the host name of each rank. `corpus` is the result of `RunCorpora.sizes` with an entry "sources" added:
+    `hosts` has the host name of each rank. `corpus` is the result of `Corpora.sizes` with an entry "sources" added:
     the size and licence of each source of text in the first corpus.
     """
     content = {

@@ -11,9 +11,10 @@ import numpy as np
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
+from electra_dist.data.verified_shards import open_cache
 from electra_dist.errors import StoreMissing
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.train.input_checks import OpenCorpus, open_training_corpora
+from electra_dist.train.input_checks import open_training_corpora
 
 _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
@@ -67,11 +68,10 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
         corpora = open_training_corpora(config)
     except StoreMissing:
         return StepRows("made up", _MADE_UP_IDS, MadeUpBatches(config))
-    corpus = OpenCorpus(store=corpora.store, manifest=corpora.manifest)
-    cache = stack.enter_context(contextlib.closing(corpus.open_cache(config.data, config.cache_folder)))
+    cache = stack.enter_context(contextlib.closing(open_cache(corpora, config.data, config.cache_folder)))
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
     loader = RowLoader(
         cache=cache, order=order, global_batch=config.train.global_batch, rank=0, world_size=1, start_step=0
     )
     stack.enter_context(contextlib.closing(loader))
-    return StepRows("corpus", SpecialIds.from_tokens(corpus.manifest.tokenizer.special), loader)
+    return StepRows("corpus", SpecialIds.from_tokens(corpora.tokenizer.special), loader)

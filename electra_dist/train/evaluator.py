@@ -152,7 +152,7 @@ class Evaluator:
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
         """Measure how well the discriminator detects tokens that come from elsewhere in the rows. Collective."""
-        seq_len = self.cache.manifest.seq_len
+        seq_len = self.cache.corpora.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self.call(lambda: self._rows(num_rows))
         seed = derive_seed(self.seed, Purpose.EVAL, 1)
@@ -213,7 +213,7 @@ class Evaluator:
 
     def _rows(self, num_rows: int) -> np.ndarray:
         """Read the ids of `num_rows` rows, evenly spaced over the held-out corpus; all rows if it has fewer."""
-        rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
+        rows_per_shard = [shard.entry.rows for shard in self.cache.corpora.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
         num_available = int(shard_ends[-1])

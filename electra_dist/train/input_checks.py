@@ -17,48 +17,24 @@ from electra_dist.config import Config, DataConfig
 from electra_dist.config_checks import check_targets_are_separate
 from electra_dist.corpus.report.build_report import read_report
 from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+from electra_dist.data.corpora import Corpora, describe_tokenizer, open_corpora
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
-from electra_dist.data.phases.run_corpora import RunCorpora, describe_tokenizer, open_run_corpora
-from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
-from electra_dist.data.shard_cache.peer_group import PeerGroup
-from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
 from electra_dist.pretrained.starting_weights import check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
-from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenCorpus:
-    """Corpus whose manifest has been read and checked, with the store that holds its files."""
-
-    store: Store
-    manifest: CorpusManifest
-
-    def open_cache(self, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
-        """Return a new cache of the corpus's shards for this process, which the caller must close.
-
-        All ranks of the node share `folder`; a corpus in a local folder does not use it. `peers` are other nodes: a
-        shard is requested from them first, and from the store only if they lack it.
-        """
-        limit_bytes = None
-        if data.cache_limit_gb is not None:
-            limit_bytes = round(data.cache_limit_gb * 1e9)
-        return ShardCache(self.store, self.manifest, folder / SHARDS_DIR, data.fetch_threads, limit_bytes, peers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
     """Checked inputs of a run: the corpora to train and evaluate on, the vocabulary, and what the user accepts."""
 
-    corpora: RunCorpora  # the training corpora: data.corpus, and the corpora of data.phases
-    corpus: OpenCorpus  # all training corpora, presented as one
-    heldout: OpenCorpus | None  # corpus for evaluations; None without data.heldout
+    corpora: Corpora  # the training corpora: data.corpus, and the corpora of data.phases
+    heldout: Corpora | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # whether to continue a run of a version that draws or rounds differently
 
@@ -67,7 +43,7 @@ class RunInputs:
         """Return the entry of the held-out corpus in inputs.json, name -> fingerprint; empty without such a corpus."""
         if self.heldout is None:
             return {}
-        return {f"data.heldout {self.heldout.store.url}": self.heldout.manifest.fingerprint}
+        return {f"data.heldout {self.heldout.url}": self.heldout.fingerprint}
 
 
 def check_inputs(
@@ -86,10 +62,9 @@ def check_inputs(
     check_targets_are_separate(config)
     _check_kernels(config.kernels.backend)
     corpora = open_training_corpora(config)
-    corpus = OpenCorpus(store=corpora.store, manifest=corpora.manifest)
-    identity = run_identity(config, corpus.manifest.fingerprint, corpora.phase_fingerprints)
+    identity = run_identity(config, corpora.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
-    vocabulary = read_corpus_vocabulary(corpus.store, corpus.manifest.tokenizer)
+    vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
     begins_now = from_scratch and config.train.init_from is not None
     if begins_now or needs_source(config.train, open_targets(config)):
@@ -99,7 +74,6 @@ def check_inputs(
     heldout = _open_heldout(config, corpora) if config.data.heldout else None
     inputs = RunInputs(
         corpora=corpora,
-        corpus=corpus,
         heldout=heldout,
         vocabulary=vocabulary,
         accept_new_numerics=accept_new_numerics,
@@ -109,19 +83,19 @@ def check_inputs(
     return inputs
 
 
-def open_training_corpora(config: Config) -> RunCorpora:
+def open_training_corpora(config: Config) -> Corpora:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
     All shards of the later corpora must exist, because the run would notice a missing shard only when it reads it.
     """
-    corpora = open_run_corpora(config.data)
+    corpora = open_corpora(config.data)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
         _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
     return corpora
 
 
-def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> list[str]:
+def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[str]:
     """Return a log line for each source of the training corpora in which many tokens are unknown ([UNK]).
 
     If the run `begins` at step 0, UserError is raised where the share of unknown tokens in a source exceeds
@@ -140,11 +114,11 @@ def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> lis
     return lines
 
 
-def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
+def _open_heldout(config: Config, corpora: Corpora) -> Corpora:
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
-    tokenizer = describe_tokenizer(heldout.manifest)
-    training_tokenizer = describe_tokenizer(corpora.manifest)
+    tokenizer = describe_tokenizer(heldout.tokenizer)
+    training_tokenizer = describe_tokenizer(corpora.tokenizer)
     if tokenizer != training_tokenizer:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another tokenizer ({tokenizer}) than data.corpus "
@@ -181,12 +155,12 @@ def _check_kernels(backend: str) -> None:
         raise UserError(str(error)) from None
 
 
-def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
+def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> Corpora:
     """Open the corpus at `url`, which config key `key` names; check that its rows and vocabulary fit the config."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)
-    return OpenCorpus(store=store, manifest=manifest)
+    return Corpora.of(store, manifest)
 
 
 def _check_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:

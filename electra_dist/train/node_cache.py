@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, CacheFolder, choose_cache_folder
 from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, describe_room, windows_bytes
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.verified_shards import ShardCache, open_cache
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.node_strikes import node_name
-from electra_dist.train.input_checks import OpenCorpus, RunInputs
+from electra_dist.train.input_checks import RunInputs
 
 _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one another by default
 
@@ -41,24 +43,24 @@ def node_cache_folder(config: Config) -> CacheFolder:
     return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
 
 
-def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
-    """Return the folder where this node caches the shards of a corpus; a corpus in a local folder is not cached."""
-    return node_cache_folder(config).path if _is_fetched(corpus) else config.cache_folder
+def shard_folder(config: Config, corpora: Corpora) -> Path:
+    """Return the folder where this node caches the shards of `corpora`; those in local folders are not cached."""
+    return node_cache_folder(config).path if corpora.fetched_shards else config.cache_folder
 
 
-def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
-    """Return a new cache of a corpus's shards for this process, which `stack` closes. Collective.
+def open_shared_cache(config: Config, corpora: Corpora, stack: contextlib.ExitStack) -> ShardCache:
+    """Return a new cache of the shards of `corpora` for this process, which `stack` closes. Collective.
 
     If the nodes pass shards to one another, the first rank of each node also starts a server for its node's cache.
     """
     server = None
     peers = None
-    if _is_fetched(corpus) and _shares_shards(config):
+    if corpora.fetched_shards and _shares_shards(config):
         server, peers = _meet_peers(stack)
-    cache = corpus.open_cache(config.data, shard_folder(config, corpus), peers)
+    cache = open_cache(corpora, config.data, shard_folder(config, corpora), peers)
     stack.callback(cache.close)
     if server is not None:
-        server.serve(cache.node_cache, corpus.store, corpus.manifest, config.data.fetch_threads)
+        server.serve(cache.node_cache, corpora, config.data.fetch_threads)
     return cache
 
 
@@ -121,35 +123,26 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
     The first line is about the node with the least room: its folder, whether the corpora fit into it, and if not, how
     much of them is fetched again in each epoch.
     """
-    corpora = [corpus for corpus in (inputs.corpus, inputs.heldout) if corpus is not None and _is_fetched(corpus)]
-    if not corpora:
+    opened = [inputs.corpora] if inputs.heldout is None else [inputs.corpora, inputs.heldout]
+    fetched = [shard.entry for corpora in opened for shard in corpora.fetched_shards]
+    if not fetched:
         return []
     folder = node_cache_folder(config)
-    room = _room(config, folder.path, corpora)
+    room = _room(config, folder.path, fetched)
     node = node_name()
     rooms = gather([room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"])
     _, name, text = min(rooms)
     num_nodes = sum(gather(is_first_on_node()))
     place = f" of {name}, which has the least room of the {num_nodes} nodes" if num_nodes > 1 else ""
     lines = [f"shard cache{place}: {text}"]
-    if _is_fetched(inputs.corpus) and _shares_shards(config):
+    if inputs.corpora.fetched_shards and _shares_shards(config):
         note = "pass shards to one another, so that each shard is fetched from S3 by one of them"
         lines.append(f"the {num_nodes} nodes {note}")
     return lines
 
 
-def _is_fetched(corpus: OpenCorpus) -> bool:
-    return bool(_fetched_shards(corpus))
-
-
-def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
-    """Return the shards that are on S3; with `data.phases`, a part of the corpora may be in local folders."""
-    return [entry for entry in corpus.manifest.shards if corpus.store.local_path(entry.name) is None]
-
-
-def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
+def _room(config: Config, folder: Path, entries: Sequence[ShardEntry]) -> CacheRoom:
     """Compare the bytes that this node's cache folder can hold with the bytes of the shards on S3."""
-    entries = [entry for corpus in corpora for entry in _fetched_shards(corpus)]
     held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     capacity_bytes = held_bytes + shutil.disk_usage(existing).free

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.verified_shards import open_cache
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.schedule import value_at
 from electra_dist.store.patience import Patience
@@ -35,17 +36,17 @@ def open_loader(
 
     `stack` closes the cache of shards; the caller must close the loader itself, before the cache. Collective.
     """
-    corpus = inputs.corpus
+    corpora = inputs.corpora
     return RowLoader(
-        cache=open_shared_cache(config, corpus, stack),
-        order=inputs.corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch),
+        cache=open_shared_cache(config, corpora, stack),
+        order=corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch),
         global_batch=config.train.global_batch,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         start_step=state.step,
         skip_steps=state.skips.steps,
         call=patience.call,
-        on_wait=lambda waited_s: monitor.waits_in_silence(waited_s, f"rows of {corpus.store.url}", _SILENT_READ_S),
+        on_wait=lambda waited_s: monitor.waits_in_silence(waited_s, f"rows of {corpora.url}", _SILENT_READ_S),
     )
 
 
@@ -56,7 +57,7 @@ def open_evaluator(
     heldout = inputs.heldout
     if heldout is None:
         return None
-    cache = heldout.open_cache(config.data, shard_folder(config, heldout))
+    cache = open_cache(heldout, config.data, shard_folder(config, heldout))
     stack.enter_context(contextlib.closing(cache))
     objective = config.objective
     return Evaluator(

@@ -20,6 +20,7 @@ from electra_dist.checkpoint.restore_state import set_all_aside
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_checks import keys_without_effect
+from electra_dist.data.verified_shards import open_cache
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
@@ -154,7 +155,7 @@ def _run(
 def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
     """Lock the run folder and check again that it holds no other run; return the lock (rank 0) or None. Collective."""
     run_dir = Path(config.run_dir)
-    identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
+    identity = run_identity(config, inputs.corpora.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
         raise ManifestMismatch(
             f"run_dir {run_dir}: a corpus or the frozen generator has changed while the ranks have read it, or is not "
@@ -192,7 +193,7 @@ def _train(
     """Build the model and the engine and train until the run ends. Collective."""
     run_dir = Path(config.run_dir)
     wait = patience.call
-    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if from_scratch:
         notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config)))
     begins = from_scratch or not any(committed(target) for target in open_targets(config))
@@ -257,12 +258,10 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
     """Write the files that describe the run: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
-    manifest = inputs.corpus.manifest
-    tokenizer = manifest.tokenizer
     begin_run_folder(
         config,
-        identity=run_identity(config, manifest.fingerprint, inputs.corpora.phase_fingerprints),
-        tokenizer_json=tokenizer.model_dump_json(indent=1),
+        identity=run_identity(config, inputs.corpora.fingerprint, inputs.corpora.phase_fingerprints),
+        tokenizer_json=inputs.corpora.tokenizer.model_dump_json(indent=1),
         vocabulary=inputs.vocabulary.text.encode(),
         input_digests={**inputs.heldout_digest, **source_digest},
     )
@@ -302,11 +301,11 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
 
 def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.ndarray:
     """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
-    corpus = inputs.corpus
+    corpora = inputs.corpora
     return unigram_counts(
-        corpus,
+        corpora,
         vocab_size=config.model.vocab_size,
         run_dir=Path(config.run_dir),
-        open_cache=lambda: corpus.open_cache(config.data, shard_folder(config, corpus)),
+        open_cache=lambda: open_cache(corpora, config.data, shard_folder(config, corpora)),
         patience=patience,
     )

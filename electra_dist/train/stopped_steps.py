@@ -6,15 +6,15 @@ import numpy as np
 
 from electra_dist.collectives import gather
 from electra_dist.config import Config
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
-from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.train.loss_guard import first_to_skip
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import outlier
 
 
-def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float]) -> str:
+def find_suspect(corpora: Corpora, batch: RowBatch, losses: list[float]) -> str:
     """Find the row of a stopped step whose loss stands out among the rows of all ranks. Collective.
 
     `losses` are of this rank's rows. Returns a text for the log with the row's name (shard and index), its loss and
@@ -28,7 +28,7 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
     index = outlier(all_losses)
     if index is None:
         return ""
-    name = manifest.row_name(all_row_ids[index])
+    name = corpora.row_name(all_row_ids[index])
     median = np.nanmedian(all_losses)
     return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 

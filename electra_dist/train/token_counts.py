@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.shard_format import parse_array
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.process_group import local_device
@@ -31,13 +32,12 @@ from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import readable, replacing
 from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
-from electra_dist.train.input_checks import OpenCorpus
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def unigram_counts(
-    corpus: OpenCorpus,
+    corpora: Corpora,
     vocab_size: int,
     run_dir: Path,
     open_cache: Callable[[], ShardCache],
@@ -49,7 +49,7 @@ def unigram_counts(
     written.
     """
     patience = Patience(0.0) if patience is None else patience
-    file = token_counts_file(run_dir, corpus.manifest.fingerprint)
+    file = token_counts_file(run_dir, corpora.fingerprint)
 
     def stored_counts() -> list[int] | None:
         count_V = read_counts(file, vocab_size) if file.exists() else None
@@ -59,7 +59,7 @@ def unigram_counts(
     if counts_of_earlier_start is not None:
         return np.array(counts_of_earlier_start, np.int64)
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
-    shards_of_rank = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
+    shards_of_rank = range(dist.get_rank(), len(corpora.shards), dist.get_world_size())
     with contextlib.closing(open_cache()) as cache:
         counts_of_rank = patience.call(lambda: count_tokens(cache, shards_of_rank, vocab_size))
     total_V = torch.from_numpy(counts_of_rank).to(local_device())
@@ -101,7 +101,7 @@ def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> n
     """
     count_V = np.zeros(vocab_size, np.int64)
     for shard in shards:
-        num_rows = cache.manifest.shards[shard].rows
+        num_rows = cache.corpora.shards[shard].entry.rows
         ids_RS = cache.read_rows(np.full(num_rows, shard), np.arange(num_rows))
         count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
         cache.keep_only([])  # closes the shard

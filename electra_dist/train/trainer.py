@@ -97,7 +97,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config,
             engine,
-            inputs.corpus.manifest.fingerprint,
+            inputs.corpora.fingerprint,
             skips,
             inputs.accept_new_numerics,
             self.patience,
@@ -309,13 +309,13 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        store = self.inputs.corpus.store
-        retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
+        stores = [phase.store for phase in self.inputs.corpora.phases]
+        retry_wait_s = sum(store.retry_wait_s for store in stores) + self.checkpointer.retry_wait_s
         return RankFlags(
             stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
-            retries=store.retries + self.checkpointer.retries,
+            retries=sum(store.retries for store in stores) + self.checkpointer.retries,
             retry_wait_ms=round(1000 * retry_wait_s),
             refetches=loader.refetches,
         )
@@ -359,7 +359,7 @@ class Trainer:
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
         """Put a stopped step on the skip list, and report the step and its outlier row, if any. Collective."""
-        suspect = find_suspect(self.inputs.corpus.manifest, batch, train_step.row_losses(batch))
+        suspect = find_suspect(self.inputs.corpora, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.reporter.stopped_step(batch.step, fault, suspect)

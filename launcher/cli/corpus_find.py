@@ -15,8 +15,8 @@ from electra_dist.console import Console
 from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
+from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.store.open_store import open_store
@@ -80,7 +80,7 @@ def find(
     if query.source is not None and not len(found.rows):
         sources = search.sources()  # so that the user sees which names there are
     result = SearchResult(
-        manifest=corpora.manifest,
+        corpora=corpora,
         query=query,
         num_rows=len(found.rows),
         num_shards=len(np.unique(found.shards)),
@@ -98,11 +98,11 @@ def find(
         print_result(result, open_console())
 
 
-def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
+def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None) -> tuple[FoundRows, int | None]:
     """Run the search; return the rows found, and the token count of the searched text (None without a text)."""
     if query.text is None:
         return search.rows_with_documents(), None
-    forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
+    forms = tokens_of_text(query.text, corpora)
     return search.rows_with_text(forms, least or _DEFAULT_LEAST), max(map(len, forms))
 
 
@@ -110,10 +110,10 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
     return endpoint_url or (config.data.endpoint_url if config is not None else None)
 
 
-def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
+def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> Corpora:
     """Open `corpus`; if it is None, open all corpora of the run, with their shards numbered consecutively."""
     if config is not None and corpus is None:
-        return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
+        return open_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:
         raise UserError(f"CORPUS is missing; {_USAGE}")
     if config is not None and config.data.phases:
@@ -122,8 +122,7 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
             "RUN out to search one"
         )
     store = open_store(corpus, _endpoint_url(config, endpoint_url))
-    manifest = read_manifest(store, "CORPUS")
-    return RunCorpora(phases=(CorpusPhase(from_step=0, url=corpus, store=store, manifest=manifest),))
+    return Corpora.of(store, read_manifest(store, "CORPUS"), corpus)
 
 
 def _progress(shards: Iterable[int]) -> Iterable[int]:

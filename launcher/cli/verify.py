@@ -19,8 +19,7 @@ from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, rea
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.config import Config
 from electra_dist.console import Console
-from electra_dist.data.phases.phased_order import phase_lengths
-from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
+from electra_dist.data.corpora import Corpora, open_corpora, steps_of_phases
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
@@ -65,7 +64,7 @@ def verify_command(
     run = Path(path)
     config = open_run(run)
     out = open_console()
-    corpora = open_run_corpora(config.data)
+    corpora = open_corpora(config.data)
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
     checkpoints, damaged = _read_checkpoint_states(config)
     skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
@@ -84,7 +83,7 @@ def verify_command(
         def show_progress(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        result = verify(marks, expected, corpora.manifest, show_progress)
+        result = verify(marks, expected, corpora, show_progress)
     if as_json:
         print_json(_json_tree(run, result, expected, damaged, corpora))
     else:
@@ -94,17 +93,16 @@ def verify_command(
 
 
 def _json_tree(
-    run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: RunCorpora
+    run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: Corpora
 ) -> dict[str, Any]:
     """Return the result of the command as a JSON object; `deviation` is null if the run used the prescribed rows."""
     last = result.last
     assert last is not None
     phases = []
     if len(corpora.phases) > 1:
-        lengths = phase_lengths(expected.order.phases, last.step * expected.global_batch)
         phases = [
-            {"corpus": phase.url, "from_step": phase.from_step, "rows_used": length, "rows": phase.manifest.num_rows}
-            for phase, length in zip(corpora.phases, lengths, strict=True)
+            {"corpus": phase.url, "from_step": phase.from_step, "rows_used": used, "rows": phase.manifest.num_rows}
+            for phase, used in zip(corpora.phases, _rows_used(last.step, expected, corpora), strict=True)
         ]
     return {
         "run": str(run),
@@ -155,7 +153,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
     return steps
 
 
-def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
+def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: Corpora, out: Console) -> None:
     """Print the number of receipts, the skipped steps, and the verdict: how often rows were used, or the deviation."""
     last = result.last
     assert last is not None
@@ -180,18 +178,24 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: R
     out.print(f"good: trained on {last.receipt.rows:,} rows: {use_of_rows}; receipt {last.receipt.hex}")
 
 
-def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> str:
+def _use_of_corpora(num_steps: int, expected: Expected, corpora: Corpora) -> str:
     """Return in words how often each row of each corpus was used in the first `num_steps` steps."""
-    lengths = phase_lengths(expected.order.phases, num_steps * expected.global_batch)
-    if len(lengths) == 1:
-        return _use_of_rows(lengths[0], corpora.manifest.num_rows)
+    rows_used = _rows_used(num_steps, expected, corpora)
+    if len(rows_used) == 1:
+        return _use_of_rows(rows_used[0], corpora.num_rows)
     uses = [
-        f"{length:,} rows of {phase.url} from step {phase.from_step:,} on "
-        f"({_use_of_rows(length, phase.manifest.num_rows)})"
-        for phase, length in zip(corpora.phases, lengths, strict=True)
-        if length
+        f"{used:,} rows of {phase.url} from step {phase.from_step:,} on "
+        f"({_use_of_rows(used, phase.manifest.num_rows)})"
+        for phase, used in zip(corpora.phases, rows_used, strict=True)
+        if used
     ]
     return "; ".join(uses)
+
+
+def _rows_used(num_steps: int, expected: Expected, corpora: Corpora) -> list[int]:
+    """Return how many rows of each phase the first `num_steps` steps use, skipped steps included."""
+    steps = steps_of_phases([phase.from_step for phase in corpora.phases], num_steps)
+    return [num_steps_of_phase * expected.global_batch for num_steps_of_phase in steps]
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:

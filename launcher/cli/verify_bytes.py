@@ -26,9 +26,9 @@ from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
 from electra_dist.console import Console
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
+from electra_dist.data.corpora import open_corpora
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest as read_corpus
-from electra_dist.data.phases.run_corpora import open_run_corpora
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
 from electra_dist.run.folder import (
@@ -149,7 +149,7 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
     owner = owner_of(config, read_identity(run_dir))
     if owner is not None:
         with contextlib.suppress(UserError):  # a damaged corpus is a part of its own, and so is one that has changed
-            found_corpus = open_run_corpora(config.data).manifest.fingerprint
+            found_corpus = open_corpora(config.data).fingerprint
             owner = Owner(owner.identities, owner.corpora | {found_corpus})
     for target in open_targets(config):
         for _, _, folder in committed(target):

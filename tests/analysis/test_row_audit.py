@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from electra_dist.analysis import row_audit
 from electra_dist.analysis.row_audit import Expected, Mark, verify
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 
 ROWS_PER_SHARD = [70, 33, 48, 90, 15]
@@ -41,7 +41,7 @@ def corpus() -> CorpusManifest:
 
 def row_order() -> RowOrder:
     """Return the order in which the run uses the rows of the corpus."""
-    return RowOrder(ROWS_PER_SHARD, SEED, 2)
+    return RowOrder([CorpusOrder(ROWS_PER_SHARD, SEED, 2)])
 
 
 def row_ids_of_steps(num_steps: int, skipped: set[int]) -> list[list[int]]:

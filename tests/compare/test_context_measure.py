@@ -14,6 +14,8 @@ from transformers import ElectraForMaskedLM
 from electra_dist.compare.measures import context_measure
 from electra_dist.compare.measures.context_measure import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.sentences.token_scores import build_token_scorer, score_places
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
@@ -21,26 +23,25 @@ from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
-from electra_dist.train.input_checks import OpenCorpus, read_manifest
 
 CPU = torch.device("cpu")
 Places = Sequence[tuple[int, int]]
 
 
 @pytest.fixture
-def heldout(tiny_corpus: Path) -> OpenCorpus:
+def heldout(tiny_corpus: Path) -> Corpora:
     """The held-out rows of the corpus of numbered words."""
     store = open_store(f"{tiny_corpus}/heldout")
-    return OpenCorpus(store=store, manifest=read_manifest(store))
+    return Corpora.of(store, read_manifest(store))
 
 
-def original_rows(heldout: OpenCorpus) -> np.ndarray:
+def original_rows(heldout: Corpora) -> np.ndarray:
     """Return all rows of the held-out corpus as they were before tokens were replaced."""
-    return context_measure._first_rows(heldout, heldout.manifest.num_rows)
+    return context_measure._first_rows(heldout, heldout.num_rows)
 
 
 def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
-    heldout: OpenCorpus, encoder: Pretrained, monkeypatch: pytest.MonkeyPatch
+    heldout: Corpora, encoder: Pretrained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_RS = original_rows(heldout)
     count_of = Counter(rows_RS.reshape(-1).tolist())
@@ -62,9 +63,9 @@ def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
     assert measured.standard_error > 0
 
 
-def test_equal_corpora_have_equal_digests_and_other_rows_another(heldout: OpenCorpus, tiny_corpus: Path) -> None:
+def test_equal_corpora_have_equal_digests_and_other_rows_another(heldout: Corpora, tiny_corpus: Path) -> None:
     store = open_store(str(tiny_corpus))
-    other = OpenCorpus(store=store, manifest=read_manifest(store))
+    other = Corpora.of(store, read_manifest(store))
     assert ContextMeasure(heldout).digest == ContextMeasure(heldout).digest
     assert ContextMeasure(heldout).digest != ContextMeasure(other).digest
 

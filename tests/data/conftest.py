@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.s3_fixtures import bucket, proxy, s3
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store
@@ -28,6 +29,11 @@ class Corpus(NamedTuple):
     store: Store
     manifest: CorpusManifest
     rows: np.ndarray
+
+    @property
+    def corpora(self) -> Corpora:
+        """The corpus as the only one of a run."""
+        return Corpora.of(self.store, self.manifest)
 
 
 def build(store: Store, rows_per_shard: Sequence[int], block_rows: int = 7) -> Corpus:

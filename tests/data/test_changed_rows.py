@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from support.remote_store import Remote
 
 from electra_dist.data import verified_shards
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import ChangedRow, rows_of
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreExhausted
@@ -56,7 +57,7 @@ def flip_last_token_of_every_row(path: Path, rows: np.ndarray) -> None:
 
 def order_of(corpus: Any) -> RowOrder:
     """Return a row order whose windows have two of the four shards."""
-    return RowOrder([entry.rows for entry in corpus.manifest.shards], 5, 2)
+    return RowOrder([CorpusOrder([entry.rows for entry in corpus.manifest.shards], 5, 2)])
 
 
 def test_a_cached_shard_that_changes_during_a_run_is_fetched_again(
@@ -67,7 +68,7 @@ def test_a_cached_shard_that_changes_during_a_run_is_fetched_again(
     cache_folder = tmp_path / "cache"
     store = Remote(Path(corpus.store.url))
     with (
-        closing(ShardCache(store, corpus.manifest, cache_folder, fetch_threads=2)) as cache,
+        closing(ShardCache(Corpora.of(store, corpus.manifest), cache_folder, fetch_threads=2)) as cache,
         closing(RowLoader(cache, order, GLOBAL_BATCH, 0, 1, 0)) as loader,
     ):
         for step in range(24):  # three epochs
@@ -92,7 +93,7 @@ def test_a_local_shard_that_changes_during_a_run_ends_it_with_shard_and_block(
     corpus = four_shards
     message = ""
     with (
-        closing(ShardCache(corpus.store, corpus.manifest, tmp_path / "unused", fetch_threads=2)) as cache,
+        closing(ShardCache(corpus.corpora, tmp_path / "unused", fetch_threads=2)) as cache,
         closing(RowLoader(cache, order_of(corpus), GLOBAL_BATCH, 0, 1, 0)) as loader,
     ):
         loader.next()
@@ -116,7 +117,7 @@ def test_the_error_of_a_local_shard_names_row_and_block(four_shards: Any, tmp_pa
     corpus = four_shards
     path = Path(corpus.store.url) / corpus.manifest.shards[1].name
     changed_row = ROWS_OF_A_SHARD + 17
-    with closing(ShardCache(corpus.store, corpus.manifest, tmp_path / "unused", fetch_threads=1)) as cache:
+    with closing(ShardCache(corpus.corpora, tmp_path / "unused", fetch_threads=1)) as cache:
         assert (cache.read_rows(np.array([1]), np.array([17])) == corpus.rows[changed_row]).all()
         flip_last_token_of_every_row(path, corpus.rows[changed_row : changed_row + 1])
         assert (cache.read_rows(np.array([1, 0]), np.array([16, 17])) == corpus.rows[[changed_row - 1, 17]]).all()
@@ -137,7 +138,7 @@ def test_a_cached_shard_that_changes_while_it_is_closed_is_fetched_again(
     store = Remote(Path(corpus.store.url))
     path = tmp_path / "cache" / f"{corpus.manifest.shards[0].sha256}.tar"
     shard, rows = np.zeros(ROWS_OF_A_SHARD, np.int64), np.arange(ROWS_OF_A_SHARD)
-    with closing(ShardCache(store, corpus.manifest, tmp_path / "cache", fetch_threads=1)) as cache:
+    with closing(ShardCache(Corpora.of(store, corpus.manifest), tmp_path / "cache", fetch_threads=1)) as cache:
         assert (cache.read_rows(shard, rows) == corpus.rows[:ROWS_OF_A_SHARD]).all()
         cache.keep_only([])
         data = path.read_bytes()
@@ -164,7 +165,7 @@ def test_a_change_that_is_gone_at_the_second_look_is_reported_and_the_reading_go
         return rows_of(*arguments)
 
     monkeypatch.setattr(verified_shards, "rows_of", changed_at_first)
-    with closing(ShardCache(corpus.store, corpus.manifest, tmp_path / "unused", fetch_threads=1)) as cache:
+    with closing(ShardCache(corpus.corpora, tmp_path / "unused", fetch_threads=1)) as cache:
         assert (cache.read_rows(np.array([2]), np.array([5])) == corpus.rows[2 * ROWS_OF_A_SHARD + 5]).all()
         assert "verified again and good" in capfd.readouterr().err
         remaining += [1] * 5

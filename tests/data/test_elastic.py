@@ -25,10 +25,10 @@ from support.real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, writ
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.data import row_order as order_module
+from electra_dist.data import order as order_module
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.order import NUM_ROUNDS, RowOrder
+from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.model.attention import SDPA
@@ -138,7 +138,7 @@ class Corpus:
         self.manifest: CorpusManifest = write_corpus(str(folder), list(rows_per_shard))
         self.store = open_store(str(folder))
         self.rows = np.concatenate([synthetic_rows(count, number) for number, count in enumerate(rows_per_shard)])
-        self.order = RowOrder(rows_per_shard, SEED, window_shards)
+        self.order = RowOrder([CorpusOrder(rows_per_shard, SEED, window_shards)])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -180,7 +180,7 @@ def leg(
     row_ids = {step: np.full(GLOBAL_BATCH, -1) for step in wanted}
     receipts = {step: Receipt() for step in wanted}
     for rank in range(world_size):
-        cache = ShardCache(corpus.store, corpus.manifest, Path("unused"), fetch_threads=1)
+        cache = ShardCache(corpus.corpora, Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, corpus.order, GLOBAL_BATCH, rank, world_size, steps.start, skip_steps)
         for step in wanted:
             batch = loader.next()
@@ -314,14 +314,14 @@ def test_the_recorder_records_masks_samples_and_labels_and_steps_differ(folders:
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counters of the words that Philox generated for the order, and of the epochs that were laid out."""
     counts: Counter[str] = Counter()
-    philox, lay_out = order_module.philox4x32, RowOrder._lay_out
+    philox, lay_out = order_module.philox4x32, CorpusOrder._lay_out
 
     def counting_philox(counter: Any, seed: int) -> Any:
         words = philox(counter, seed)
         counts["words"] += words[0].size
         return words
 
-    def counting_lay_out(self: RowOrder, epoch: int) -> Any:
+    def counting_lay_out(self: CorpusOrder, epoch: int) -> Any:
         counts["epochs"] += 1
         return lay_out(self, epoch)
 
@@ -329,7 +329,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         order_module.cpu_library, "permute", None
     )  # the C function does the same work, but cannot be counted
     monkeypatch.setattr(order_module, "philox4x32", counting_philox)
-    monkeypatch.setattr(RowOrder, "_lay_out", counting_lay_out)
+    monkeypatch.setattr(CorpusOrder, "_lay_out", counting_lay_out)
     return counts
 
 
@@ -340,7 +340,7 @@ ROWS_PER_SHARD = [640 + 3 * (number % 7) for number in range(120)]
 @pytest.mark.parametrize("share", [0.0, 0.31, 0.77, 0.999999])
 def test_the_work_of_locating_does_not_depend_on_the_position(work: Counter[str], epoch: int, share: float) -> None:
     """For 2,048 positions, the shards of one epoch and the positions are permuted, at most a tenth of them twice."""
-    order, num_positions = RowOrder(ROWS_PER_SHARD, SEED, 16), 2_048
+    order, num_positions = RowOrder([CorpusOrder(ROWS_PER_SHARD, SEED, 16)]), 2_048
     first = int((epoch + share) * order.rows_per_epoch)
     _, shards, rows = order.locate(np.arange(first, first + num_positions))
     assert len(set(zip(shards.tolist(), rows.tolist()))) == num_positions or share > 0.99  # two epochs may share rows
@@ -365,8 +365,8 @@ def test_a_loader_starts_at_any_step_with_the_same_work(folders: Iterator[Path],
     for epoch in (0, 1, 10**3, 10**7):
         work.clear()
         opened.clear()
-        order = RowOrder([64] * 12, SEED, 3)
-        cache = CountingCache(corpus.store, corpus.manifest, Path("unused"), fetch_threads=1)
+        order = RowOrder([CorpusOrder([64] * 12, SEED, 3)])
+        cache = CountingCache(corpus.corpora, Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, order, GLOBAL_BATCH, 0, 1, epoch * steps_per_epoch)
         batch = loader.next()
         loader.close()

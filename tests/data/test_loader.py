@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Checksums
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
@@ -32,7 +33,7 @@ QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
 
 def order_of(corpus: Any, seed: int = 5, window_shards: int = 2) -> RowOrder:
     """Return the row order of a corpus."""
-    return RowOrder([entry.rows for entry in corpus.manifest.shards], seed, window_shards)
+    return RowOrder([CorpusOrder([entry.rows for entry in corpus.manifest.shards], seed, window_shards)])
 
 
 def truth(corpus: Any, order: RowOrder, global_batch: int, num_steps: int) -> np.ndarray:
@@ -48,7 +49,7 @@ def steps_of(
     found = np.zeros((len(steps), global_batch, corpus.manifest.seq_len), np.uint16)
     filled = np.zeros((len(steps), global_batch), int)
     for rank in range(world_size):
-        cache = ShardCache(corpus.store, corpus.manifest, Path("unused"), fetch_threads=1)
+        cache = ShardCache(corpus.corpora, Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, order, global_batch, rank, world_size, steps.start)
         for number, step in enumerate(steps):
             batch = loader.next()
@@ -100,7 +101,7 @@ def test_every_world_size_reads_the_rows_of_the_order(corpus: Any, world_size: i
 def test_an_epoch_is_read_exactly_once(corpus: Any) -> None:
     """The corpus has 123 rows and a step 41, so three steps are one epoch."""
     order = order_of(corpus)
-    cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
+    cache = ShardCache(corpus.corpora, Path("unused"))
     loader = RowLoader(cache, order, 41, 0, 1, 300)
     seen = np.concatenate([loader.next().row_ids for _ in range(3)])
     loader.close()
@@ -114,7 +115,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(corpus: Any
 
 
 def test_shards_of_old_windows_are_closed(corpus: Any) -> None:
-    cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
+    cache = ShardCache(corpus.corpora, Path("unused"))
     loader = RowLoader(cache, order_of(corpus, window_shards=1), 1, 0, 1, 0)
     for _ in range(246):
         loader.next()
@@ -125,7 +126,7 @@ def test_shards_of_old_windows_are_closed(corpus: Any) -> None:
 
 def test_an_error_of_the_reader_is_raised_by_every_call_of_next(corpus: Any, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    loader = RowLoader(ShardCache(store, corpus.manifest, tmp_path), order_of(corpus), 48, 0, 1, 0)
+    loader = RowLoader(ShardCache(Corpora.of(store, corpus.manifest), tmp_path), order_of(corpus), 48, 0, 1, 0)
     for _ in range(3):
         with pytest.raises(StoreMissing, match=r"shard-\d+.tar: no such file"):
             loader.next()
@@ -149,7 +150,7 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
     waits: list[float] = []
     patience = Patience(600.0, lambda line: None)
     monkeypatch.setattr("electra_dist.store.patience.FIRST_PAUSE_S", 0.01)
-    cache = ShardCache(corpus.store, corpus.manifest, tmp_path)
+    cache = ShardCache(corpus.corpora, tmp_path)
     loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0, call=patience.call, on_wait=waits.append)
     rows = np.stack([loader.next().ids for _ in range(6)])
     loader.close()
@@ -160,7 +161,7 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
 
 def test_close_does_not_wait_for_a_full_queue(corpus: Any) -> None:
     before = threading.active_count()
-    cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
+    cache = ShardCache(corpus.corpora, Path("unused"))
     loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0)
     time.sleep(0.1)
     start = time.monotonic()
@@ -171,7 +172,7 @@ def test_close_does_not_wait_for_a_full_queue(corpus: Any) -> None:
 
 
 def test_waiting_for_rows_is_counted_in_seconds(corpus: Any) -> None:
-    cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
+    cache = ShardCache(corpus.corpora, Path("unused"))
     loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0)
     loader.next()
     assert 0 < loader.wait_s < 10
@@ -182,8 +183,8 @@ def test_waiting_for_rows_is_counted_in_seconds(corpus: Any) -> None:
 def read_s3(url: str, endpoint_url: str, folder: Path, num_steps: int) -> tuple[Any, ShardCache, np.ndarray]:
     """Read the first steps of a corpus on S3; return the store, the cache and the rows, [num_steps, 64, seq_len]."""
     store = open_store(url, endpoint_url, retry=QUICK)
-    cache = ShardCache(store, read_manifest(store), folder, fetch_threads=4)
-    order = RowOrder([entry.rows for entry in cache.manifest.shards], 5, 4)
+    cache = ShardCache(Corpora.of(store, read_manifest(store)), folder, fetch_threads=4)
+    order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 5, 4)])
     loader = RowLoader(cache, order, 64, 0, 1, 0)
     try:
         return store, cache, np.stack([loader.next().ids for _ in range(num_steps)])
@@ -201,7 +202,7 @@ def test_rows_read_through_s3_faults_equal_the_local_ones(
     remote = build_corpus(open_store(bucket, proxy.endpoint_url), rows_per_shard)
     assert remote.manifest == local.manifest
     order = order_of(local, window_shards=4)
-    num_steps = order.rows_per_epoch // 64 + 1  # the last step needs every shard, so no download is open at the end
+    num_steps = order.num_rows // 64 + 1  # the last step needs every shard, so no download is open at the end
     kinds = tuple(kind for kind in DOWNLOAD_FAULTS if kind != "stall")
     proxy.plan = FaultPlan(seed=2, rate=0.8, faults=kinds, only="shard-")
     store, cache, rows = read_s3(bucket, proxy.endpoint_url, tmp_path / "cache", num_steps)
@@ -250,7 +251,7 @@ def test_a_token_id_outside_the_vocabulary_ends_the_run_with_shard_and_row(corpu
     largest = int(corpus.rows[row].max())
     tokenizer = corpus.manifest.tokenizer.model_copy(update={"vocab_size": largest - above})
     manifest = corpus.manifest.model_copy(update={"tokenizer": tokenizer})
-    cache = ShardCache(corpus.store, manifest, Path("unused"))
+    cache = ShardCache(Corpora.of(corpus.store, manifest), Path("unused"))
     loader = RowLoader(cache, order_of(corpus), len(corpus.rows), 0, 1, 0)
     place = corpus.manifest.row_name(row)
     with pytest.raises(ManifestMismatch, match=f"{place}: token id {largest} is outside the vocabulary"):

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
 
-from electra_dist.data.order import NUM_ROUNDS, RowOrder, permute
+from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder, permute
 
 LARGE = [16_384] * 3_905 + [777]  # 64 M rows
 
 orders = st.builds(
-    RowOrder,
+    CorpusOrder,
     rows_per_shard=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     seed=st.integers(0, 2**63 - 1),
     window_shards=st.integers(1, 14),
@@ -103,9 +103,9 @@ def test_permutation_of_a_large_window_equals_the_scalar_implementation() -> Non
 
 def test_the_order_of_existing_runs_never_changes() -> None:
     """If these numbers change, no existing run can be resumed."""
-    order = RowOrder([3, 5, 1, 7, 2, 9], seed=7, window_shards=2)
+    order = CorpusOrder([3, 5, 1, 7, 2, 9], seed=7, window_shards=2)
     _, shards, rows = order.locate(np.arange(30))
-    assert order.row_ids(shards, rows).tolist() == [
+    assert RowOrder([order]).row_ids(shards, rows).tolist() == [
         7,
         15,
         4,
@@ -141,17 +141,17 @@ def test_the_order_of_existing_runs_never_changes() -> None:
 
 @given(orders, st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
-def test_every_epoch_is_a_permutation(order: RowOrder, epoch: int) -> None:
+def test_every_epoch_is_a_permutation(order: CorpusOrder, epoch: int) -> None:
     n = order.rows_per_epoch
     epochs, shards, rows = order.locate(np.arange(epoch * n, (epoch + 1) * n))
     assert set(epochs.tolist()) == {epoch}
-    assert sorted(order.row_ids(shards, rows).tolist()) == list(range(n))
+    assert sorted(RowOrder([order]).row_ids(shards, rows).tolist()) == list(range(n))
 
 
 @given(orders, st.data())
 @settings(max_examples=60, deadline=None)
 def test_locating_a_position_does_not_depend_on_other_positions_or_earlier_calls(
-    order: RowOrder, data: st.DataObject
+    order: CorpusOrder, data: st.DataObject
 ) -> None:
     end = 3 * order.rows_per_epoch
     whole = np.stack(order.locate(np.arange(end)))
@@ -163,7 +163,7 @@ def test_locating_a_position_does_not_depend_on_other_positions_or_earlier_calls
 
 @given(orders, st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_windows_tile_an_epoch_and_hold_exactly_the_rows_of_their_shards(order: RowOrder, epoch: int) -> None:
+def test_windows_tile_an_epoch_and_hold_exactly_the_rows_of_their_shards(order: CorpusOrder, epoch: int) -> None:
     position, end = epoch * order.rows_per_epoch, (epoch + 1) * order.rows_per_epoch
     seen: list[int] = []
     while position < end:
@@ -207,9 +207,9 @@ def test_orders_of_different_epochs_and_seeds_are_unrelated() -> None:
     rows = [500] * 8
 
     def ids(seed: int, epoch: int) -> np.ndarray:
-        order = RowOrder(rows, seed, 4)
+        order = CorpusOrder(rows, seed, 4)
         _, shards, inside = order.locate(np.arange(epoch * 4_000, (epoch + 1) * 4_000))
-        return order.row_ids(shards, inside)
+        return RowOrder([order]).row_ids(shards, inside)
 
     for seed, epoch in ((1, 1), (2, 0), (1 + 2**32, 0)):
         assert (ids(1, 0) == ids(seed, epoch)).sum() < 10  # about one is expected by chance
@@ -217,7 +217,7 @@ def test_orders_of_different_epochs_and_seeds_are_unrelated() -> None:
 
 def test_locating_positions_of_64_million_rows_takes_less_than_4_mb() -> None:
     """The explicit order of one epoch would take 512 MB."""
-    order = RowOrder(LARGE, seed=1, window_shards=64)
+    order = CorpusOrder(LARGE, seed=1, window_shards=64)
     tracemalloc.start()
     for position in (0, 12_345_678, 63_999_999, 10 * order.rows_per_epoch + 5, 10**12):
         order.locate(np.arange(position, position + 2_048))

@@ -7,7 +7,7 @@ from electra_kernels.keyed_random import Purpose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.data.order import RowOrder, permute, permute_back, positions_of_rows
+from electra_dist.data.order import CorpusOrder, permute, permute_back
 
 
 @settings(max_examples=40, deadline=None)
@@ -20,11 +20,11 @@ from electra_dist.data.order import RowOrder, permute, permute_back, positions_o
 def test_every_row_is_found_where_the_order_has_it(
     rows_per_shard: list[int], seed: int, window: int, epoch: int
 ) -> None:
-    order = RowOrder(rows_per_shard, seed, window)
+    order = CorpusOrder(rows_per_shard, seed, window)
     positions = np.arange(epoch * order.rows_per_epoch, (epoch + 1) * order.rows_per_epoch)
     _, shards, rows = order.locate(positions)
 
-    found = positions_of_rows(order, epoch, shards, rows)
+    found = order.positions_of(epoch, shards, rows)
 
     assert found.tolist() == positions.tolist()
 
@@ -38,4 +38,5 @@ def test_a_permutation_of_any_length_is_undone(size: int, seed: int, data: st.Da
     key = {"seed": seed, "purpose": Purpose.ROW_ORDER}
     place = permute(index, sizes, **key, epoch=np.full(index.size, 7), block=block)
 
-    assert permute_back(place.astype(np.int64), sizes, **key, epoch=7, block=block).tolist() == index.tolist()
+    back = permute_back(place.astype(np.int64), sizes, **key, epoch=np.full(index.size, 7), block=block)
+    assert back.tolist() == index.tolist()

@@ -24,13 +24,13 @@ from support.remote_store import Remote
 
 from electra_dist.config import DataConfig
 from electra_dist.data import node_disk_cache
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.verified_shards import ShardCache, open_cache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
-from electra_dist.train.input_checks import OpenCorpus
 
 FORK = multiprocessing.get_context("fork")
 
@@ -43,7 +43,7 @@ def remote(corpus: Any) -> Remote:
 
 def rows_through(cache: ShardCache) -> np.ndarray:
     """Return all rows of the corpus in corpus order, read through the cache."""
-    shards = [cache.open(index) for index in range(len(cache.manifest.shards))]
+    shards = [cache.open(index) for index in range(len(cache.corpora.shards))]
     return np.concatenate([shard.rows(np.arange(shard.num_rows)) for shard in shards])
 
 
@@ -58,7 +58,7 @@ def whole(corpus: Any) -> set[str]:
 
 
 def test_local_corpora_are_read_in_place_without_a_cache_folder(corpus: Any, tmp_path: Path) -> None:
-    cache = ShardCache(corpus.store, corpus.manifest, tmp_path / "cache", fetch_threads=2)
+    cache = ShardCache(corpus.corpora, tmp_path / "cache", fetch_threads=2)
     assert (rows_through(cache) == corpus.rows).all()
     assert cache.open(3) is cache.open(3)
     cache.keep_only([3])
@@ -69,7 +69,7 @@ def test_local_corpora_are_read_in_place_without_a_cache_folder(corpus: Any, tmp
 
 def test_remote_shards_are_fetched_once(corpus: Any, remote: Remote, tmp_path: Path) -> None:
     for _ in range(2):
-        cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=3)
+        cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=3)
         cache.prefetch(range(7))
         assert (rows_through(cache) == corpus.rows).all()
         cache.keep_only([])
@@ -88,11 +88,12 @@ def test_many_processes_fetch_each_shard_once(
     script = (
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
+        "from electra_dist.data.corpora import Corpora\n"
         "from electra_dist.data.verified_shards import ShardCache\n"
         "from electra_dist.data.manifest import read_manifest\n"
         "from electra_dist.store.open_store import open_store\n"
         "store = open_store(sys.argv[1], sys.argv[2])\n"
-        "cache = ShardCache(store, read_manifest(store), Path(sys.argv[3]))\n"
+        "cache = ShardCache(Corpora.of(store, read_manifest(store)), Path(sys.argv[3]))\n"
         "cache.prefetch(range(5))\n"
         "for index in np.random.permutation(5): cache.open(index).rows(np.array([0]))\n"
     )
@@ -107,7 +108,9 @@ def test_many_processes_fetch_each_shard_once(
 
 def fetch_everything(corpus: Any, folder: Path) -> None:
     """Fetch all shards slowly into a cache folder."""
-    rows_through(ShardCache(Remote(Path(corpus.store.url), 0.001), corpus.manifest, folder, fetch_threads=2))
+    rows_through(
+        ShardCache(Corpora.of(Remote(Path(corpus.store.url), 0.001), corpus.manifest), folder, fetch_threads=2)
+    )
 
 
 def test_a_cache_whose_users_were_killed_gives_correct_rows_and_removes_partial_files(
@@ -130,7 +133,7 @@ def test_a_cache_whose_users_were_killed_gives_correct_rows_and_removes_partial_
             if moments.random() < 0.7:
                 path.unlink()
     assert unfinished > 5
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=2)
     assert (rows_through(cache) == corpus.rows).all()
     cache.close()
     assert files(tmp_path) == whole(corpus)
@@ -143,7 +146,7 @@ def test_damaged_files_are_fetched_again(corpus: Any, remote: Remote, tmp_path: 
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes({"flip": data, "cut": data[:700], "empty": b"", "longer": data + b"0"}[damage])
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=2)
     assert (rows_through(cache) == corpus.rows).all()
     assert len(remote.fetched) == 7
     cache.close()
@@ -155,7 +158,7 @@ def test_a_shard_that_is_wrong_at_every_fetch_is_named(corpus: Any, tmp_path: Pa
     name = corpus.manifest.shards[4].name
     path = tmp_path / "bad" / name
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    cache = ShardCache(remote, corpus.manifest, tmp_path / "cache", fetch_threads=2)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path / "cache", fetch_threads=2)
     with pytest.raises(ManifestMismatch, match=f"{name}: wrong bytes 5 times .*restore this shard") as caught:
         rows_through(cache)
     assert "\n" not in str(caught.value)
@@ -172,10 +175,10 @@ def test_damage_in_a_local_corpus_names_the_file(corpus: Any, tmp_path: Path) ->
     data[600] ^= 4
     path.write_bytes(data)
     with pytest.raises(ManifestMismatch, match=f"{path}: not the shard that corpus.json lists"):
-        ShardCache(store, corpus.manifest, tmp_path).open(2)
+        ShardCache(Corpora.of(store, corpus.manifest), tmp_path).open(2)
     path.unlink()
     with pytest.raises(StoreMissing, match=f"{path}: no such file"):
-        ShardCache(store, corpus.manifest, tmp_path).open(2)
+        ShardCache(Corpora.of(store, corpus.manifest), tmp_path).open(2)
 
 
 def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any, tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any,
     entries[1] = entries[1].model_copy(update={"rows": 6})
     manifest = corpus.manifest.model_copy(update={"shards": tuple(entries)})
     with pytest.raises(ManifestMismatch, match=r"5 rows, but corpus.json lists 6"):
-        ShardCache(corpus.store, manifest, tmp_path).open(1)
+        ShardCache(Corpora.of(corpus.store, manifest), tmp_path).open(1)
 
 
 def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, t
     limit_bytes = 3 * size + 100
     digests = sorted(entry.sha256 for entry in corpus.manifest.shards)
     kept = {f"{digest}.tar" for digest in digests[:2]}
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=limit_bytes)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1, limit_bytes=limit_bytes)
     for index in [0, 1, 2, 3, 4, 5, 6, 3, 5, 1, 0, 6, 2, 4]:
         shard = cache.open(index)
         assert len(shard.rows(np.array([0]))) == 1
@@ -247,7 +250,7 @@ def test_shards_of_other_corpora_are_evicted_first(corpus: Any, remote: Remote, 
         path.write_bytes(b"x" * min(sizes))
         os.utime(path, (age, age))
     room = 2 * min(sizes) + sizes[0] + sizes[1]
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=room)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1, limit_bytes=room)
     for index in (0, 1):
         cache.open(index)
         cache.keep_only([])
@@ -274,7 +277,7 @@ def test_files_that_the_cache_has_not_made_stay(
         usage = namedtuple("usage", "total used free")
         full_if = lambda path: usage(0, 0, 0 if len(list(Path(path).glob("*.tar"))) > 2 else 10**12)  # noqa: E731
         monkeypatch.setattr(shutil, "disk_usage", full_if)
-    cache = OpenCorpus(store=remote, manifest=corpus.manifest).open_cache(data, tmp_path)
+    cache = open_cache(Corpora.of(remote, corpus.manifest), data, tmp_path)
     for index in range(len(corpus.manifest.shards)):
         cache.open(index)
         cache.keep_only([])
@@ -293,7 +296,7 @@ def test_a_cache_deletes_only_names_of_its_own(corpus: Any, remote: Remote, tmp_
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / f"{'b' * 64}.tar").mkdir()
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1, limit_bytes=1)
     for index in range(3):
         cache.open(index)
         cache.keep_only([])
@@ -303,8 +306,8 @@ def test_a_cache_deletes_only_names_of_its_own(corpus: Any, remote: Remote, tmp_
 
 def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: Path) -> None:
     """The limit is exceeded instead, for shards in use of this cache and of another one."""
-    one = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
-    other = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
+    one = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1, limit_bytes=1)
+    other = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1, limit_bytes=1)
     held = [one.open(0), other.open(1)]
     for index in (2, 3, 4):
         one.open(index)
@@ -320,7 +323,7 @@ def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: 
 def read_at_random(corpus: Any, folder: Path, limit_bytes: int, seed: int, fetched: Any) -> None:
     """Open shards in random order, two at a time, and compare every row; add the number of fetches to `fetched`."""
     remote, order = Remote(Path(corpus.store.url), 0.0002), random.Random(seed)
-    cache = ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), folder, fetch_threads=2, limit_bytes=limit_bytes)
     first_rows = np.cumsum([0, *(entry.rows for entry in corpus.manifest.shards)])
     for _ in range(60):
         indices = order.sample(range(len(corpus.manifest.shards)), 2)
@@ -371,7 +374,7 @@ def test_rows_are_correct_while_another_thread_deletes_every_cached_file(
 
     thread = threading.Thread(target=delete_repeatedly)
     thread.start()
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=2)
     try:
         for _ in range(10):
             assert (rows_through(cache) == corpus.rows).all()
@@ -387,7 +390,7 @@ def test_full_disk_fails_before_the_fetch_naming_the_bytes_and_the_setting(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 512))
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)
     with pytest.raises(StoreAway, match=r"disk full: 512 bytes free, \d+ needed .*set data.cache_dir"):
         cache.open(0)
     cache.close()
@@ -404,7 +407,7 @@ def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_pa
     (tmp_path / gone).unlink()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0 if old.exists() else 10**12))
     os.utime(old, (0, 0))
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
+    cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)
     cache.open(0)
     cache.close()
     assert files(tmp_path) == whole(corpus)

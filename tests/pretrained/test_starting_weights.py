@@ -19,7 +19,7 @@ from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
@@ -43,7 +43,7 @@ MOMENTS_NOTE = "optimizer: moments are not taken over; they start at zero"
 
 def rows_of_first_step(config: Config) -> torch.Tensor:
     """Return the ids of the rows of step 0, int64 [GLOBAL_BATCH, SEQ_LEN], read from the shards of the tiny corpus."""
-    order = RowOrder(ROWS_PER_SHARD, config.seed, config.data.shuffle_window_shards)
+    order = RowOrder([CorpusOrder(ROWS_PER_SHARD, config.seed, config.data.shuffle_window_shards)])
     _, shard_numbers, row_numbers = order.locate(np.arange(GLOBAL_BATCH))
     ids = np.zeros((GLOBAL_BATCH, SEQ_LEN), np.int64)
     for index, (shard_number, row_number) in enumerate(zip(shard_numbers, row_numbers)):

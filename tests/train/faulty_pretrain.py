@@ -93,11 +93,11 @@ def with_tampering(read: Any) -> Any:
         if "tampered" in FAULTS and FAULTS["tampered"][0] == step and RANK == 0:
             _, place, row_id = FAULTS["tampered"]
             self._locate(step)
-            ends = np.cumsum([s.rows for s in self._cache.manifest.shards])
+            ends = np.cumsum([s.entry.rows for s in self._cache.corpora.shards])
             shard = int(np.searchsorted(ends, row_id, side="right"))
             number = step % len(self._located[0])
             self._located[0][number, place] = shard
-            self._located[1][number, place] = row_id - ends[shard] + self._cache.manifest.shards[shard].rows
+            self._located[1][number, place] = row_id - ends[shard] + self._cache.corpora.shards[shard].entry.rows
         return read(self, step)
 
     return tampered

@@ -17,11 +17,12 @@ from support.real_runs import synthetic_rows, tiny_tree
 from support.remote_store import Remote
 
 from electra_dist.config import Config
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard_cache import peer_group
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.store.open_store import open_store
-from electra_dist.train.input_checks import OpenCorpus, RunInputs
+from electra_dist.train.input_checks import RunInputs
 from electra_dist.train.node_cache import describe_caches, node_cache_folder, open_shared_cache
 
 FOLDER = Path(sys.argv[1])
@@ -44,17 +45,16 @@ def read_all(share_shards: bool | None) -> dict[str, object]:
     tree = tiny_tree(FOLDER / "run", str(FOLDER / "corpus"), **{"data.share_shards": share_shards})
     config = Config.model_validate(tree)
     store = Remote(FOLDER / "corpus")
-    corpus = OpenCorpus(store=store, manifest=read_manifest(open_store(str(FOLDER / "corpus"))))
+    corpora = Corpora.of(store, read_manifest(open_store(str(FOLDER / "corpus"))))
     inputs = RunInputs(  # the description of the caches uses nothing else
-        corpora=None,  # type: ignore[arg-type]
-        corpus=corpus,
+        corpora=corpora,
         heldout=None,
         vocabulary=None,  # type: ignore[arg-type]
         accept_new_numerics=False,
     )
     notes = describe_caches(config, inputs)
     with contextlib.ExitStack() as stack:
-        cache = open_shared_cache(config, corpus, stack)
+        cache = open_shared_cache(config, corpora, stack)
         cache.prefetch(range(len(rows_per_shard)))
         is_right = bool((cache.read_rows(shards, rows) == truth).all())
         dist.barrier()  # The servers go on until all ranks have their shards.

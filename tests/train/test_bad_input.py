@@ -17,7 +17,7 @@ from support.s3_server import running_s3
 
 from electra_dist.config_file import load_config
 from electra_dist.data.manifest import MANIFEST_KEY
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.engine.optimizer import has_nvidia_apex
 from electra_dist.run.folder import run_identity
 
@@ -202,7 +202,7 @@ def test_damaged_shard_that_only_rank_1_reads_is_named_in_one_line(tiny_config: 
     corpus = tmp_path / "corpus"
     rows_per_shard = [1, 2, 1, 3] * 16
     manifest = write_corpus(str(corpus), rows_per_shard)
-    _, shards, _ = RowOrder(rows_per_shard, 7, 2).locate(np.arange(5 * 16))
+    _, shards, _ = RowOrder([CorpusOrder(rows_per_shard, 7, 2)]).locate(np.arange(5 * 16))
     shards = shards.reshape(5, 2, 8)  # step, rank, row
     rows_before = shards[:4]
     rank_0_rows, rank_1_rows = shards[4]

@@ -19,12 +19,12 @@ from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.compare.comparison_config import CONTEXT_AUC
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of
+from electra_dist.data.corpora import Corpora
 from electra_dist.finetune.sentences.token_scores import score_places
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
-from electra_dist.train.input_checks import OpenCorpus
 
 _REPLACED_SHARE = 0.15  # of the tokens of a row: the share that the paper masks
 _SEED = 0  # of the replacements, equal for all runs
@@ -36,10 +36,10 @@ class ContextMeasure(Measure):
     name = CONTEXT_AUC
     metric = "ROC-AUC"
 
-    def __init__(self, heldout: OpenCorpus) -> None:
+    def __init__(self, heldout: Corpora) -> None:
         """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places."""
-        special = SpecialIds.from_tokens(heldout.manifest.tokenizer.special)
-        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.manifest.seq_len))
+        special = SpecialIds.from_tokens(heldout.tokenizer.special)
+        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
         is_compared_QS = context.label_QS != NOT_COMPARED
         # Index of the row and position in it, of each compared token.
@@ -63,11 +63,11 @@ class ContextMeasure(Measure):
         return Measured(value=auc, standard_error=standard_error if is_known else None)
 
 
-def _first_rows(corpus: OpenCorpus, num_rows: int) -> np.ndarray:
+def _first_rows(corpora: Corpora, num_rows: int) -> np.ndarray:
     """Return the token ids of the first rows of a corpus, [num_rows, S]; all of its rows if it has fewer."""
     blocks = []
     num_missing = num_rows
-    for _, block in rows_of_shards(corpus.store, corpus.manifest, range(len(corpus.manifest.shards))):
+    for _, block in rows_of_shards(corpora, range(len(corpora.shards))):
         blocks.append(block[:num_missing])
         num_missing -= len(blocks[-1])
         if num_missing == 0:

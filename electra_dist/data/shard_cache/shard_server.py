@@ -30,11 +30,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from electra_dist.data.manifest import CorpusManifest, ShardEntry
+from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.shard_cache.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
-from electra_dist.store.interface import Store
 
 _HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
 _SILENT_S = 30.0  # seconds after which an answer of which no byte can be sent is given up
@@ -83,9 +82,9 @@ class ShardServer:
         self._thread = threading.Thread(target=self._run, name="shard-server", daemon=True)
         self._thread.start()
 
-    def serve(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
-        """Serve the shards of a corpus from now on; fetch missing ones from the store, `fetch_threads` at a time."""
-        self._served = _ServedCache(cache, store, manifest, fetch_threads)
+    def serve(self, cache: NodeCache, corpora: Corpora, fetch_threads: int) -> None:
+        """Serve the shards of corpora on S3 from now on; fetch missing ones, `fetch_threads` at a time."""
+        self._served = _ServedCache(cache, corpora, fetch_threads)
 
     def close(self) -> None:
         """Stop accepting connections and requests. Answers that have begun go on in daemon threads."""
@@ -197,10 +196,9 @@ class ShardServer:
 class _ServedCache:
     """This node's cache, and the running fetches of shards that other nodes have asked for. Thread-safe."""
 
-    def __init__(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
+    def __init__(self, cache: NodeCache, corpora: Corpora, fetch_threads: int) -> None:
         self.cache = cache
-        self.entries = {entry.sha256: entry for entry in manifest.shards}
-        self._store = store
+        self.shards = {shard.entry.sha256: shard for shard in corpora.fetched_shards}
         self._lock = threading.Lock()
         self._fetches: dict[str, Future[None]] = {}  # by digest, of shards that are queued or being fetched
         self._slots = threading.Semaphore(fetch_threads)
@@ -210,8 +208,8 @@ class _ServedCache:
 
     def wait_for(self, digest: str) -> None:
         """Wait until a shard is in the cache; fetch it if missing. Raise FutureTimeout after `_HOLD_S` seconds."""
-        entry = self.entries[digest]
-        if self.cache.holds(entry):
+        shard = self.shards[digest]
+        if self.cache.holds(shard.entry):
             return
         with self._lock:
             fetch = self._fetches.get(digest)
@@ -219,20 +217,20 @@ class _ServedCache:
                 fetch = Future()
                 self._fetches[digest] = fetch
                 # Unlike those of an executor, a daemon does not keep a process that ends waiting for its download.
-                threading.Thread(target=self._fetch, args=(entry, fetch), daemon=True).start()
+                threading.Thread(target=self._fetch, args=(shard, fetch), daemon=True).start()
         fetch.result(timeout=_HOLD_S)
 
-    def _fetch(self, entry: ShardEntry, fetch: Future[None]) -> None:
+    def _fetch(self, shard: StoredShard, fetch: Future[None]) -> None:
         """Fetch a shard as soon as fewer than `fetch_threads` fetches are running; the body of a thread."""
         with self._slots:
             try:
-                self.cache.ensure(self._store, entry, verify=False, ask_peers=False)
+                self.cache.ensure(shard.store, shard.entry, verify=False, ask_peers=False)
             except BaseException as error:  # noqa: BLE001 - `wait_for` raises it in the thread of each request.
                 fetch.set_exception(error)
             else:
                 fetch.set_result(None)
         with self._lock:
-            del self._fetches[entry.sha256]  # A later request tries again.
+            del self._fetches[shard.entry.sha256]  # A later request tries again.
 
     def fetched_bytes(self) -> int:
         """Return about how many bytes this node has fetched into its cache; the number never decreases."""
@@ -254,10 +252,10 @@ def _answer_request(connection: _Connection, path: str, served: _ServedCache | N
         _send_head(connection.socket, HTTPStatus.ACCEPTED)
         return
     match = _PATH.fullmatch(path)
-    if match is None or match[1] not in served.entries:
+    if match is None or match[1] not in served.shards:
         _send_head(connection.socket, HTTPStatus.NOT_FOUND)
         return
-    entry = served.entries[match[1]]
+    entry = served.shards[match[1]].entry
     connection.deadline += entry.bytes / LEAST_BYTES_PER_S
     try:
         served.wait_for(entry.sha256)

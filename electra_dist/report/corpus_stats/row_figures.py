@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.corpus.origins.document_search import RowDocument, documents_of_rows
 from electra_dist.corpus.origins.origin_files import Origins
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
@@ -67,7 +68,7 @@ def read_row_figures(
     """
     figures = RowFigures()
     sampled = _sampled_rows(manifest)
-    for shard, rows in rows_of_shards(store, manifest, progress(range(len(manifest.shards)))):
+    for shard, rows in rows_of_shards(Corpora.of(store, manifest), progress(range(len(manifest.shards)))):
         name = manifest.shards[shard].name
         table = None if origins is None else origins.table(name)
         tokens_of_rows = _add_rows(figures, rows, vocabulary)

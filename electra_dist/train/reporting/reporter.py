@@ -23,7 +23,7 @@ from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
 from electra_dist.corpus.report.build_report import corpus_sources
-from electra_dist.data.phases.run_corpora import RunCorpora
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import Engine
@@ -60,7 +60,7 @@ class Reporter:
         self,
         config: Config,
         engine: Engine,
-        corpora: RunCorpora,
+        corpora: Corpora,
         restored: RunState | None,
         hosts: Sequence[str] = (),
         patience: Patience | None = None,
@@ -328,7 +328,7 @@ class Reporter:
             self._note_refused_records()
             self._console.close()
 
-    def _note_setup(self, corpora: RunCorpora) -> None:
+    def _note_setup(self, corpora: Corpora) -> None:
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config
-from electra_dist.data.phases.phase_use import tokens_per_row
+from electra_dist.data.corpora import tokens_per_row
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops

@@ -14,7 +14,7 @@ from electra_dist.config_file import load_config
 from electra_dist.corpus.build_corpus import WHOLE, build_corpus, build_part
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.stages.join_parts import join_parts
-from electra_dist.data.phases.run_corpora import open_run_corpora
+from electra_dist.data.corpora import open_corpora
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
@@ -90,7 +90,7 @@ def test_a_run_names_such_sources_and_is_refused_when_it_begins(
         settings = {"data.seq_len": 64, "model.max_positions": 64, "data.heldout": None, **keys}
         file = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", request.output, **settings)
         config = load_config(file)
-        return remarks_on_corpora(config, open_run_corpora(config.data), begins)
+        return remarks_on_corpora(config, open_corpora(config.data), begins)
 
     with pytest.raises(UserError, match=r"corpus: 83\.3 % of the tokens of \S*in/bad .* set corpus\.max_unk_rate=1"):
         remarks(True)

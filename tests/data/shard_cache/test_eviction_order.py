@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from support.remote_store import Remote
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_cache.eviction_order import eviction_order
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.open_store import open_store
@@ -79,11 +80,11 @@ def test_a_cache_fetches_only_what_it_does_not_hold_again(
     folder = tmp_path / "cache"
     shard_bytes = corpus.manifest.shards[0].bytes
     limit_bytes = round(share * NUM_SHARDS) * shard_bytes
-    order = RowOrder([ROWS] * NUM_SHARDS, seed=7, window_shards=WINDOW)
-    steps_per_epoch = order.rows_per_epoch // BATCH
+    order = RowOrder([CorpusOrder([ROWS] * NUM_SHARDS, seed=7, window_shards=WINDOW)])
+    steps_per_epoch = order.num_rows // BATCH
     num_fetched = [0]
     with contextlib.closing(
-        ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
+        ShardCache(Corpora.of(remote, corpus.manifest), folder, fetch_threads=2, limit_bytes=limit_bytes)
     ) as cache:
         loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
         for step in range(4 * steps_per_epoch):

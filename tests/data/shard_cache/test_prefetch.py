@@ -10,8 +10,9 @@ from typing import Any
 
 from support.remote_store import Remote
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.open_store import open_store
 
@@ -35,8 +36,10 @@ def test_the_next_window_is_fetched_while_the_training_thread_does_not_ask(
     remote = Remote(tmp_path / "corpus")
     limit_bytes = 2 * WINDOW * corpus.manifest.shards[0].bytes
     folder = tmp_path / "cache"
-    order = RowOrder([ROWS] * NUM_SHARDS, seed=2, window_shards=WINDOW)
-    with closing(ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)) as cache:
+    order = RowOrder([CorpusOrder([ROWS] * NUM_SHARDS, seed=2, window_shards=WINDOW)])
+    with closing(
+        ShardCache(Corpora.of(remote, corpus.manifest), folder, fetch_threads=2, limit_bytes=limit_bytes)
+    ) as cache:
         loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
         for window in range(NUM_SHARDS // WINDOW + 1):
             assert loader.next().step == window * STEPS_PER_WINDOW

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from support.remote_store import Remote
 
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_cache import peer_group, shard_server
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
@@ -42,15 +43,20 @@ class Node:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self.remote = Remote(Path(corpus.store.url))
+        self.corpora = Corpora.of(self.remote, corpus.manifest)
         self.server = ShardServer("127.0.0.1", TOKEN)
         self.cache: ShardCache | None = None
 
     def open(self, addresses: list[Address], own_node: int) -> ShardCache:
         peers = PeerGroup(addresses, own_node, TOKEN)
         self.cache = ShardCache(
-            self.remote, self.corpus.manifest, self.folder, fetch_threads=2, limit_bytes=self.limit_bytes, peers=peers
+            self.corpora,
+            self.folder,
+            fetch_threads=2,
+            limit_bytes=self.limit_bytes,
+            peers=peers,
         )
-        self.server.serve(self.cache.node_cache, self.remote, self.corpus.manifest, fetch_threads=2)
+        self.server.serve(self.cache.node_cache, self.corpora, fetch_threads=2)
         return self.cache
 
     def close(self) -> None:
@@ -93,14 +99,14 @@ def read_epochs(
 ) -> list[np.ndarray]:
     """Read whole epochs on all nodes at the same time, one rank per node; return the rows of each step, all ranks."""
     corpus = nodes[0].corpus
-    order = RowOrder([ROWS] * NUM_SHARDS, seed=3, window_shards=WINDOW)
+    order = RowOrder([CorpusOrder([ROWS] * NUM_SHARDS, seed=3, window_shards=WINDOW)])
     loaders = [
         RowLoader(node.cache, order, BATCH, rank, len(nodes), start_step=0)  # type: ignore[arg-type]
         for rank, node in enumerate(nodes)
     ]
     steps = []
     try:
-        for step in range(num_epochs * order.rows_per_epoch // BATCH):
+        for step in range(num_epochs * order.num_rows // BATCH):
             on_step(step)
             batches = [loader.next() for loader in loaders]
             row_ids = np.concatenate([batch.row_ids for batch in batches])
@@ -230,7 +236,7 @@ def test_a_peer_that_does_not_deliver_is_given_up(
     with contextlib.ExitStack() as stack:
         wrong = answer_with(WRONG_ANSWERS[answer], stack)
         peers = PeerGroup([Address("127.0.0.1", 1), wrong], 0, TOKEN)
-        cache = ShardCache(remote, large.manifest, tmp_path / "cache", fetch_threads=1, peers=peers)
+        cache = ShardCache(Corpora.of(remote, large.manifest), tmp_path / "cache", fetch_threads=1, peers=peers)
         stack.callback(cache.close)
         order = np.arange(NUM_SHARDS).repeat(ROWS)
         assert (cache.read_rows(order, np.tile(np.arange(ROWS), NUM_SHARDS)) == large.rows).all()

@@ -127,8 +127,8 @@ STORAGE = (
     Mutant(
         name="data: rows are shuffled with the random numbers of the shards",
         file="electra_dist/data/order.py",
-        original="seed=self.seed,\n            purpose=Purpose.ROW_ORDER,",
-        mutated="seed=self.seed,\n            purpose=Purpose.SHARD_ORDER,",
+        original="window_sizes,\n            seed=self._seed,\n            purpose=Purpose.ROW_ORDER,",
+        mutated="window_sizes,\n            seed=self._seed,\n            purpose=Purpose.SHARD_ORDER,",
         test="tests/data/test_order.py::test_the_order_of_existing_runs_never_changes",
     ),
     Mutant(
@@ -190,8 +190,8 @@ STORAGE = (
     Mutant(
         name="data: rows of local shards are not verified when they are copied",
         file="electra_dist/data/verified_shards.py",
-        original="self.manifest.numpy_dtype, checksums=checksums)",
-        mutated="self.manifest.numpy_dtype)",
+        original="self.corpora.numpy_dtype, checksums=checksums)",
+        mutated="self.corpora.numpy_dtype)",
         test="tests/data/test_changed_rows.py::test_a_local_shard_that_changes_during_a_run_ends_it_with_shard_and_block",
     ),
     Mutant(
@@ -206,7 +206,7 @@ STORAGE = (
         file="electra_dist/data/order.py",
         original="if position < end_position:",
         mutated="if position <= end_position:",
-        test="tests/data/phases/test_phased_order.py::test_the_uses_of_a_row_are_the_positions_that_have_it",
+        test="tests/data/test_phased_order.py::test_the_uses_of_a_row_are_the_positions_that_have_it",
     ),
     Mutant(
         name="data: a token id outside the vocabulary is accepted",

@@ -16,7 +16,7 @@ from electra_dist.config import CorpusConfig
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.text_readers import find_inputs
-from electra_dist.data.order import RowOrder
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.tokenizer import WordPieceTokenizer
@@ -138,7 +138,7 @@ def write_run(corpus: Path, run: Path) -> Path:
 def steps_with(corpus: Path, texts: list[list[int]]) -> set[int]:
     """Read all batches; return the steps that have a row with the tokens of one of the texts."""
     rows = rows_of(corpus)
-    order = RowOrder([len(shard) for shard in rows], SEED, WINDOW)
+    order = RowOrder([CorpusOrder([len(shard) for shard in rows], SEED, WINDOW)])
     expected = set()
     for step in range(NUM_STEPS):
         _, shards, row_numbers = order.locate(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))

@@ -1,4 +1,4 @@
-"""The corpora of a run with `data.phases`: the joined manifest and store, and corpora that are refused."""
+"""The corpora of a run with `data.phases`: shards, rows and fingerprint, and corpora that are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from support.remote_store import Remote
 
 from electra_dist.config import Config, DataConfig
 from electra_dist.config_sections.training import PhaseConfig
-from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
+from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.shard_cache import cache_folder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.train import node_cache
-from electra_dist.train.input_checks import OpenCorpus
 
 
 def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
@@ -48,9 +47,9 @@ def change_manifest(corpus: Path, change: Callable[[dict[str, Any]], None]) -> N
 
 
 def test_a_run_without_phases_has_its_corpus_itself(corpora: Path) -> None:
-    opened = open_run_corpora(data_of(corpora))
-    assert opened.manifest is opened.phases[0].manifest
-    assert opened.store is opened.phases[0].store
+    opened = open_corpora(data_of(corpora))
+    assert opened.fingerprint == opened.phases[0].manifest.fingerprint
+    assert opened.url == opened.phases[0].store.url
     assert opened.phase_fingerprints == ()
     assert opened.sizes().keys() == {"rows", "tokens", "seq_len"}
     assert opened.row_order(1, 2, 8).phases[0].end_position is None
@@ -58,24 +57,27 @@ def test_a_run_without_phases_has_its_corpus_itself(corpora: Path) -> None:
 
 def test_every_step_border_and_corpus_changes_the_fingerprint(corpora: Path) -> None:
     runs = [(("b", 5),), (("b", 6),), (("c", 5),), (("b", 5), ("c", 6)), (("c", 5), ("b", 6)), ()]
-    fingerprints = {open_run_corpora(data_of(corpora, *phases)).manifest.fingerprint for phases in runs}
+    fingerprints = {open_corpora(data_of(corpora, *phases)).fingerprint for phases in runs}
     assert len(fingerprints) == len(runs)
     change_manifest(corpora / "b", lambda tree: tree["shards"].reverse())
-    assert open_run_corpora(data_of(corpora, ("b", 5))).manifest.fingerprint not in fingerprints
+    assert open_corpora(data_of(corpora, ("b", 5))).fingerprint not in fingerprints
 
 
 def test_rows_of_all_corpora_are_read_through_one_cache_by_their_names(corpora: Path) -> None:
-    opened = open_run_corpora(data_of(corpora, ("b", 5), ("c", 7)))
-    manifest = opened.manifest
-    assert [manifest.row_name(row_id) for row_id in (0, 9, 13, 30)] == [
+    opened = open_corpora(data_of(corpora, ("b", 5), ("c", 7)))
+    assert [opened.row_name(row_id) for row_id in (0, 9, 13, 30)] == [
         "shard-000000.tar row 0",
         "shard-000001.tar row 0",
         "phase-1/shard-000000.tar row 0",
         "phase-2/shard-000000.tar row 4",
     ]
-    assert opened.store.read("vocab.txt") == (corpora / "a" / "vocab.txt").read_bytes()
-    assert "phase-2/vocab.txt" in opened.store.list("phase-2/")
-    cache = ShardCache(opened.store, manifest, Path("unused"), fetch_threads=1)
+    assert opened.row_url(30) == f"{corpora}/c/shard-000000.tar row 4"
+    assert [opened.shard_name(shard) for shard in (1, 2, 5)] == [
+        "shard-000001.tar",
+        "phase-1/shard-000000.tar",
+        "phase-2/shard-000001.tar",
+    ]
+    cache = ShardCache(opened, Path("unused"), fetch_threads=1)
     rows = cache.read_rows(np.array([0, 3, 4]), np.array([8, 2, 0]))
     cache.close()
     assert (rows[0] == synthetic_rows(9, 0)[8]).all()
@@ -86,10 +88,10 @@ def test_rows_of_all_corpora_are_read_through_one_cache_by_their_names(corpora: 
 def test_shards_of_a_corpus_that_is_not_local_are_fetched_into_the_cache_of_the_node(
     corpora: Path, tmp_path: Path
 ) -> None:
-    opened = open_run_corpora(data_of(corpora, ("b", 5)))
+    opened = open_corpora(data_of(corpora, ("b", 5)))
     far = dataclasses.replace(opened.phases[1], store=Remote(corpora / "b"))
-    opened = RunCorpora(phases=(opened.phases[0], far))
-    cache = ShardCache(opened.store, opened.manifest, tmp_path / "cache", fetch_threads=1)
+    opened = Corpora(phases=(opened.phases[0], far))
+    cache = ShardCache(opened, tmp_path / "cache", fetch_threads=1)
     rows = cache.read_rows(np.array([1, 2]), np.array([3, 0]))
     cache.close()
     assert (rows[0] == synthetic_rows(4, 1)[3]).all()
@@ -109,16 +111,15 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
     monkeypatch.setattr(node_cache, "gather", lambda value: [value])
     monkeypatch.setattr(cache_folder, "_read_mounts", list)
-    opened = open_run_corpora(data_of(corpora, ("b", 5)))
+    opened = open_corpora(data_of(corpora, ("b", 5)))
     phases = list(opened.phases)
     if far_phase is not None:
         phases[far_phase] = dataclasses.replace(phases[far_phase], store=Remote(corpora / "ab"[far_phase]))
-    opened = RunCorpora(phases=tuple(phases))
-    corpus = OpenCorpus(store=opened.store, manifest=opened.manifest)
+    opened = Corpora(phases=tuple(phases))
     config = Config.model_validate(tiny_tree(tmp_path / "run", str(corpora / "a")))
-    inputs = SimpleNamespace(corpus=corpus, heldout=None)
+    inputs = SimpleNamespace(corpora=opened, heldout=None)
 
-    folder = node_cache.shard_folder(config, corpus)
+    folder = node_cache.shard_folder(config, opened)
     lines = node_cache.describe_caches(config, inputs)  # type: ignore[arg-type]
 
     if far_phase is None:
@@ -126,7 +127,8 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
         return
     assert folder == tmp_path / f"electra-dist-cache-{os.getuid()}"
     fetched_bytes = sum(entry.bytes for entry in phases[far_phase].manifest.shards)
-    assert node_cache._room(config, folder, [corpus]).corpus_bytes == fetched_bytes
+    assert sum(shard.entry.bytes for shard in opened.fetched_shards) == fetched_bytes
+    assert f"the corpus has {fetched_bytes / 1e9:,.1f} GB" in lines[0]
     assert lines[0].startswith(f"shard cache: {folder} ")
 
 
@@ -142,19 +144,19 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
 def test_corpora_that_do_not_fit_are_refused(corpora: Path, change: Any, message: str) -> None:
     change_manifest(corpora / "b", change)
     with pytest.raises(ManifestMismatch, match=message):
-        open_run_corpora(data_of(corpora, ("b", 5)))
+        open_corpora(data_of(corpora, ("b", 5)))
 
 
 def test_a_corpus_that_is_used_twice_or_is_missing_is_refused(corpora: Path) -> None:
     (corpora / "copy").symlink_to(corpora / "a")
     with pytest.raises(ManifestMismatch, match=r"a and .*copy are the same corpus"):
-        open_run_corpora(data_of(corpora, ("copy", 5)))
+        open_corpora(data_of(corpora, ("copy", 5)))
     with pytest.raises(StoreMissing, match=r"no finished corpus; build it .*correct data\.phases\[0\]\.corpus"):
-        open_run_corpora(data_of(corpora, ("nothing", 5)))
+        open_corpora(data_of(corpora, ("nothing", 5)))
 
 
 def test_a_shard_that_a_later_phase_needs_is_missed_at_the_start(corpora: Path) -> None:
-    opened = open_run_corpora(data_of(corpora, ("b", 5)))
+    opened = open_corpora(data_of(corpora, ("b", 5)))
     opened.check_shards_of_later_phases()
     (corpora / "b" / "shard-000001.tar").unlink()
     with pytest.raises(StoreMissing, match=r"b: 1 of the 2 .* from step 5 on are missing, such as shard-000001.tar"):

@@ -16,10 +16,9 @@ from support.real_runs import synthetic_rows, write_corpus
 from electra_dist.analysis.row_audit import Expected, Mark, verify
 from electra_dist.config import DataConfig
 from electra_dist.config_sections.training import PhaseConfig
+from electra_dist.data.corpora import open_corpora, steps_of_phases
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.order import RowOrder, uses_of_rows
-from electra_dist.data.phases.phased_order import PhasedOrder, phase_lengths
-from electra_dist.data.phases.run_corpora import open_run_corpora
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 
@@ -31,25 +30,25 @@ shards = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
 @st.composite
-def phased(draw: st.DrawFn) -> tuple[PhasedOrder, list[list[int]], list[int], int]:
+def phased(draw: st.DrawFn) -> tuple[RowOrder, list[list[int]], list[int], int]:
     """Draw an order of up to four phases, the rows per shard of each corpus, the first positions, and the window."""
     rows_per_shard = draw(st.lists(shards, min_size=1, max_size=4))
     lengths = draw(st.lists(st.integers(1, 150), min_size=len(rows_per_shard) - 1, max_size=len(rows_per_shard) - 1))
     first_positions = [sum(lengths[:number]) for number in range(len(rows_per_shard))]
     window = draw(st.integers(1, 4))
-    orders = [RowOrder(rows, SEED, window) for rows in rows_per_shard]
-    return PhasedOrder(orders, first_positions), rows_per_shard, first_positions, window
+    orders = [CorpusOrder(rows, SEED, window) for rows in rows_per_shard]
+    return RowOrder(orders, first_positions), rows_per_shard, first_positions, window
 
 
 def ids_by_hand(rows_per_shard: list[list[int]], first_positions: list[int], window: int, end: int) -> list[int]:
     """Return the expected row ids of the first `end` positions, from a `RowOrder` of each corpus alone."""
     ids: list[int] = []
     for number, rows in enumerate(rows_per_shard):
-        order = RowOrder(rows, SEED, window)
+        order = CorpusOrder(rows, SEED, window)
         ends = [*first_positions[1:], end]
         length = max(0, min(ends[number], end) - first_positions[number])
         _, shard, row = order.locate(np.arange(length))
-        ids += (sum(map(sum, rows_per_shard[:number])) + order.row_ids(shard, row)).tolist()
+        ids += (sum(map(sum, rows_per_shard[:number])) + RowOrder([order]).row_ids(shard, row)).tolist()
     return ids
 
 
@@ -66,7 +65,7 @@ def test_every_position_has_the_row_that_its_phase_has_alone(drawn: Any, data: s
     # Each row of a corpus is used as often as the epochs of its phase say: n or n + 1 times.
     counts = Counter(expected)
     first_id = 0
-    for rows, length in zip(rows_per_shard, phase_lengths(order.phases, end)):
+    for rows, length in zip(rows_per_shard, steps_of_phases(first_positions, end)):
         num_epochs, num_further = divmod(length, sum(rows))
         uses = [counts[first_id + number] for number in range(sum(rows))]
         assert sorted(uses) == [num_epochs] * (sum(rows) - num_further) + [num_epochs + 1] * num_further
@@ -99,7 +98,7 @@ def test_the_uses_of_a_row_are_the_positions_that_have_it(drawn: Any) -> None:
     all_rows = [rows for corpus in rows_per_shard for rows in corpus]
     shard = np.repeat(np.arange(len(all_rows)), all_rows)
     row = np.concatenate([np.arange(rows) for rows in all_rows])
-    found = uses_of_rows(order, shard, row, end)
+    found = order.uses_of_rows(shard, row, end)
     assert [[use.position for use in uses] for uses in found] == [
         [position for position, used in enumerate(ids) if used == row_id] for row_id in range(len(shard))
     ]
@@ -115,7 +114,7 @@ def test_the_audit_accepts_a_right_run_and_finds_a_changed_receipt(
     steps_of_borders = sorted({-(-position // batch) for position in first_positions})
     borders = [step * batch for step in steps_of_borders]
     rows_per_shard = rows_per_shard[: len(borders)]
-    order = PhasedOrder([RowOrder(rows, SEED, window) for rows in rows_per_shard], borders)
+    order = RowOrder([CorpusOrder(rows, SEED, window) for rows in rows_per_shard], borders)
     num_steps = steps_of_borders[-1] + 12
     ids = np.array(ids_by_hand(rows_per_shard, borders, window, num_steps * batch)).reshape(num_steps, batch)
     marks, receipt = [], Receipt()
@@ -137,7 +136,7 @@ def test_the_audit_accepts_a_right_run_and_finds_a_changed_receipt(
 
 
 class NamedRows:
-    """Substitute for a corpus manifest, from which the audit takes the names of rows."""
+    """Substitute for the corpora, from which the audit takes the names of rows."""
 
     def row_name(self, row_id: int) -> str:
         """Return the id of a row as its name."""
@@ -158,12 +157,12 @@ class Phases:
             ]
         )
         phases = (PhaseConfig(corpus=str(folder / name), from_step=step) for name, step in (("b", 5), ("c", 9)))
-        self.corpora = open_run_corpora(DataConfig(corpus=str(folder / "a"), phases=tuple(phases)))
+        self.corpora = open_corpora(DataConfig(corpus=str(folder / "a"), phases=tuple(phases)))
         self.order = self.corpora.row_order(SEED, 2, GLOBAL_BATCH)
 
     def read(self, rank: int, world_size: int, first_step: int, num_steps: int) -> dict[int, tuple[np.ndarray, Any]]:
         """Return the rows and row ids that a rank reads in each step of one start."""
-        cache = ShardCache(self.corpora.store, self.corpora.manifest, Path("unused"), fetch_threads=1)
+        cache = ShardCache(self.corpora, Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, self.order, GLOBAL_BATCH, rank, world_size, first_step)
         with closing(cache), closing(loader):
             batches = [loader.next() for _ in range(num_steps)]
@@ -205,7 +204,7 @@ def test_the_first_window_of_a_phase_is_fetched_before_the_phase_begins(run: Pha
             fetched.extend(indices)
             super().prefetch(indices)
 
-    cache = Watched(run.corpora.store, run.corpora.manifest, Path("unused"), fetch_threads=1)
+    cache = Watched(run.corpora, Path("unused"), fetch_threads=1)
     loader = RowLoader(cache, run.order, GLOBAL_BATCH, 0, 1, 2)
     with closing(cache), closing(loader):
         for step in (2, 3, 4):

@@ -1,0 +1,293 @@
+"""The corpora that a run trains on, one for each phase: the part of the run from a given step on (`data.phases`).
+
+Guarantee: a run without `data.phases` has one phase. Shards and rows of all corpora are numbered one after another, in
+the order of the phases, and each shard knows the store that it is in. When a run starts, it is refused if its corpora
+do not fit together, or if a shard of a later corpus is missing.
+
+Limits: the bytes of a shard of a later corpus are verified only when the shard is first read, as for any corpus. How
+much of a corpus a run has used is estimated: rows of skipped steps are counted, too, and tokens are the number of rows
+times the mean number of tokens in a row of the corpus, [PAD] not counted. This module must not import torch, because
+commands on a login node use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from electra_dist.config import DataConfig, canonical_json
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest
+from electra_dist.errors import ManifestMismatch, StoreMissing
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+
+if TYPE_CHECKING:
+    from electra_dist.data.order import RowOrder
+
+
+class StoredShard(NamedTuple):
+    """Shard of a corpus: its entry in corpus.json, and the store that has its file."""
+
+    store: Store
+    entry: ShardEntry
+
+    @property
+    def local_path(self) -> Path | None:
+        """Return the path of the file, or None if it has to be fetched."""
+        return self.store.local_path(self.entry.name)
+
+    @property
+    def url(self) -> str:
+        """Return the URL or path of the file, for messages."""
+        return f"{self.store.url}/{self.entry.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Part of a run that trains on one corpus: the number of its first step, and the opened corpus."""
+
+    from_step: int  # number of the phase's first step, from 0
+    url: str  # as the config names it
+    store: Store
+    manifest: CorpusManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpora:
+    """All corpora that a run trains on, in the order of its phases; they share tokenizer and format of rows."""
+
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, store: Store, manifest: CorpusManifest, url: str | None = None) -> Corpora:
+        """Return the only phase of a run on one corpus; `url` names it in messages, by default as its store does."""
+        return cls(phases=(Phase(from_step=0, url=url or store.url, store=store, manifest=manifest),))
+
+    @property
+    def url(self) -> str:
+        """Return the URL or folder of the only corpus, or the config key of several."""
+        return self.phases[0].store.url if len(self.phases) == 1 else "data.phases"
+
+    @property
+    def seq_len(self) -> int:
+        """Return the number of tokens in each row."""
+        return self.phases[0].manifest.seq_len
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Return the NumPy type of the token ids in the shards, uint16 or uint32."""
+        return self.phases[0].manifest.numpy_dtype
+
+    @property
+    def tokenizer(self) -> TokenizerEntry:
+        """Return what corpus.json says of the tokenizer."""
+        return self.phases[0].manifest.tokenizer
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows in all corpora."""
+        return sum(phase.manifest.num_rows for phase in self.phases)
+
+    @functools.cached_property
+    def shards(self) -> tuple[StoredShard, ...]:
+        """Return the shards of all corpora, in the order in which they and their rows are numbered."""
+        return tuple(StoredShard(phase.store, entry) for phase in self.phases for entry in phase.manifest.shards)
+
+    @functools.cached_property
+    def fetched_shards(self) -> tuple[StoredShard, ...]:
+        """Return the shards that are on S3; a part of the corpora may be in local folders."""
+        return tuple(shard for shard in self.shards if shard.local_path is None)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the only corpus, or a SHA-256 over first step and fingerprint of every phase."""
+        if len(self.phases) == 1:
+            return self.phases[0].manifest.fingerprint
+        parts = [
+            {"from_step": phase.from_step, "corpus_fingerprint": phase.manifest.fingerprint} for phase in self.phases
+        ]
+        return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
+
+    @property
+    def phase_fingerprints(self) -> tuple[str, ...]:
+        """Return the fingerprint of each phase's corpus; empty for a run without `data.phases`."""
+        if len(self.phases) == 1:
+            return ()
+        return tuple(phase.manifest.fingerprint for phase in self.phases)
+
+    def shard_name(self, shard: int) -> str:
+        """Return the name of a shard, which begins with `phase-n/` for the shards of the n-th later phase."""
+        phase, _ = self._phase_of(shard, [len(phase.manifest.shards) for phase in self.phases])
+        name = self.shards[shard].entry.name
+        return f"phase-{phase}/{name}" if phase else name
+
+    def row_name(self, row_id: int) -> str:
+        """Return the name of a row for messages: its shard and its number there, as in "shard-000001.tar row 17"."""
+        phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
+        name = self.phases[phase].manifest.row_name(row_in_corpus)
+        return f"phase-{phase}/{name}" if phase else name
+
+    def row_url(self, row_id: int) -> str:
+        """Return the name of a row together with the URL of its corpus."""
+        phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
+        return f"{self.phases[phase].store.url}/{self.phases[phase].manifest.row_name(row_in_corpus)}"
+
+    def _phase_of(self, number: int, counts: Sequence[int]) -> tuple[int, int]:
+        """Return the phase that has a shard or row, of which each phase has `counts`, and its number in the phase."""
+        ends = np.cumsum(counts)
+        phase = int(np.searchsorted(ends, number, side="right"))
+        return phase, number - int(ends[phase]) + counts[phase]
+
+    def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowOrder:
+        """Return the order in which the run reads rows; a phase from step t on begins at position t * global_batch."""
+        from electra_dist.data.order import CorpusOrder, RowOrder  # They import torch.
+
+        orders = [
+            CorpusOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
+        ]
+        return RowOrder(orders, [phase.from_step * global_batch for phase in self.phases])
+
+    def phase_that_begins_at(self, step: int) -> Phase | None:
+        """Return the phase that begins at a step (from 0); None if no phase, or only the first one, begins there."""
+        return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of the run's corpora, in the form in which environment.json records them.
+
+        "rows" and "tokens" are totals over all corpora; "seq_len" is in tokens. "phases" exists only with
+        `data.phases`.
+        """
+        sizes: dict[str, Any] = {
+            "rows": self.num_rows,
+            "tokens": sum(phase.manifest.num_tokens for phase in self.phases),
+            "seq_len": self.seq_len,
+        }
+        if len(self.phases) > 1:
+            sizes["phases"] = [
+                {
+                    "from_step": phase.from_step,
+                    "fingerprint": phase.manifest.fingerprint,
+                    "rows": phase.manifest.num_rows,
+                    "tokens": phase.manifest.num_tokens,
+                }
+                for phase in self.phases
+            ]
+        return sizes
+
+    def check_shards_of_later_phases(self) -> None:
+        """Raise StoreMissing if a shard of a later phase is missing, which the run would notice only in that phase."""
+        for phase in self.phases[1:]:
+            keys = set(phase.store.list())
+            missing = [shard.name for shard in phase.manifest.shards if shard.name not in keys]
+            if missing:
+                raise StoreMissing(
+                    f"{phase.store.url}: {len(missing)} of the {len(phase.manifest.shards)} shards that the run needs "
+                    f"from step {phase.from_step} on are missing, such as {missing[0]}; restore them, or correct "
+                    f"data.phases"
+                )
+
+
+def open_corpora(data: DataConfig) -> Corpora:
+    """Open all corpora of a run; raise ManifestMismatch if two are equal or differ in tokenizer or row format."""
+    phases = []
+    for named in data.training_corpora():
+        store = open_store(named.url, data.endpoint_url)
+        manifest = read_manifest(store, named.key)
+        phases.append(Phase(from_step=named.from_step, url=named.url, store=store, manifest=manifest))
+    for number, phase in enumerate(phases):
+        for earlier in phases[:number]:
+            if earlier.manifest.fingerprint == phase.manifest.fingerprint:
+                raise ManifestMismatch(
+                    f"data.phases: {earlier.url} and {phase.url} are the same corpus, by their fingerprint; name each "
+                    f"corpus once"
+                )
+        _check_alike(phases[0], phase)
+    return Corpora(phases=tuple(phases))
+
+
+def _check_alike(first: Phase, later: Phase) -> None:
+    for property_name, of_first, of_later in (
+        ("tokenizer", describe_tokenizer(first.manifest.tokenizer), describe_tokenizer(later.manifest.tokenizer)),
+        ("row length", first.manifest.seq_len, later.manifest.seq_len),
+        ("type of token ids", first.manifest.dtype, later.manifest.dtype),
+    ):
+        if of_first != of_later:
+            raise ManifestMismatch(
+                f"data.phases: {later.url} has another {property_name} ({of_later}) than data.corpus {first.url} "
+                f"({of_first}); build it again with the vocab.txt and the data.seq_len of data.corpus"
+            )
+
+
+def describe_tokenizer(tokenizer: TokenizerEntry) -> str:
+    """Describe a corpus's tokenizer for messages: digest of the vocabulary, casing and ids of special tokens."""
+    case = "lower case" if tokenizer.lowercase else "cased"
+    special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
+    return f"vocab.txt {tokenizer.sha256[:12]}, {case}, special ids {special_ids}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseUse:
+    """How much of one phase's corpus a run has trained on up to some step."""
+
+    from_step: int  # first step of the phase, from 0
+    fingerprint: str  # of the corpus
+    corpus_rows: int
+    corpus_tokens: int  # without [PAD]
+    rows: int  # rows trained on up to that step; a row of the corpus counts again in each epoch
+
+    @property
+    def tokens(self) -> float:
+        """Return how many tokens the run has trained on in this phase, estimated from the rows; [PAD] not counted."""
+        return self.rows * self.corpus_tokens / self.corpus_rows
+
+    @property
+    def epochs(self) -> float:
+        """Return how many times the run has trained on the whole corpus in this phase, with fractions."""
+        return self.rows / self.corpus_rows
+
+
+def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
+    """Return how many of the first `num_steps` steps each phase has; `from_steps` are the phases' first steps."""
+    end_steps = [*from_steps[1:], num_steps]
+    ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
+    return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]
+
+
+def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:
+    """Return how much of each phase's corpus the first `num_steps` steps have used; [] without `data.phases`.
+
+    `phases` is the entry "phases" of `Corpora.sizes()` or of environment.json. `global_batch` is in rows.
+    """
+    if not phases:
+        return []
+    steps = steps_of_phases([phase["from_step"] for phase in phases], num_steps)
+    return [
+        PhaseUse(
+            from_step=phase["from_step"],
+            fingerprint=phase["fingerprint"],
+            corpus_rows=phase["rows"],
+            corpus_tokens=phase["tokens"],
+            rows=steps_of_phase * global_batch,
+        )
+        for phase, steps_of_phase in zip(phases, steps, strict=True)
+    ]
+
+
+def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
+    """Return which share of the run's tokens each phase has used, from 0 to 1; all 0 before the first step."""
+    tokens = sum(use.tokens for use in uses)
+    return [use.tokens / max(tokens, 1.0) for use in uses]
+
+
+def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) -> float:
+    """Return the mean number of tokens in the rows of the first `num_steps` steps (at least 1), [PAD] not counted."""
+    uses = uses_of_phases(sizes.get("phases", ()), num_steps, global_batch)
+    if not uses:
+        return float(sizes["tokens"] / sizes["rows"])
+    return sum(use.tokens for use in uses) / sum(use.rows for use in uses)
