@@ -26,6 +26,7 @@ from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data import order as order_module
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
@@ -180,7 +181,7 @@ def leg(
     row_ids = {step: np.full(GLOBAL_BATCH, -1) for step in wanted}
     receipts = {step: Receipt() for step in wanted}
     for rank in range(world_size):
-        cache = ShardCache(corpus.corpora, Path("unused"), fetch_threads=1)
+        cache = ShardCache(Corpora.of(corpus.store, corpus.manifest), Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, corpus.order, GLOBAL_BATCH, rank, world_size, steps.start, skip_steps)
         for step in wanted:
             batch = loader.next()
@@ -340,7 +341,7 @@ ROWS_PER_SHARD = [640 + 3 * (number % 7) for number in range(120)]
 @pytest.mark.parametrize("share", [0.0, 0.31, 0.77, 0.999999])
 def test_the_work_of_locating_does_not_depend_on_the_position(work: Counter[str], epoch: int, share: float) -> None:
     """For 2,048 positions, the shards of one epoch and the positions are permuted, at most a tenth of them twice."""
-    order, num_positions = RowOrder([CorpusOrder(ROWS_PER_SHARD, SEED, 16)]), 2_048
+    order, num_positions = CorpusOrder(ROWS_PER_SHARD, SEED, 16), 2_048
     first = int((epoch + share) * order.rows_per_epoch)
     _, shards, rows = order.locate(np.arange(first, first + num_positions))
     assert len(set(zip(shards.tolist(), rows.tolist()))) == num_positions or share > 0.99  # two epochs may share rows
@@ -366,7 +367,7 @@ def test_a_loader_starts_at_any_step_with_the_same_work(folders: Iterator[Path],
         work.clear()
         opened.clear()
         order = RowOrder([CorpusOrder([64] * 12, SEED, 3)])
-        cache = CountingCache(corpus.corpora, Path("unused"), fetch_threads=1)
+        cache = CountingCache(Corpora.of(corpus.store, corpus.manifest), Path("unused"), fetch_threads=1)
         loader = RowLoader(cache, order, GLOBAL_BATCH, 0, 1, epoch * steps_per_epoch)
         batch = loader.next()
         loader.close()
