@@ -104,7 +104,7 @@ def test_the_rows_of_each_step_are_those_of_its_corpus_and_verify_finds_a_change
 ) -> None:
     with ed.open_corpus(tiny_corpus, seed=7, shuffle_window_shards=2) as first:
         expected = [first.row_ids(step, 16) for step in range(BORDER)]
-        num_rows = first.manifest.num_rows
+        num_rows = first.corpora.num_rows
     with ed.open_corpus(later_corpus, seed=7, shuffle_window_shards=2) as later:
         expected += [num_rows + later.row_ids(step, 16) for step in range(12 - BORDER)]
         text_of_later = later.batch(0, 16)
@@ -135,7 +135,7 @@ def test_a_text_of_the_later_corpus_is_found_in_the_steps_of_its_phase(uncut: Pa
     words = first_example[1 : first_example.index(3)]  # between [CLS] and the first [SEP]
     text = " ".join(f"w{token - 5}" for token in words)
     with ed.open_corpus(uncut) as of_run:
-        num_rows_of_first = of_run.manifest.num_rows - 30
+        num_rows_of_first = of_run.corpora.num_rows - 30
         steps = [step for step in range(12) if num_rows_of_first + wanted in of_run.row_ids(step, 16).tolist()]
 
     found = json.loads(CliRunner().invoke(app, ["corpus", "find", text, "--run", str(uncut), "--json"]).stdout)
