@@ -223,7 +223,11 @@ class Trainer:
             # A skipped step has no all-reduce, so requests of the ranks wait for the next step that is computed.
             flags = RankFlags()
             if step not in state.skips.steps:  # one that is on the list counts as done, like one without an update
-                result = self._run_step(step, loader, train_step)
+                try:
+                    result = self._run_step(step, loader, train_step)
+                except BaseException:
+                    state.step = step  # the ledger gets the number of steps that are done
+                    raise
                 flags = result.flags
                 if flags.stop:
                     from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why

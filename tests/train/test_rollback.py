@@ -15,6 +15,7 @@ import pytest
 from support.real_runs import quick_command, read_losses, write_tiny_config
 
 from electra_dist.run.folder import SAVE_FILE
+from electra_dist.run.ledger import read_ledger
 
 MakeConfig = Callable[..., Path]
 
@@ -163,3 +164,12 @@ def test_a_rollback_to_step_0_refuses_weights_that_have_changed_since_the_run_be
     for output in (printed, again):
         (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
         assert f"train.init_from {source} has changed since the run began" in line and "Traceback" not in output
+
+
+def test_a_crash_within_a_step_is_recorded_with_the_steps_that_are_done(tiny_corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_tiny_config(tmp_path / "run.yaml", run_dir, str(tiny_corpus), **SETTINGS)
+    finish(start(config, shell_at=[["false", 6]]), exit_code=1)
+    *_, checkpoint, end = read_ledger(run_dir)
+    assert (checkpoint["event"], checkpoint["step"]) == ("checkpoint", 4)
+    assert (end["event"], end["step"]) == ("crash", 6)

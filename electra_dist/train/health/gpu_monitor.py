@@ -1,7 +1,7 @@
 """Watch the local GPUs during a run: a few numbers at logged steps, and whether a GPU has gone bad since the start.
 
 Guarantees: readings are None where NVML is absent. The numbers are those of the worst local GPU, so that a single
-faulty GPU among eight is visible. `gone_bad` is a pure function of two readings.
+faulty GPU among eight is visible. Memory errors count as new by the counter of the same GPU.
 
 Cost: one probe, a few milliseconds for eight GPUs, at logged steps only; no thread, no torch, no CUDA context.
 
@@ -36,12 +36,31 @@ class GpuSampler:
 
     def __init__(self) -> None:
         self._probe = GpuProbe.open()
+        self._first_errors: dict[str, int] = {}  # UUID -> uncorrected memory errors when they were first read
+        self._new_errors = 0  # of all GPUs, at the newest reading
 
     def read(self) -> GpuReading | None:
         """Read all GPUs of this node, and return the worst value of each quantity; None without NVML or GPUs."""
         if self._probe is None:
             return None
-        return worst(self._probe.sample())
+        samples = self._probe.sample()
+        self._new_errors = 0
+        for gpu in samples:
+            if gpu.uuid and gpu.ecc_uncorrected is not None:
+                first_errors = self._first_errors.setdefault(gpu.uuid, gpu.ecc_uncorrected)
+                self._new_errors += max(0, gpu.ecc_uncorrected - first_errors)
+        return worst(samples)
+
+    @property
+    def fault(self) -> str:
+        """Return one line on why the GPUs of the newest reading cannot be trusted; "" if they can be trusted.
+
+        GPUs are not trusted if they have had uncorrected memory errors since their first reading, because these damage
+        results. Heat and throttling do not count: they make a run slow, not wrong.
+        """
+        if self._new_errors == 0:
+            return ""
+        return f"{self._new_errors} uncorrected memory errors since the run started"
 
     def close(self) -> None:
         """End the connection to the driver; later reads return None. Calling it twice is fine."""
@@ -67,18 +86,3 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
         gpu_ecc_uncorrected=sum(errors) if errors else None,
         gpu_throttle=tuple(sorted(throttle_reasons)),
     )
-
-
-def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return one line on why the node's GPUs cannot be trusted any more; "" if they can be trusted.
-
-    GPUs are not trusted if they have had uncorrected memory errors since the `first` reading, because these damage
-    results. Heat and throttling do not count: they make a run slow, not wrong.
-    """
-    if first is None or now is None or now.gpu_ecc_uncorrected is None:
-        return ""
-    first_errors = 0 if first.gpu_ecc_uncorrected is None else first.gpu_ecc_uncorrected
-    new_errors = now.gpu_ecc_uncorrected - first_errors
-    if new_errors <= 0:
-        return ""
-    return f"{new_errors} uncorrected memory errors since the run started"

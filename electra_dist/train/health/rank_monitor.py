@@ -36,7 +36,7 @@ from electra_dist.run.heartbeat import Heartbeat, Phase
 from electra_dist.run.lease.run_lease import RunLease
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from electra_dist.store.patience import Patience
-from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
+from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
@@ -82,7 +82,8 @@ class RankMonitor:
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
         is_first_on_node = rank_place().local_rank == 0
         self._sampler = GpuSampler() if is_first_on_node else None
-        self._first_reading = self._sampler.read() if self._sampler else None
+        if self._sampler:
+            self._sampler.read()  # memory errors up to now are not those of the run
         self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step
         self._collective_limit_s = 0.0  # the timeout of collectives that is set; 0 before the first heartbeat
         self.sick = False  # whether this rank's node is not to be trusted
@@ -157,7 +158,7 @@ class RankMonitor:
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
-        reason = gone_bad(self._first_reading, reading)
+        reason = self._sampler.fault if self._sampler else ""
         if reason and not self.sick:
             self.sick = True
             strike = Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")

@@ -358,8 +358,8 @@ TRAINING = (
     Mutant(
         name="train: memory errors from before the run make a node unhealthy",
         file="electra_dist/train/health/gpu_monitor.py",
-        original="new_errors = now.gpu_ecc_uncorrected - first_errors",
-        mutated="new_errors = now.gpu_ecc_uncorrected",
+        original="setdefault(gpu.uuid, gpu.ecc_uncorrected)",
+        mutated="setdefault(gpu.uuid, 0)",
         test="tests/train/health/test_gpu_monitor.py::test_only_new_memory_errors_make_a_node_unhealthy_during_a_run",
     ),
     Mutant(

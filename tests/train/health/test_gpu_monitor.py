@@ -13,7 +13,7 @@ from support.fake_gpus import UNSUPPORTED, fake_probes
 from support.fake_nvml import pynvml as fake
 
 from electra_dist.nvml import GpuProbe
-from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
+from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler
 
 
 @pytest.fixture
@@ -66,23 +66,42 @@ def test_a_reading_of_gpus_that_answer_no_query_is_none_rather_than_zero(probe: 
     )
 
 
+class FakeDriver:
+    """A sampler over fake GPUs, each given as a dict of differences from a healthy one."""
+
+    def __init__(self, probe: Callable[..., GpuProbe], *gpus: dict[str, Any]) -> None:
+        self._probe = probe
+        self._sampler = GpuSampler()
+        assert self.fault_with(*gpus) == ""
+
+    def fault_with(self, *gpus: dict[str, Any]) -> str:
+        """Return the fault that the sampler finds once the GPUs have these differences."""
+        self._sampler._probe = self._probe(*gpus)
+        self._sampler.read()
+        return self._sampler.fault
+
+
 def test_errors_of_a_gpu_of_another_job_on_the_node_are_not_read(
     probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    probe({}, {}).close()
-    first = GpuSampler().read()
-    probe({}, {"ecc_volatile": 9}).close()
-    assert gone_bad(first, GpuSampler().read()) == ""
+    assert FakeDriver(probe, {}, {}).fault_with({}, {"ecc_volatile": 9}) == ""
 
 
 def test_only_new_memory_errors_make_a_node_unhealthy_during_a_run(probe: Callable[..., GpuProbe]):
-    def reading(**device: Any) -> GpuReading | None:
-        """Return the reading of one GPU with these differences from a healthy one."""
-        probe(device).close()
-        return GpuSampler().read()
+    driver = FakeDriver(probe, {"ecc_volatile": 2})
+    assert driver.fault_with({"ecc_volatile": 2, "temperature": 95, "throttle": 0x40}) == ""
+    assert driver.fault_with(UNSUPPORTED) == ""
+    assert driver.fault_with({"ecc_volatile": 5}) == "3 uncorrected memory errors since the run started"
 
-    first = reading(ecc_volatile=2)
-    assert gone_bad(first, reading(ecc_volatile=2, temperature=95, throttle=0x40)) == ""
-    assert gone_bad(first, reading(ecc_volatile=5)) == "3 uncorrected memory errors since the run started"
-    assert gone_bad(first, reading(**UNSUPPORTED)) == gone_bad(None, first) == gone_bad(first, None) == ""
+
+def test_old_errors_of_a_gpu_that_could_not_be_read_at_the_start_are_not_new(probe: Callable[..., GpuProbe]):
+    driver = FakeDriver(probe, {}, {"ecc_volatile": "unsupported"})
+    assert driver.fault_with({}, {"ecc_volatile": 4}) == ""
+    assert driver.fault_with({}, {"ecc_volatile": 5}) == "1 uncorrected memory errors since the run started"
+
+
+def test_a_gpu_that_is_lost_does_not_hide_new_errors_of_another(probe: Callable[..., GpuProbe]):
+    driver = FakeDriver(probe, {"ecc_volatile": 7}, {"ecc_volatile": 1})
+    lost_and_bad = (UNSUPPORTED, {"ecc_volatile": 3})
+    assert driver.fault_with(*lost_and_bad) == "2 uncorrected memory errors since the run started"
