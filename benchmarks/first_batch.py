@@ -25,8 +25,8 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.data.shard_format import write_shard
-from electra_dist.data.verified_shards import ShardCache
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 

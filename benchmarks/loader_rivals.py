@@ -30,7 +30,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.interface import Store
 
 BATCH = 256

@@ -41,7 +41,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
 LINK_SHARES = (1.0, 0.75, 0.5)  # rate of the link as a share of the need, which the module's docstring defines

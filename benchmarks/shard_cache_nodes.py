@@ -29,9 +29,9 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
-from electra_dist.data.shard_cache.shard_server import ShardServer
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.peer_group import Address, PeerGroup
+from electra_dist.data.shard_cache import ShardCache
+from electra_dist.data.shard_server import ShardServer
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.local_store import LocalStore
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # Batches that the queue holds; the thread reads one more and then waits for room in the queue.

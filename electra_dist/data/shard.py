@@ -10,7 +10,7 @@ pickle is ever read.
 How: an uncompressed tar holds each member in one piece at a known offset, and an .npy file is a short header followed
 by the array, so a row is a slice of the memory-mapped file. The greatest common divisor of the distances between rows
 is the stride of a NumPy view of the file. Every row is then one element of that view, and one indexing operation
-copies any set of rows. A shard that was opened with the checksums of its rows verifies each copy of a row.
+copies any set of rows. A shard that is opened with `verify` verifies each copy of a row.
 
 Limits: a compressed tar cannot be mapped and is refused.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import itertools
 import math
 import mmap
 import os
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from electra_dist.data.receipt import Checksums, checksum_keys, row_checksums
 from electra_dist.data.shard_format import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, read_array_header
-from electra_dist.errors import ManifestMismatch
+from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 from electra_dist.store.regular_files import open_regular
@@ -61,33 +62,40 @@ class Shard:
     """Shard that is open: a memory-mapped tar of .npy arrays of rows. The caller must call `close` at the end."""
 
     def __init__(
-        self,
-        path: Path,
-        seq_len: int,
-        dtype: np.dtype[Any],
-        *,
-        lock: bool = False,
-        checksums: Checksums | None = None,
+        self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False, verify: bool = False
     ) -> None:
         """Map the file into memory; raise ManifestMismatch unless its rows have `seq_len` token ids of type `dtype`.
 
-        With `lock`, a shared flock is held until `close`, so that `NodeCache` does not delete the file. With
-        `checksums` (from `digest_and_checksums`), each copy of a row is verified.
+        With `lock`, a shared flock is held until `close`, so that no cache deletes the file; StoreMissing is raised if
+        one has deleted it meanwhile. With `verify`, the whole file is read once: `sha256` is its digest, and each copy
+        of a row is compared with the checksum that the row had then, so a right digest vouches for the copies, too.
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))  # tokens per row, and type of the token ids in the file
-        blocks = self._map_file(lock)
-        # Byte offset of each block's first row in the file.
-        self._offsets = np.array([block.offset for block in blocks], np.int64)
-        rows_per_block = np.array([block.num_rows for block in blocks], np.int64)
-        # Number of each block's first row in the shard, and the number of all rows as the last element.
-        self._block_starts = np.concatenate([[0], np.cumsum(rows_per_block)])
-        self.num_rows = int(self._block_starts[-1])
+        self.sha256 = ""  # in hexadecimal; empty without `verify`
+        self._checksums: Checksums | None = None
+        with readable(path), open_regular(path) as stream:
+            if lock:
+                fcntl.flock(stream, fcntl.LOCK_SH)
+                if os.fstat(stream.fileno()).st_nlink == 0:
+                    raise StoreMissing(f"{path}: deleted while it was opened")
+            # The map has a descriptor of its own, which keeps the lock after `stream` is closed.
+            self._map = self._map_file(stream)
+            try:
+                blocks = self._find_blocks(stream)
+                # Byte offset of each block's first row in the file.
+                self._offsets = np.array([block.offset for block in blocks], np.int64)
+                rows_per_block = np.array([block.num_rows for block in blocks], np.int64)
+                # Number of each block's first row in the shard, and the number of all rows as the last element.
+                self._block_starts = np.concatenate([[0], np.cumsum(rows_per_block)])
+                self.num_rows = int(self._block_starts[-1])
+                if verify:
+                    self.sha256, self._checksums = self._digest_and_checksums(stream)
+            except BaseException:
+                self._map.close()
+                raise
+        self.has_checksums = self._checksums is not None
         self._view_all_rows(rows_per_block)
-        self._checksums = checksums
-        self.has_checksums = checksums is not None
-        if checksums is not None and len(checksums) != self.num_rows:
-            raise self._mismatch(f"has {self.num_rows} rows, but had {len(checksums)}; build this shard again")
         # Addresses for the C function `cpu_library.gather_rows`, valid until `close`. The view of all rows begins at
         # the first block in the file, so the mapping begins that block's offset before it.
         map_address = self._view.ctypes.data - int(self._offsets.min())
@@ -96,7 +104,7 @@ class Shard:
             len(self._offsets),
             self._block_starts.ctypes.data,
             self._offsets.ctypes.data,
-            0 if checksums is None else checksums.ctypes.data,
+            0 if self._checksums is None else self._checksums.ctypes.data,
         )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
@@ -116,51 +124,53 @@ class Shard:
         """Return the number of the block (member of the tar) that holds a row, both counted from 0."""
         return int(np.searchsorted(self._block_starts, row, side="right")) - 1
 
-    def digest_and_checksums(self) -> tuple[str, Checksums]:
-        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
-
-        Both come from one read, so that a right SHA-256 also vouches for the checksums. If the file has become shorter
-        since it was mapped, the checksums of the missing rows are left out.
-        """
-        seq_len, dtype = self.kind
-        row_bytes = seq_len * dtype.itemsize
-        rows_at_a_time = max(1, _BYTES_AT_A_TIME // row_bytes)
-        digest = hashlib.sha256()
-        parts = [np.empty(0, np.uint64)]
-        with readable(self.path), open_regular(self.path) as stream:
-            for offset, num_rows in zip(self._offsets.tolist(), np.diff(self._block_starts).tolist()):
-                _hash_bytes(digest, stream, offset - stream.tell())
-                for first_row in range(0, num_rows, rows_at_a_time):
-                    num_bytes = row_bytes * min(rows_at_a_time, num_rows - first_row)
-                    content = stream.read(num_bytes)
-                    digest.update(content)
-                    if len(content) == num_bytes:
-                        parts.append(row_checksums(np.frombuffer(content, dtype).reshape(-1, seq_len)))
-            _hash_bytes(digest, stream, len(self._map))
-        return digest.hexdigest(), np.concatenate(parts)
-
     def close(self) -> None:
         """Unmap the file and release its lock. The shard cannot be read afterwards; copies of its rows stay valid."""
         del self._view
         self._map.close()
 
-    def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return its blocks; set `is_linked` to False if the file was deleted before its lock."""
-        with readable(self.path), open_regular(self.path) as stream:
-            if lock:
-                fcntl.flock(stream, fcntl.LOCK_SH)
-            self.is_linked = os.fstat(stream.fileno()).st_nlink > 0
-            try:
-                # The map has a descriptor of its own, which keeps the lock after `stream` is closed.
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                blocks = self._find_blocks(stream)
-            except (tarfile.TarError, ValueError) as error:
-                raise self._mismatch(
-                    f"this shard is not a tar of *{MEMBER_SUFFIX} blocks ({error}); build this shard again"
-                ) from None
+    def _map_file(self, stream: IO[bytes]) -> mmap.mmap:
+        try:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # an empty file
+            raise self._not_a_tar(error) from None
+
+    def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
+        blocks = []
+        try:
+            with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
+                for member in tar:
+                    check_key(member.name.removeprefix("./").rstrip("/"))
+                    if member.isreg() and member.name.endswith(MEMBER_SUFFIX):
+                        blocks.append(self._read_block_header(member))
+        except (tarfile.TarError, ValueError) as error:
+            raise self._not_a_tar(error) from None
         if not blocks:
             raise self._mismatch(f"the tar has no *{MEMBER_SUFFIX} member; build this shard again")
         return blocks
+
+    def _digest_and_checksums(self, stream: IO[bytes]) -> tuple[str, Checksums]:
+        """Read the whole file; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
+
+        If the file has become shorter since it was mapped, the checksums of the missing rows are 0.
+        """
+        seq_len, dtype = self.kind
+        row_bytes = seq_len * dtype.itemsize
+        rows_at_a_time = max(1, _BYTES_AT_A_TIME // row_bytes)
+        digest = hashlib.sha256()
+        checksums = np.zeros(self.num_rows, np.uint64)
+        stream.seek(0)
+        for offset, (start, end) in zip(self._offsets.tolist(), itertools.pairwise(self._block_starts.tolist())):
+            _hash_bytes(digest, stream, offset - stream.tell())
+            for first_row in range(start, end, rows_at_a_time):
+                end_row = min(end, first_row + rows_at_a_time)
+                content = stream.read(row_bytes * (end_row - first_row))
+                digest.update(content)
+                if len(content) == row_bytes * (end_row - first_row):
+                    rows = np.frombuffer(content, dtype).reshape(-1, seq_len)
+                    checksums[first_row:end_row] = row_checksums(rows)
+        _hash_bytes(digest, stream, len(self._map))
+        return digest.hexdigest(), checksums
 
     def _view_all_rows(self, rows_per_block: NDArray[np.int64]) -> None:
         """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation."""
@@ -187,15 +197,6 @@ class Shard:
             strides=(stride, dtype.itemsize),
         )
 
-    def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
-        blocks = []
-        with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
-            for member in tar:
-                check_key(member.name.removeprefix("./").rstrip("/"))
-                if member.isreg() and member.name.endswith(MEMBER_SUFFIX):
-                    blocks.append(self._read_block_header(member))
-        return blocks
-
     def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
@@ -220,6 +221,9 @@ class Shard:
                 f"member {member.name} has {member.size} bytes, which contradicts its header of {num_rows} rows"
             )
         return _Block(offset=member.offset_data + header_bytes, num_rows=num_rows)
+
+    def _not_a_tar(self, error: Exception) -> ManifestMismatch:
+        return self._mismatch(f"this shard is not a tar of *{MEMBER_SUFFIX} blocks ({error}); build this shard again")
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
         return ManifestMismatch(f"{self.path}: {reason}")

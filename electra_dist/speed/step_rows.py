@@ -11,7 +11,7 @@ import numpy as np
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
-from electra_dist.data.verified_shards import open_cache
+from electra_dist.data.shard_cache import open_cache
 from electra_dist.errors import StoreMissing
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.train.input_checks import open_training_corpora

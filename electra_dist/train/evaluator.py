@@ -28,7 +28,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.analysis.context_auc import NUM_REPLACED
 from electra_dist.analysis.roc_auc import Separation, auc_with_standard_error, separation
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums

@@ -19,13 +19,20 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
+from electra_dist.data.cache_folder import (
+    GIGABYTE,
+    SHARDS_DIR,
+    CacheFolder,
+    CacheRoom,
+    choose_cache_folder,
+    describe_room,
+    windows_bytes,
+)
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import ShardEntry
-from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, CacheFolder, choose_cache_folder
-from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, describe_room, windows_bytes
-from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
-from electra_dist.data.shard_cache.shard_server import ShardServer
-from electra_dist.data.verified_shards import ShardCache, open_cache
+from electra_dist.data.peer_group import Address, PeerGroup
+from electra_dist.data.shard_cache import ShardCache, open_cache
+from electra_dist.data.shard_server import ShardServer
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.node_strikes import node_name
 from electra_dist.train.input_checks import RunInputs

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.verified_shards import open_cache
+from electra_dist.data.shard_cache import open_cache
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.schedule import value_at
 from electra_dist.store.patience import Patience

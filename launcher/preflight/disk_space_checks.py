@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.config import Config
+from electra_dist.data.cache_folder import SHARDS_DIR, choose_cache_folder
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, choose_cache_folder
 from electra_dist.engine.rank_environment import rank_place, whole_number
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR

@@ -107,7 +107,7 @@ def test_a_small_cache_fetches_less_again_and_nodes_that_share_fetch_once(tmp_pa
     alone = [share for name, share in store_shares.items() if "alone" in name]
     sharing = [share for name, share in store_shares.items() if "sharing" in name]
     assert alone == pytest.approx([3], abs=0.01)  # three nodes
-    # A busy machine makes peers look away; tests/data/shard_cache/test_sharing.py counts the fetches exactly.
+    # A busy machine makes peers look away; tests/data/test_sharing.py counts the fetches exactly.
     assert all(1 <= share < 3 for share in sharing)
 
 

@@ -17,9 +17,9 @@ from support.remote_store import Remote
 
 from electra_dist.config import Config, DataConfig
 from electra_dist.config_sections.training import PhaseConfig
+from electra_dist.data import cache_folder
 from electra_dist.data.corpora import Corpora, open_corpora
-from electra_dist.data.shard_cache import cache_folder
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.train import node_cache
 

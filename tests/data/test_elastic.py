@@ -31,7 +31,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.model.attention import SDPA
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput

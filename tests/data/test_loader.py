@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.data.corpora import Corpora
+from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.receipt import Checksums
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard import Shard
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
@@ -137,16 +137,16 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
     corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every shard fails twice, as on a disk that does not respond; the loader reads it again until it is there."""
-    refusals: Counter[int] = Counter()
-    prepare = ShardCache._prepare
+    refusals: Counter[str] = Counter()
+    open_shard = ShardCache._open
 
-    def refuse_twice(self: ShardCache, index: int) -> Checksums:
-        refusals[index] += 1
-        if refusals[index] <= 2:
-            raise StoreAway(f"shard {index}: input/output error; check the disk")
-        return prepare(self, index)
+    def refuse_twice(self: ShardCache, shard: StoredShard) -> Shard:
+        refusals[shard.url] += 1
+        if refusals[shard.url] <= 2:
+            raise StoreAway(f"{shard.url}: input/output error; check the disk")
+        return open_shard(self, shard)
 
-    monkeypatch.setattr(ShardCache, "_prepare", refuse_twice)
+    monkeypatch.setattr(ShardCache, "_open", refuse_twice)
     waits: list[float] = []
     patience = Patience(600.0, lambda line: None)
     monkeypatch.setattr("electra_dist.store.patience.FIRST_PAUSE_S", 0.01)

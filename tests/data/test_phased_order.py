@@ -20,7 +20,7 @@ from electra_dist.data.corpora import open_corpora, steps_of_phases
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 
 GLOBAL_BATCH = 48
 SEED = 5

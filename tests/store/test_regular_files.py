@@ -24,10 +24,10 @@ OTHER_KINDS: dict[str, Callable[[Path], None]] = {
 # Files that are no file of others: of the system, of this process, or written a moment ago by this program.
 OWN = {
     "electra_dist/corpus/prepare/steps/document_files.py",
-    "electra_dist/data/node_disk_cache.py",
-    "electra_dist/data/shard_cache/cache_folder.py",
-    "electra_dist/data/shard_cache/peer_group.py",
-    "electra_dist/data/shard_cache/shard_server.py",
+    "electra_dist/data/node_cache.py",
+    "electra_dist/data/cache_folder.py",
+    "electra_dist/data/peer_group.py",
+    "electra_dist/data/shard_server.py",
     "electra_dist/engine/meeting_port.py",
     "electra_dist/gpu_cores.py",
     "electra_dist/store/regular_files.py",

@@ -17,9 +17,9 @@ from support.real_runs import synthetic_rows, tiny_tree
 from support.remote_store import Remote
 
 from electra_dist.config import Config
+from electra_dist.data import peer_group
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.shard_cache import peer_group
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import RunInputs

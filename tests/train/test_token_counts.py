@@ -11,7 +11,7 @@ from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpu
 
 from electra_dist.config import Config
 from electra_dist.data.corpora import Corpora
-from electra_dist.data.verified_shards import open_cache
+from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store

@@ -10,7 +10,7 @@ status is 200. A connection that is slower than the policy allows is given up, a
 stopped.
 
 Limits: bytes that were changed in transit have the right length and are not noticed. The callers compare SHA-256
-digests (`data/verified_shards.py`).
+digests (`data/shard_cache.py`).
 """
 
 from __future__ import annotations

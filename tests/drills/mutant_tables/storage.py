@@ -154,31 +154,38 @@ STORAGE = (
     ),
     Mutant(
         name="data: a fetched shard is not verified",
-        file="electra_dist/data/node_disk_cache.py",
+        file="electra_dist/data/node_cache.py",
         original="if file_sha256(unverified) == entry.sha256:",
         mutated="if unverified.exists():",
-        test="tests/data/test_verified_shards.py::test_a_shard_that_is_wrong_at_every_fetch_is_named",
+        test="tests/data/test_shard_cache.py::test_a_shard_that_is_wrong_at_every_fetch_is_named",
+    ),
+    Mutant(
+        name="data: the room that running downloads have reserved counts as free",
+        file="electra_dist/data/node_cache.py",
+        original="lacking[digest] += reserved_bytes",
+        mutated="lacking[digest] += 0",
+        test="tests/data/test_shard_cache.py::test_a_download_reserves_its_room_on_a_nearly_full_disk",
     ),
     Mutant(
         name="data: the shards to keep are evicted first",
-        file="electra_dist/data/shard_cache/eviction_order.py",
-        original="preferred), reverse=True)",
-        mutated="preferred))",
-        test="tests/data/shard_cache/test_eviction_order.py::test_the_order_is_a_function_of_the_shards_alone",
+        file="electra_dist/data/node_cache.py",
+        original=", path.stem), reverse=True)",
+        mutated=", path.stem))",
+        test="tests/data/test_eviction_order.py::test_the_order_is_a_function_of_the_shards_alone",
     ),
     Mutant(
         name="data: the room of one window is counted instead of two",
-        file="electra_dist/data/shard_cache/cache_room.py",
+        file="electra_dist/data/cache_folder.py",
         original="[: 2 * window_shards]",
         mutated="[:window_shards]",
-        test="tests/data/shard_cache/test_cache_folder.py::test_the_share_that_is_fetched_again",
+        test="tests/data/test_cache_folder.py::test_the_share_that_is_fetched_again",
     ),
     Mutant(
         name="data: a link to a folder of somebody else is taken for the cache",
         file="electra_dist/store/atomic_files.py",
         original="status = folder.lstat()",
         mutated="status = folder.stat()",
-        test="tests/data/shard_cache/test_cache_folder.py::test_a_folder_of_somebody_else_is_refused",
+        test="tests/data/test_cache_folder.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
         name="data: a shard may be listed twice",
@@ -189,9 +196,9 @@ STORAGE = (
     ),
     Mutant(
         name="data: rows of local shards are not verified when they are copied",
-        file="electra_dist/data/verified_shards.py",
-        original="self.corpora.numpy_dtype, checksums=checksums)",
-        mutated="self.corpora.numpy_dtype)",
+        file="electra_dist/data/shard.py",
+        original="self.sha256, self._checksums = self._digest_and_checksums(stream)",
+        mutated="self.sha256, _ = self._digest_and_checksums(stream)",
         test="tests/data/test_changed_rows.py::test_a_local_shard_that_changes_during_a_run_ends_it_with_shard_and_block",
     ),
     Mutant(
@@ -227,7 +234,7 @@ STORAGE = (
         file="electra_dist/store/atomic_files.py",
         original="and status.st_uid == os.getuid() and",
         mutated="and",
-        test="tests/data/shard_cache/test_cache_folder.py::"
+        test="tests/data/test_cache_folder.py::"
         "test_a_folder_that_another_user_has_created_under_the_name_of_ones_own_is_refused",
     ),
     Mutant(

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.data.shard_cache import cache_folder as module
-from electra_dist.data.shard_cache.cache_folder import choose_cache_folder
-from electra_dist.data.shard_cache.cache_room import CacheRoom, describe_room, refetched_share, windows_bytes
+from electra_dist.data import cache_folder as module
+from electra_dist.data.cache_folder import (
+    CacheRoom,
+    choose_cache_folder,
+    describe_room,
+    refetched_share,
+    windows_bytes,
+)
 from electra_dist.errors import StoreError
 
 NAME = f"electra-dist-cache-{os.getuid()}"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from support.fault_server import FaultPlan, FaultProxy
 from support.remote_store import Remote
 
 from electra_dist.config import DataConfig
-from electra_dist.data import node_disk_cache
-from electra_dist.data.corpora import Corpora
-from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.verified_shards import ShardCache, open_cache
+from electra_dist.data import node_cache
+from electra_dist.data.corpora import Corpora, StoredShard
+from electra_dist.data.node_cache import NodeCache
+from electra_dist.data.shard import Shard
+from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.local_store import LocalStore
@@ -39,6 +41,20 @@ FORK = multiprocessing.get_context("fork")
 def remote(corpus: Any) -> Remote:
     """The corpus behind a store from which it must be fetched."""
     return Remote(Path(corpus.store.url))
+
+
+class Late(Remote):
+    """Store in which one object arrives only after `may_arrive` is set."""
+
+    def __init__(self, folder: Path, late: str) -> None:
+        super().__init__(folder)
+        self.late = late
+        self.may_arrive = threading.Event()
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        if key == self.late:
+            assert self.may_arrive.wait(30)
+        super().fetch(key, destination, must_exist=must_exist)
 
 
 def rows_through(cache: ShardCache) -> np.ndarray:
@@ -89,7 +105,7 @@ def test_many_processes_fetch_each_shard_once(
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
         "from electra_dist.data.corpora import Corpora\n"
-        "from electra_dist.data.verified_shards import ShardCache\n"
+        "from electra_dist.data.shard_cache import ShardCache\n"
         "from electra_dist.data.manifest import read_manifest\n"
         "from electra_dist.store.open_store import open_store\n"
         "store = open_store(sys.argv[1], sys.argv[2])\n"
@@ -213,31 +229,24 @@ def test_a_download_that_ends_while_another_makes_room_is_counted(
     old, first, second = corpus.manifest.shards[:3]
     limit_bytes = first.bytes + second.bytes
     assert old.bytes + second.bytes <= limit_bytes
-    may_arrive = threading.Event()
 
-    class Late(Remote):
-        def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-            if key == first.name:
-                assert may_arrive.wait(30)
-            super().fetch(key, destination, must_exist=must_exist)
-
-    store = Late(Path(corpus.store.url))
+    store = Late(Path(corpus.store.url), first.name)
     cache = NodeCache(tmp_path / "cache", limit_bytes)
-    cache.ensure(store, old, verify=False)
-    download = threading.Thread(target=cache.ensure, args=(store, first), kwargs={"verify": False})
+    cache.ensure(StoredShard(store, old), verify=False)
+    download = threading.Thread(target=cache.ensure, args=(StoredShard(store, first),), kwargs={"verify": False})
     download.start()
     while f"{first.sha256}.unverified" not in files(tmp_path / "cache"):
         time.sleep(0.001)
-    list_files = node_disk_cache._files
+    list_files = node_cache._files
 
     def list_and_let_the_download_arrive(directory: Path) -> list[Path]:
         listed = list_files(directory)
-        may_arrive.set()
+        store.may_arrive.set()
         download.join(0.3)
         return listed
 
-    monkeypatch.setattr(node_disk_cache, "_files", list_and_let_the_download_arrive)
-    cache.ensure(store, second, verify=False)
+    monkeypatch.setattr(node_cache, "_files", list_and_let_the_download_arrive)
+    cache.ensure(StoredShard(store, second), verify=False)
     download.join()
     assert files(tmp_path / "cache") == {f"{first.sha256}.tar", f"{second.sha256}.tar"}
 
@@ -397,6 +406,49 @@ def test_full_disk_fails_before_the_fetch_naming_the_bytes_and_the_setting(
     assert remote.fetched == []
 
 
+def test_a_download_reserves_its_room_on_a_nearly_full_disk(
+    corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a download runs, another that finds the same free bytes does not begin; a killed one reserves nothing."""
+    first, second, third = corpus.manifest.shards[:3]
+    monkeypatch.setattr(node_cache, "_SPARE_BYTES", 0)
+    free_bytes = first.bytes + second.bytes - 1
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free_bytes))
+    store = Late(Path(corpus.store.url), first.name)
+    cache = NodeCache(tmp_path)
+    download = threading.Thread(target=cache.ensure, args=(StoredShard(store, first),), kwargs={"verify": False})
+    download.start()
+    while f"{first.sha256}.unverified" not in files(tmp_path):
+        time.sleep(0.001)
+    with pytest.raises(StoreAway, match=f"disk full: {free_bytes - first.bytes} bytes free, {second.bytes} needed"):
+        cache.ensure(StoredShard(store, second), verify=False)
+    store.may_arrive.set()
+    download.join()
+    with (tmp_path / f"{third.sha256}.unverified").open("wb") as left_over:
+        left_over.truncate(free_bytes)
+    cache.ensure(StoredShard(store, second), verify=False)
+    assert files(tmp_path) == {f"{first.sha256}.tar", f"{second.sha256}.tar"}
+
+
+def test_a_shard_that_is_refused_is_closed(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """Its map and its lock, which keeps the cache from deleting it, end before the error is handled."""
+    entries = list(corpus.manifest.shards)
+    entries[1] = entries[1].model_copy(update={"rows": 6})
+    manifest = corpus.manifest.model_copy(update={"shards": tuple(entries)})
+    cache = ShardCache(Corpora.of(remote, manifest), tmp_path)
+    path = tmp_path / f"{entries[1].sha256}.tar"
+    with pytest.raises(ManifestMismatch, match=r"5 rows, but corpus.json lists 6") as refused, closing(cache):
+        cache.open(1)
+    assert refused.value  # as long as the error lives, its traceback keeps the shard from being collected
+    with path.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(ManifestMismatch, match="holds uint16") as other_kind:
+            Shard(path, corpus.manifest.seq_len + 1, corpus.manifest.numpy_dtype)
+        assert str(path) not in Path("/proc/self/maps").read_text()
+    assert other_kind.value
+
+
 def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any) -> None:
     """An old shard of another run is deleted before the full disk is reported as an error."""
     fetch_everything(corpus, tmp_path)
@@ -421,10 +473,10 @@ def test_a_file_system_without_locks_is_refused(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(StoreError, match=r"no file locks in this folder .*set data.cache_dir to a local disk"):
-        NodeCache(tmp_path).ensure(remote, corpus.manifest.shards[0], verify=True)
+        NodeCache(tmp_path).ensure(StoredShard(remote, corpus.manifest.shards[0]), verify=True)
 
 
 def test_unwritable_cache_folder_is_refused(corpus: Any, remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="not a folder; choose another path"):
-        NodeCache(tmp_path / "file").ensure(remote, corpus.manifest.shards[0], verify=True)
+        NodeCache(tmp_path / "file").ensure(StoredShard(remote, corpus.manifest.shards[0]), verify=True)

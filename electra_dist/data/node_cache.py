@@ -2,21 +2,28 @@
 
 Guarantee: a file `<sha256>.tar` in the folder is complete, and its bytes had that digest when the file received its
 name. A file `<sha256>.unverified` or `.<sha256>.unverified.<random>.tmp` is an unfinished download, which the next
-process that needs the shard deletes; so a process may be killed at any time. A file or folder of any other name is
-never deleted, and callers give a folder that is the cache's own (`SHARDS_DIR`), apart from what the user keeps in
-`data.cache_dir`. Because names are digests, the shards of several corpora can share a folder, and a run on a corpus
+process that needs the shard, or room, deletes; so a process may be killed at any time. A file or folder of any other
+name is never deleted, and callers give a folder that is the cache's own (`SHARDS_DIR`), apart from what the user keeps
+in `data.cache_dir`. Because names are digests, the shards of several corpora can share a folder, and a run on a corpus
 that was built again never reads an old shard.
 
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
 times; after that the run ends with an error that names the object. Before a download, shards are deleted (evicted) if
-the folder would exceed `limit_bytes` or the disk would fill up, in the order of `shard_cache/eviction_order.py`. A
-process that has a shard open holds a shared flock on it, which protects the shard from eviction; the shards that a
-process will open next are protected by the attribute `wanted`. A download first creates a sparse file of the shard's
-size, so that all processes count its bytes from the beginning.
+the folder would exceed `limit_bytes` or the disk would fill up. A process that has a shard open holds a shared flock
+on it, which protects the shard from eviction; the shards that a process will open next are protected by the attribute
+`wanted`. A download first creates a sparse file of the shard's size, so that all processes count its bytes from the
+beginning, as bytes in the folder and, as far as they are still to come, as bytes that are no longer free on the disk.
+
+A full cache keeps the shards with the lowest SHA-256, as many as fit in addition to those in use: the same part of the
+corpus in every epoch, on all ranks and after a restart. Deleting the least recently used shard would be a bad rule,
+because an epoch uses every shard once: the shard that was used last is the one that is needed again latest. With room
+for half of the corpus, that rule fetches six of seven shards again in each epoch; this module fetches half of them
+(`benchmarks/shard_cache.py`).
 
 Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
-the folder exceeds `limit_bytes`, because a node always holds the shards of two windows.
+the folder exceeds `limit_bytes`, because a node always holds the shards of two windows. Two runs on different corpora
+that share a folder with too little room fetch more than with separate folders.
 """
 
 from __future__ import annotations
@@ -26,22 +33,25 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from stat import S_ISREG
 
+from electra_dist.data.corpora import StoredShard
 from electra_dist.data.manifest import ShardEntry
-from electra_dist.data.shard_cache.eviction_order import eviction_order
-from electra_dist.data.shard_cache.peer_group import PeerGroup
+from electra_dist.data.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, is_temporary, readable, writable
-from electra_dist.store.interface import Store
 
 _FETCHES = 5  # Downloads with a wrong SHA-256, one after another, after which `NodeCache.ensure` raises an error.
 _SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
 _SHARD_SUFFIX = ".tar"
 _SHARD_NAME = re.compile(r"[0-9a-f]{64}\.tar")
 _UNVERIFIED_SUFFIX = ".unverified"
+# A reservation, which may also hold what has arrived, or a temporary file in which the bytes arrive.
+_UNFINISHED_NAME = re.compile(r"\.?([0-9a-f]{64})\.unverified(\..*)?")
+_BLOCK_BYTES = 512  # unit of `st_blocks`
 
 
 class NodeCache:
@@ -57,7 +67,7 @@ class NodeCache:
         """Keep the shards in `directory`, which the first fetch creates.
 
         Without `limit_bytes`, shards are deleted only when the disk is nearly full. `corpus` holds the SHA-256 of each
-        shard of the caller's corpus: shards of other corpora are deleted first. Shards that this node fetches for its
+        shard of the caller's corpora: shards of others are deleted first. Shards that this node fetches for its
         `peers` (the other nodes) are deleted last.
         """
         self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
@@ -74,9 +84,6 @@ class NodeCache:
         """Return the path that a shard has in the folder; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
-    def _unverified_path(self, entry: ShardEntry) -> Path:
-        return self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
-
     def holds(self, entry: ShardEntry) -> bool:
         """Return whether the folder has a file with the shard's name and size; the file's digest is not checked."""
         return _is_good(self.path(entry), entry, verify=False)
@@ -86,12 +93,13 @@ class NodeCache:
         paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
         return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
 
-    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
+    def ensure(self, shard: StoredShard, *, verify: bool, ask_peers: bool = True) -> None:
         """Fetch a shard into the folder if it is missing; wait if another process is fetching it.
 
         With `verify`, the digest of an existing file is checked, too. With `ask_peers`, other nodes are asked before
         the store. Raises ManifestMismatch if the fetched bytes are wrong several times in a row.
         """
+        entry = shard.entry
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
         if _is_good(path, entry, verify=verify):
@@ -100,18 +108,18 @@ class NodeCache:
             # Another process may have fetched the shard while this one waited for the lock.
             if _is_good(path, entry, verify=verify):
                 return
-            # Delete a wrong shard and the unfinished files of killed processes.
             if path.exists():
                 self.refetches += 1
-            unverified = self._unverified_path(entry)
-            unfinished = [file for file in self._directory.glob(f".{unverified.name}.*") if is_temporary(file.name)]
-            for leftover in (path, unverified, *unfinished):
-                leftover.unlink(missing_ok=True)
-            self._fetch(store, entry, ask_peers=ask_peers)
+                path.unlink(missing_ok=True)
+            for digest, unfinished in list(self._unfinished()):
+                if digest == entry.sha256:
+                    unfinished.unlink(missing_ok=True)
+            self._fetch(shard, ask_peers=ask_peers)
 
-    def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
+    def _fetch(self, shard: StoredShard, *, ask_peers: bool) -> None:
         """Download a shard, verify it and give it its final name; the caller must hold the shard's lock."""
-        unverified = self._unverified_path(entry)
+        store, entry = shard
+        unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
         peers = self._peers if ask_peers else None
         for _ in range(_FETCHES):
             try:
@@ -132,8 +140,8 @@ class NodeCache:
                     unverified.unlink(missing_ok=True)
             self.refetches += 1
         raise ManifestMismatch(
-            f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times in a row: their sha256 is not "
-            f"{entry.sha256[:12]}..., which corpus.json lists; restore this shard or build the corpus again"
+            f"{shard.url}: wrong bytes {_FETCHES} times in a row: their sha256 is not {entry.sha256[:12]}..., which "
+            f"corpus.json lists; restore this shard or build the corpus again"
         )
 
     def _reserve(self, unverified: Path, needed_bytes: int) -> None:
@@ -147,8 +155,10 @@ class NodeCache:
         """Delete shards until `needed_bytes` fit into folder and disk; the caller must hold the lock "eviction"."""
         if self._excess_bytes(needed_bytes) <= 0:
             return
-        for path in self._eviction_order(wanted=self.wanted):
-            _delete_unless_in_use(path)
+        self._delete_unfinished_of_killed()
+        for path in (None, *self._eviction_order(wanted=self.wanted)):
+            if path is not None:
+                _delete_unless_in_use(path)
             if self._excess_bytes(needed_bytes) <= 0:
                 return
         if self._free_bytes() >= needed_bytes:
@@ -170,8 +180,28 @@ class NodeCache:
             paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
         )
 
+    def _unfinished(self) -> Iterator[tuple[str, Path]]:
+        """Yield the digest of the shard and the path of each file of an unfinished download."""
+        for path in _files(self._directory):
+            match = _UNFINISHED_NAME.fullmatch(path.name)
+            if match is not None and (match[2] is None or is_temporary(path.name)):
+                yield match[1], path
+
+    def _delete_unfinished_of_killed(self) -> None:
+        """Delete unfinished downloads of processes that have ended: nobody holds the locks of their shards."""
+        for digest, path in list(self._unfinished()):
+            with contextlib.suppress(BlockingIOError), self._locked(digest, wait=False):
+                path.unlink(missing_ok=True)
+
     def _free_bytes(self) -> int:
-        return shutil.disk_usage(self._directory).free
+        """Return the free bytes of the disk, less those that unfinished downloads have reserved and still lack."""
+        lacking: Counter[str] = Counter()
+        for digest, path in self._unfinished():
+            stat = _stat(path)
+            if stat is not None:
+                reserved_bytes = stat.st_size if path.suffix == _UNVERIFIED_SUFFIX else 0
+                lacking[digest] += reserved_bytes - stat.st_blocks * _BLOCK_BYTES
+        return shutil.disk_usage(self._directory).free - sum(max(0, num_bytes) for num_bytes in lacking.values())
 
     def _excess_bytes(self, needed_bytes: int) -> int:
         """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none."""
@@ -185,8 +215,11 @@ class NodeCache:
         return max(excess_on_disk, excess_in_folder)
 
     @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Hold the exclusive flock `name` (a shard's SHA-256, or "eviction") of this folder in the `with` block."""
+    def _locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Hold the exclusive flock `name` (a shard's SHA-256, or "eviction") of this folder in the `with` block.
+
+        Without `wait`, BlockingIOError is raised if another process or thread holds it.
+        """
         path = self._directory / "locks" / name
         with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +227,9 @@ class NodeCache:
         try:
             try:
                 # The system releases it when the process ends, so a killed process never blocks the others.
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
             except OSError as error:
                 raise StoreError(
                     f"{self._directory}: no file locks in this folder ({error.strerror}); set data.cache_dir to a "
@@ -203,6 +238,27 @@ class NodeCache:
             yield
         finally:
             os.close(descriptor)  # This also releases the lock.
+
+
+def eviction_order(
+    paths: Iterable[Path],
+    *,
+    corpus: Collection[str],
+    wanted: Collection[str],
+    last_used: Callable[[Path], float],
+    preferred: Collection[str] = (),
+) -> list[Path]:
+    """Return the shards (`<sha256>.tar`) among `paths` that may be deleted, the one to delete first in front.
+
+    Shards of other corpora (digest not in `corpus`) come first, the least recently used one in front, and those whose
+    digests are `preferred` last. Digests in `wanted` are left out.
+    """
+    deletable = [path for path in paths if path.stem not in wanted]
+    foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)
+    own = [path for path in deletable if path.stem in corpus]
+    # Digests are unrelated to the order in which a run reads the shards, and equal on all ranks and after a restart.
+    own.sort(key=lambda path: (path.stem not in preferred, path.stem), reverse=True)
+    return foreign + own
 
 
 def _files(directory: Path) -> list[Path]:

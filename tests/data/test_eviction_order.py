@@ -15,9 +15,9 @@ from support.remote_store import Remote
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.node_cache import eviction_order
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.shard_cache.eviction_order import eviction_order
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.open_store import open_store
 
 NUM_SHARDS = 40

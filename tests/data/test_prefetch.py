@@ -13,7 +13,7 @@ from support.remote_store import Remote
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.open_store import open_store
 
 NUM_SHARDS = 12

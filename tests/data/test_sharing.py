@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from support.remote_store import Remote
 
+from electra_dist.data import peer_group, shard_server
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.shard_cache import peer_group, shard_server
-from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
-from electra_dist.data.shard_cache.shard_server import ShardServer
-from electra_dist.data.verified_shards import ShardCache
+from electra_dist.data.peer_group import Address, PeerGroup
+from electra_dist.data.shard_cache import ShardCache
+from electra_dist.data.shard_server import ShardServer
 from electra_dist.store.open_store import open_store
 
 NUM_SHARDS = 24

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from electra_dist.data.corpora import Corpora, StoredShard
-from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.shard_cache.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
+from electra_dist.data.node_cache import NodeCache
+from electra_dist.data.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
 
 _HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
@@ -224,7 +224,7 @@ class _ServedCache:
         """Fetch a shard as soon as fewer than `fetch_threads` fetches are running; the body of a thread."""
         with self._slots:
             try:
-                self.cache.ensure(shard.store, shard.entry, verify=False, ask_peers=False)
+                self.cache.ensure(shard, verify=False, ask_peers=False)
             except BaseException as error:  # noqa: BLE001 - `wait_for` raises it in the thread of each request.
                 fetch.set_exception(error)
             else:

@@ -1,0 +1,272 @@
+"""Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
+
+Guarantee: a shard that is opened had the SHA-256 and the number of rows that the manifest lists, read through the
+descriptor by which it is mapped. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row
+had then, so a bit that flips on the disk afterwards does not reach a batch. A cached shard is then fetched again, and
+the reading goes on; a local one ends the run with an error that names the shard and the block. No shard is skipped
+silently.
+
+How: threads fetch the shards that are needed next (`node_cache.py`), map them, and read them once: the SHA-256 and the
+checksums of the rows (`receipt.py`) are made of the same bytes. The checksums stay in memory, for local and for cached
+shards alike, so they need no file of their own that could be damaged, and corpora of others have them, too. A shard
+stays open, and a cached one locked against deletion, from its verification until it is no longer needed. The threads
+are daemons: a process that ends does not wait for a download. The next process that needs the shard deletes the
+unfinished file.
+
+Limits: all methods must be called by the same thread; in a run, it is the thread of the loader. A file that becomes
+shorter while it is mapped ends the process with SIGBUS; the next start refuses it by its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_dist.config import DataConfig
+from electra_dist.data.cache_folder import SHARDS_DIR
+from electra_dist.data.corpora import Corpora, StoredShard
+from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.node_cache import NodeCache
+from electra_dist.data.peer_group import PeerGroup
+from electra_dist.data.shard import ChangedRow, Shard, rows_of
+from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
+from electra_dist.escapes import printable
+from electra_dist.store.atomic_files import file_sha256, readable
+
+_READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
+_CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
+
+
+class ShardCache:
+    """Shards of a run's corpora that a process has open or needs next, and the threads that fetch and verify them."""
+
+    def __init__(
+        self,
+        corpora: Corpora,
+        directory: Path,
+        fetch_threads: int = 8,
+        limit_bytes: int | None = None,
+        peers: PeerGroup | None = None,
+    ) -> None:
+        """Start the threads. For shards on S3, `directory`, `limit_bytes` and `peers` go to the `NodeCache`."""
+        self.corpora = corpora
+        self.node_cache = NodeCache(directory, limit_bytes, {shard.entry.sha256 for shard in corpora.shards}, peers)
+        self._peers = peers
+        # The shards that are open, being verified or queued, by index.
+        self._shards: dict[int, Shard | Future[Shard]] = {}
+        # Shards to fetch and verify, with their futures. The thread that takes None ends.
+        self._queue: queue.SimpleQueue[tuple[int, Future[Shard]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def refetches(self) -> int:
+        """Return how often a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
+        return self.node_cache.refetches
+
+    def open(self, shard_index: int) -> Shard:
+        """Return a verified, memory-mapped shard by its index in `corpora.shards`; wait for it if necessary.
+
+        The shard stays open until `keep_only` or `close` closes it. Until then, further calls return at once.
+        """
+        shard = self._shards.get(shard_index)
+        if isinstance(shard, Shard):
+            return shard
+        if shard is not None:
+            with contextlib.suppress(UserError):
+                return self._wait_for(shard_index, shard)
+            # What made it fail while it was fetched ahead may be gone: a disk has room after other shards are closed.
+        self.prefetch([shard_index])
+        queued = self._shards[shard_index]
+        assert isinstance(queued, Future)
+        return self._wait_for(shard_index, queued)
+
+    def _wait_for(self, index: int, queued: Future[Shard]) -> Shard:
+        try:
+            shard = queued.result()  # Waits, and raises the background thread's error.
+        except UserError:
+            del self._shards[index]  # A later call tries again.
+            raise
+        self._shards[index] = shard
+        return shard
+
+    def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
+        """Return verified copies of rows from any shards, [k, seq_len]; open the shards that are not open yet.
+
+        `shard_of_row` [k] are indices in `corpora.shards`. If a copy has a wrong checksum, its shard is verified
+        again, and a damaged shard from S3 is fetched again. Raises ManifestMismatch if a local shard is damaged, and
+        StoreExhausted if copies are wrong again and again although their shards are good.
+        """
+        # `rows_of` needs each shard once, and for each row the index of its shard in that list.
+        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
+        for _ in range(_READINGS):
+            shards = [self.open(int(index)) for index in distinct_shards]
+            try:
+                return rows_of(shards, index_of_row, row_in_shard)
+            except ChangedRow as error:
+                changed = shards[error.shard_index]
+                self._verify_again(int(distinct_shards[error.shard_index]), changed, error.row)
+        raise StoreExhausted(
+            f"{changed.path}: rows were changed {_READINGS} times in a row after they were verified; test the memory "
+            "and the disk of this node"
+        )
+
+    def _verify_again(self, index: int, shard: Shard, row: int) -> None:
+        """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""
+        block = shard.block_of_row(row)
+        place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
+        refetches_before = self.refetches
+        self._drop(index)
+        try:
+            self.open(index)
+        except ManifestMismatch:
+            raise ManifestMismatch(
+                f"{shard.path}: {place}; check the disk, restore the file or build the corpus again"
+            ) from None
+        outcome = "fetched again" if self.refetches > refetches_before else "verified again and good"
+        print(printable(f"{shard.path}: {place}; {outcome}, and the reading goes on"), file=sys.stderr, flush=True)
+
+    def prefetch(self, shard_indices: Iterable[int]) -> None:
+        """Begin to fetch and verify shards in the background, in this order; skip shards that are open or queued.
+
+        With `peers`, shards that other nodes wait for come first. If a fetch fails, `open` tries it again. The cache
+        keeps the shards until `keep_only` drops them, unless the disk becomes full.
+        """
+        new_indices = [index for index in dict.fromkeys(map(int, shard_indices)) if index not in self._shards]
+        if not new_indices:
+            return
+        if self._peers is not None:
+            # Other nodes wait for the shards that this node fetches for them, so these come first.
+            peers = self._peers
+            new_indices.sort(key=lambda index: peers.distance(self.corpora.shards[index].entry.sha256))
+        futures: list[Future[Shard]] = [Future() for _ in new_indices]
+        self._shards.update(zip(new_indices, futures, strict=True))
+        # This must come before the downloads begin, because they may delete shards to make room.
+        self._protect_wanted()
+        for item in zip(new_indices, futures, strict=True):
+            self._queue.put(item)
+
+    def keep_only(self, shard_indices: Iterable[int]) -> None:
+        """Close all shards except these and cancel their downloads, but complete a download that has begun.
+
+        The node's cache may delete a shard once no process has it open.
+        """
+        for index in self._shards.keys() - set(map(int, shard_indices)):
+            self._drop(index)
+        self._protect_wanted()
+
+    def _drop(self, index: int) -> None:
+        shard = self._shards.pop(index)
+        if isinstance(shard, Shard):
+            shard.close()
+        elif not shard.cancel():
+            shard.add_done_callback(_close_result)
+
+    def _protect_wanted(self) -> None:
+        """Keep the node's cache from deleting shards that are open or queued."""
+        self.node_cache.wanted = frozenset(self.corpora.shards[index].entry.sha256 for index in self._shards)
+
+    def close(self) -> None:
+        """Close all shards and wait up to two seconds for the threads to end; the owner must call it."""
+        self.keep_only([])
+        for _ in self._threads:
+            self._queue.put(None)  # Each thread ends at the first None that it takes.
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        """Fetch, verify and open queued shards until the queue yields None; the body of each background thread."""
+        while (item := self._queue.get()) is not None:
+            index, future = item
+            was_cancelled = not future.set_running_or_notify_cancel()
+            if was_cancelled:
+                continue
+            try:
+                shard = self._open(self.corpora.shards[index])
+            except BaseException as error:  # noqa: BLE001 - `open` raises it in the loader's thread.
+                future.set_exception(error)
+            else:
+                future.set_result(shard)
+
+    def _open(self, shard: StoredShard) -> Shard:
+        """Open and verify a shard: a local one in place, one on S3 in the cache of the node, which fetches it."""
+        entry = shard.entry
+        local_path = shard.local_path
+        if local_path is not None:
+            opened = self._open_file(local_path, entry, is_cached=False)
+            if opened is None:
+                raise ManifestMismatch(
+                    f"{local_path}: not the shard that corpus.json lists, which has {entry.bytes} bytes and sha256 "
+                    f"{entry.sha256[:12]}...; restore the file or build the corpus again"
+                )
+            return opened
+        path = self.node_cache.path(entry)
+        num_wrong = 0
+        while num_wrong < _READINGS:
+            self.node_cache.ensure(shard, verify=num_wrong > 0)
+            try:
+                opened = self._open_file(path, entry, is_cached=True)
+            except StoreMissing:
+                continue  # Another process evicted the shard meanwhile.
+            if opened is not None:
+                return opened
+            num_wrong += 1
+        raise StoreExhausted(
+            f"{path}: wrong bytes {_READINGS} times in a row, although those that were fetched were right; test the "
+            "memory and the disk of this node, or set data.cache_dir to another disk"
+        )
+
+    def _open_file(self, path: Path, entry: ShardEntry, *, is_cached: bool) -> Shard | None:
+        """Open and return the shard in a file; None if its size or SHA-256 differs from the manifest entry."""
+        with readable(path):
+            if path.stat().st_size != entry.bytes:
+                return None
+        try:
+            shard = Shard(path, self.corpora.seq_len, self.corpora.numpy_dtype, lock=is_cached, verify=True)
+        except ManifestMismatch:
+            if file_sha256(path) == entry.sha256:
+                raise
+            return None
+        if shard.sha256 != entry.sha256:
+            shard.close()
+            return None
+        if shard.num_rows != entry.rows:
+            shard.close()
+            raise ManifestMismatch(
+                f"{path}: has {shard.num_rows} rows, but corpus.json lists {entry.rows}; build the corpus "
+                f"again, or delete corpus.json and run `electra-dist corpus index`"
+            )
+        if is_cached:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)  # the time of its last use
+        return shard
+
+
+def _close_result(future: Future[Shard]) -> None:
+    if future.exception() is None:
+        future.result().close()
+
+
+def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
+    """Return a new cache of the shards of `corpora` for this process, which the caller must close.
+
+    All ranks of the node share `folder`; corpora in local folders do not use it. `peers` are other nodes: a shard is
+    requested from them first, and from the store only if they lack it.
+    """
+    limit_bytes = None
+    if data.cache_limit_gb is not None:
+        limit_bytes = round(data.cache_limit_gb * 1e9)
+    return ShardCache(corpora, folder / SHARDS_DIR, data.fetch_threads, limit_bytes, peers)
