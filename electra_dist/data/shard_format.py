@@ -14,7 +14,6 @@ import io
 import math
 import re
 import tarfile
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -39,21 +38,16 @@ _HEADER = re.compile(
 )
 
 
-def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
+def write_shard(stream: IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
     """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
 
     Equal `rows` ([n, seq_len] uint16 or uint32, n > 0) and `block_rows` give equal bytes, on any machine, at any time.
-    The write is not atomic: write to a temporary name, and rename the file afterwards.
     """
     assert rows.ndim == 2
     assert len(rows) > 0
     assert rows.dtype in (np.uint16, np.uint32)
     assert block_rows > 0
-    if isinstance(target, Path):
-        with target.open("wb") as stream:
-            write_shard(stream, rows, block_rows)
-        return
-    with tarfile.open(fileobj=target, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for block_number, first_row in enumerate(range(0, len(rows), block_rows)):
             _add_block(tar, block_number, rows[first_row : first_row + block_rows])
 

@@ -52,8 +52,7 @@ def unigram_counts(
     file = token_counts_file(run_dir, corpora.fingerprint)
 
     def stored_counts() -> list[int] | None:
-        count_V = read_counts(file, vocab_size) if file.exists() else None
-        return None if count_V is None else count_V.tolist()
+        return read_counts(file, vocab_size).tolist() if file.exists() else None
 
     counts_of_earlier_start = from_rank_0(stored_counts)
     if counts_of_earlier_start is not None:
@@ -70,20 +69,21 @@ def unigram_counts(
     return count_V
 
 
-def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
-    """Read the counts of an earlier start of the run, int64 [V]; None for an old file without a digest."""
+def read_counts(file: Path, vocab_size: int) -> np.ndarray:
+    """Read the counts of an earlier start of the run, int64 [V]."""
     next_step = "delete it, and the next start counts again"
     with readable(file):
         data = read_regular(file)
     content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    has_digest = hashlib.sha256(content).digest() == digest
+    if hashlib.sha256(content).digest() != digest:
+        raise UserError(f"{file}: damaged, because it does not end with the SHA-256 of its content; {next_step}")
     try:
-        counts_V = parse_array(content if has_digest else data)
+        counts_V = parse_array(content)
     except ValueError as error:
         raise UserError(f"{file}: damaged, because {error}; {next_step}") from None
     if counts_V.shape != (vocab_size,) or counts_V.dtype != np.int64:
         raise UserError(f"{file}: damaged, because it does not hold {vocab_size} counts; {next_step}")
-    return counts_V.copy() if has_digest else None  # `parse_array` returns a view that cannot be written to
+    return counts_V.copy()  # `parse_array` returns a view that cannot be written to
 
 
 def write_counts(file: Path, count_V: np.ndarray) -> None:

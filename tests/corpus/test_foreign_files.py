@@ -70,7 +70,8 @@ def test_another_vocabulary_in_the_output_is_never_replaced(
         assert file_contents(folder) == {"vocab.txt": text.encode()}
     rows = np.full((4, 16), vocabulary.special["[CLS]"], np.uint16)
     (tmp_path / "theirs").mkdir()
-    write_shard(tmp_path / "theirs" / "a.tar", rows, block_rows=4)
+    with (tmp_path / "theirs" / "a.tar").open("wb") as out:
+        write_shard(out, rows, block_rows=4)
     (tmp_path / "theirs" / "vocab.txt").write_text(vocabulary.text + "more\n")
     with pytest.raises(UserError, match=r"vocab\.txt: "):
         index_corpus(open_store(str(tmp_path / "theirs")), vocabulary, lowercase=True)

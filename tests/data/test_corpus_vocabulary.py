@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import electra_dist as ed
 from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.config_file import load_config
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.library.corpus import Corpus
@@ -160,13 +161,13 @@ def test_a_shard_that_arrives_with_wrong_bytes_is_fetched_again(
                 destination.write_bytes(ERROR_DOCUMENT)
 
     store = WrongOnce(tmp_path / "corpus")
-    local = dict(rows_of_shards(LocalStore(tmp_path / "corpus"), manifest, range(2)))
-    for index, rows in rows_of_shards(store, manifest, range(2)):
+    local = dict(rows_of_shards(Corpora.of(LocalStore(tmp_path / "corpus"), manifest), range(2)))
+    for index, rows in rows_of_shards(Corpora.of(store, manifest), range(2)):
         assert (rows == local[index]).all()
     assert len(store.fetched) == 4
     WrongOnce.num_wrong = 100
     with pytest.raises(ManifestMismatch, match=r"shard-000000\.tar: .*sha256"):
-        list(rows_of_shards(WrongOnce(tmp_path / "corpus"), manifest, range(2)))
+        list(rows_of_shards(Corpora.of(WrongOnce(tmp_path / "corpus"), manifest), range(2)))
 
 
 def test_other_line_ends_are_the_same_vocabulary(config: Path, tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_an_error_document_is_not_taken_for_a_file_of_the_corpus(
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     expected = read_manifest(LocalStore(tmp_path / "corpus"))
     store = WrongAtFirst(tmp_path / "corpus", num_wrong)
-    corpus = Corpus(store, expected, seed=1, shuffle_window_shards=1, cache_dir=tmp_path / "cache")
+    corpus = Corpus(Corpora.of(store, expected), seed=1, shuffle_window_shards=1, cache_dir=tmp_path / "cache")
     if num_wrong == 5:
         with pytest.raises(ManifestMismatch, match=r"corpus\.json"):
             read_manifest(store)

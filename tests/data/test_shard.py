@@ -68,7 +68,7 @@ def test_rows_are_read_back_as_written(
 ) -> None:
     rows = rows_of(count, np.dtype(dtype))
     path = tmp_path_factory.mktemp("shard") / "s.tar"
-    write_shard(path, rows, block_rows)
+    path.write_bytes(shard_bytes(rows, block_rows))
     shard = Shard(path, SEQ_LEN, np.dtype(dtype))
     assert shard.num_rows == count
     wanted = np.array(data.draw(st.lists(st.integers(0, count - 1), max_size=20)), dtype=np.int64)
@@ -88,7 +88,7 @@ def test_rows_of_several_shards_are_read_in_the_requested_order(
         pytest.skip("the package was built without a C compiler")
     written = [rows_of(count) for count in (1, 37, 60, 300)]
     for number, (rows, block_rows) in enumerate(zip(written, (5, 1, 7, 64))):
-        write_shard(tmp_path / f"{number}.tar", rows, block_rows)
+        (tmp_path / f"{number}.tar").write_bytes(shard_bytes(rows, block_rows))
     shards = [Shard(tmp_path / f"{number}.tar", SEQ_LEN, U16) for number in range(4)]
     rng = np.random.default_rng(0)
     which = rng.integers(0, 4, 500)
@@ -113,7 +113,7 @@ def test_equal_rows_give_equal_bytes() -> None:
 def test_webdataset_reads_our_shards(tmp_path: Path) -> None:
     rows = rows_of(40)
     path = tmp_path / "s.tar"
-    write_shard(path, rows, 16)
+    path.write_bytes(shard_bytes(rows, 16))
     samples = list(webdataset.WebDataset(str(path), shardshuffle=False).decode())
     assert [sample["__key__"] for sample in samples] == ["000000", "000001", "000002"]
     assert (np.concatenate([sample["rows.npy"] for sample in samples]) == rows).all()

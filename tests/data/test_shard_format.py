@@ -65,7 +65,8 @@ def test_cut_and_pickled_arrays_are_refused() -> None:
 def test_a_shard_with_a_member_of_an_impossible_size_is_refused(tmp_path: Path, size: int, name: bytes) -> None:
     """Python's tarfile reads a member of -512 bytes again and again, if a later version has not corrected it."""
     file = tmp_path / "shard.tar"
-    write_shard(file, np.zeros((4, 8), np.uint16), block_rows=2)
+    with file.open("wb") as out:
+        write_shard(out, np.zeros((4, 8), np.uint16), block_rows=2)
     content = bytearray(file.read_bytes())
     header = content[SECOND_MEMBER : SECOND_MEMBER + tarfile.BLOCKSIZE]
     header[:100] = name.ljust(100, b"\0")
