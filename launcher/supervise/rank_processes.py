@@ -142,19 +142,23 @@ class RankProcesses:
         a reboot ends them.
         """
         deadline = time.monotonic() + _KILL_WAIT_S
+        # A process that is ending has lost its environment, and so its mark, before it has closed its files and
+        # devices. Therefore those found once are waited for.
+        found = {*marked_pids(self._mark), *self.alive().values()}
         if self._launcher is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
         # Repeat, because a process may start another one between the listing and its own end.
-        left = marked_pids(self._mark)
-        while left:
-            for pid in left:
+        while True:
+            marked = marked_pids(self._mark)
+            for pid in marked:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
+            found.update(marked)
+            left = sorted(pid for pid in found if is_alive(pid))
+            if not (marked or left) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-            left = marked_pids(self._mark)
         if self._launcher is not None:
             self._launcher.wait()
         return left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.run.marked_processes import MARK, is_alive, mark_of, marked_pids
+from launcher.supervise import rank_processes
 from launcher.supervise.rank_processes import RankProcesses, condensed, delete_old_state_folders
 from launcher.supervise.supervisor_watch import write_owner
 
@@ -67,6 +69,20 @@ def test_close_kills_descendants_outside_the_session_and_no_process_of_another_r
         for stranger in strangers:
             stranger.kill()
             stranger.wait()
+
+
+def test_close_waits_for_a_process_that_has_lost_its_mark_and_still_holds_its_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ending process has no environment any more, so no listing finds its mark; its files are closed later."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    listings: list[list[int]] = [[process.pid], [process.pid]]
+    looks = [True, True, True]
+    monkeypatch.setattr(rank_processes, "marked_pids", lambda mark: listings.pop() if listings else [])
+    monkeypatch.setattr(rank_processes, "is_alive", lambda pid: bool(looks) and looks.pop())
+    assert RankProcesses(mark_of(tmp_path, 0)).close() == []
+    assert looks == []
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_a_state_folder_that_another_user_could_have_made_is_neither_read_nor_deleted(
