@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from electra_dist.store.regular_files import read_regular
 Record = dict[str, Any]
 
 _CLOSED = -1  # in place of a file descriptor
+_UNOPENED = -2  # likewise: the next use opens the file
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _QUOTED_NON_FINITE = (b'"NaN"', b'Infinity"')  # a line without them has no such string
 _BLOCK_BYTES = 1 << 16  # read together where the last newline is looked for
@@ -68,13 +69,13 @@ class JsonlFile:
         """Write the records that the disk has refused so far, if any. Raises StoreAway if the disk refuses again."""
         if not self._unwritten:
             return
-        with writable(self.path):
+        with self._opened():
             self._write_lines()
 
     def sync(self) -> None:
         """Wait until all records are on the disk (fsync, some milliseconds). Raises StoreAway as `append` does."""
         self.flush()
-        with writable(self.path):
+        with self._opened():
             try:
                 os.fsync(self._file)
             except OSError:
@@ -90,17 +91,15 @@ class JsonlFile:
         """Replace the whole content of the file atomically: a reader sees the old records or the new ones."""
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
-        os.close(self._file)
+        self.discard()
+        self._file = _UNOPENED
         self._unwritten = []
         self._unsynced = []
         self._valid_bytes = None
-        self._file = _CLOSED  # until the next line has succeeded
-        with writable(self.path):
-            self._file = self._open()
 
     def cut(self, size_bytes: int) -> None:
         """Remove everything behind the first `size_bytes` bytes, which must end with a whole line."""
-        with writable(self.path):
+        with self._opened():
             os.ftruncate(self._file, size_bytes)
         self.sync()
 
@@ -112,9 +111,17 @@ class JsonlFile:
 
     def discard(self) -> None:
         """Close the file without the records that the disk has refused. Calling it twice is fine."""
-        if self._file != _CLOSED:
+        if self._file >= 0:
             os.close(self._file)
-            self._file = _CLOSED
+        self._file = _CLOSED
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Open the file anew after `replace`, and turn an OSError of the block into a StoreError."""
+        with writable(self.path):
+            if self._file == _UNOPENED:
+                self._file = self._open()
+            yield
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

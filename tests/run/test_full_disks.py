@@ -68,6 +68,32 @@ def test_records_that_a_full_disk_refuses_are_written_later_in_their_order(disk:
     assert [record["step"] for record in read_records(file.path)] == [0, 1, 2, 3]
 
 
+def test_a_disk_that_goes_away_after_a_replacement_loses_no_record_and_refuses_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records are replaced, but the disk goes away before the new file is open for the next record."""
+    file = JsonlFile(tmp_path / "a.jsonl")
+    file.append({"step": 0})
+    open_file = os.open
+    is_away = True
+
+    def refuse_appending(path: Path, flags: int, *args: int, **kwargs: int) -> int:
+        if is_away and flags & os.O_APPEND:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return open_file(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse_appending)
+    for step in (1, 2):
+        file.replace([{"step": step}])
+    with pytest.raises(StoreAway, match=r"a\.jsonl: "):
+        file.append({"step": 3})
+    is_away = False
+    file.append({"step": 4})
+    file.close()
+
+    assert [record["step"] for record in read_records(file.path)] == [2, 3, 4]
+
+
 def test_records_whose_sync_failed_are_written_again(disk: Disk, tmp_path: Path) -> None:
     """A kernel drops what it could not write, and a second sync of the same bytes would succeed without them."""
     file = JsonlFile(tmp_path / "a.jsonl")
