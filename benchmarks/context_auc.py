@@ -38,7 +38,7 @@ from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_USER_ERROR
 from electra_dist.model.flops import run_flops
 from electra_dist.report.curves import print_style
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.metrics import iter_evaluations
 
 CONFIG = REPOSITORY / "configs" / "tiny_rtd.yaml"
 RISEN = 0.55  # a context AUC eight standard errors above 0.5, that of word frequency alone
@@ -133,13 +133,13 @@ def read_curve(given: Sequence[str]) -> Json:
         given: the settings of the run, in the form of `--set`.
     """
     config = load_config(CONFIG, given)
-    evaluations = [record for record in read_metrics(Path(config.run_dir)) if record["kind"] == "eval"]
+    evaluations = list(iter_evaluations(Path(config.run_dir)))
     return {
-        "tokens": [record["step"] * config.train.global_batch * config.data.seq_len for record in evaluations],
-        "flops": [run_flops(config, record["step"]) for record in evaluations],
-        "context_auc": [record["context_auc"] for record in evaluations],
-        "standard_error": [record["context_auc_se"] for record in evaluations],
-        "mlm_loss": [record["mlm_loss"] for record in evaluations],
+        "tokens": [record.step * config.train.global_batch * config.data.seq_len for record in evaluations],
+        "flops": [run_flops(config, record.step) for record in evaluations],
+        "context_auc": [record.context_auc for record in evaluations],
+        "standard_error": [record.context_auc_se for record in evaluations],
+        "mlm_loss": [record.mlm_loss for record in evaluations],
     }
 
 

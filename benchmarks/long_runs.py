@@ -36,7 +36,7 @@ def programs(run: Path, num_records: int) -> dict[str, list[str]]:
         f"write_curves_png(Path({str(run)!r}), Path({str(run / 'curves.png')!r}))"
     )
     resume = (
-        f"from electra_dist.run.writers.metrics_writer import MetricsWriter; from pathlib import Path; "
+        f"from electra_dist.run.metrics import MetricsWriter; from pathlib import Path; "
         f"writer = MetricsWriter(Path({str(run)!r}), tensorboard=False); "
         f"writer.truncate_after({num_records} - 50); writer.close()"
     )

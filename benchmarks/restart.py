@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 import yaml
@@ -34,6 +33,7 @@ from first_batch import write_corpus
 from measure import REPOSITORY, TOY, Json, ResultLine, finish, format_summary, parser, print_table, ratio, summary
 
 from electra_dist.config_file import load_config
+from electra_dist.run import history
 from electra_dist.run.ledger import read_ledger
 
 PARTS = ("launch and import", "build", "restore", "first step")
@@ -76,21 +76,20 @@ def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
     """
     begin, _ = run(launcher, "launcher/pretrain.py", "--config", config)
     ledger = read_ledger(run_dir)
-    start = [event for event in ledger if event["event"] in ("start", "resume")][-1]
-    spent = [event["spent_s"] for event in ledger if "spent_s" in event][-1]
+    start = history.starts(ledger)[-1]
     seconds = {
-        "build": start["setup_s"]["build"],
-        "restore": start["setup_s"]["restore"],
-        "first step": spent["first"],
+        "build": start.setup["build"],
+        "restore": start.setup["restore"],
+        "first step": start.spent["first"],
     }
-    ready = datetime.fromisoformat(start["time"]).timestamp() - begin
+    ready = start.events[0].unix_s - begin
     # Launch and import are one part, because the time between them, the process's start, is known only to a second.
     seconds["launch and import"] = ready - seconds["build"] - seconds["restore"]
     for folder in (run_dir / "checkpoints").glob("step-*"):
         step = int(folder.name.split("-")[1])
         if step > SAVED:
             shutil.rmtree(folder)
-    return {"resumed": start["event"] == "resume", "seconds": seconds, "total_s": ready + spent["first"]}
+    return {"resumed": start["event"] == "resume", "seconds": seconds, "total_s": ready + start.spent["first"]}
 
 
 def theirs(launcher: Sequence[str], config: Path, folder: Path) -> Json:

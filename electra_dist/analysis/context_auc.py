@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from electra_dist.config import Config
-from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics import EvalRecord
 from electra_dist.schedule import Schedule
 
 NUM_REPLACED = 5000  # replaced tokens that an evaluation compares, unless the held-out corpus has fewer
@@ -35,23 +35,22 @@ def first_judged_step(config: Config) -> int:
     return stage_begin + math.ceil(steps)
 
 
-def is_stuck(record: Record, config: Config) -> bool:
+def is_stuck(record: EvalRecord, config: Config) -> bool:
     """Return whether an evaluation record has a context AUC below 0.52 at `first_judged_step` or later."""
-    context_auc = record.get("context_auc", math.nan)
-    return bool(record["step"] >= first_judged_step(config) and context_auc < STUCK_BELOW)
+    return record.step >= first_judged_step(config) and record.context_auc < STUCK_BELOW
 
 
-def was_reported(records: Iterable[Record], config: Config) -> bool:
-    """Return whether the run has already warned, because an evaluation in `records` (metrics.jsonl) was stuck."""
-    return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)
+def was_reported(evaluations: Iterable[EvalRecord], config: Config) -> bool:
+    """Return whether the run has already warned, because one of its earlier evaluations was stuck."""
+    return any(is_stuck(record, config) for record in evaluations)
 
 
-def stuck_warning(record: Record, config: Config) -> str:
+def stuck_warning(record: EvalRecord, config: Config) -> str:
     """Return one line that says that the context AUC is stuck near 0.5, and what to change in a new run."""
-    share = 100 * record["step"] / config.train.num_steps
+    share = 100 * record.step / config.train.num_steps
     return (
-        f"step {record['step']:,}: context AUC {record['context_auc']:.3f} (standard error "
-        f"{record['context_auc_se']:.3f}) is below {STUCK_BELOW} after {share:.0f} % of the run, so the discriminator "
+        f"step {record.step:,}: context AUC {record.context_auc:.3f} (standard error "
+        f"{record.context_auc_se:.3f}) is below {STUCK_BELOW} after {share:.0f} % of the run, so the discriminator "
         f"knows token frequencies and no context yet; if it stays there, {_advice(config)}"
     )
 

@@ -1,6 +1,6 @@
 """Estimate the electric energy of a run from the power of its GPUs, which a run records where a driver gives it.
 
-How: the energy is the product of the mean recorded power, the time in which the run's processes existed, and the
+The energy is the product of the mean recorded power, the time in which the run's processes existed, and the
 number of nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does
 not.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from electra_dist.analysis.wall_time.goodput import Goodput
-from electra_dist.run.jsonl import Record
+from electra_dist.run.goodput import Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +31,28 @@ class Energy:
         return self.mean_power_w * self.num_nodes * self.seconds / 3.6e6
 
 
-def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
+class PowerReading(NamedTuple):
+    """Power at a logged step."""
+
+    step: int
+    step_s: float  # mean seconds of a step since the reading before
+    power_w: float | None  # of all GPUs of one node; None if it is not known
+
+
+def energy_of(readings: Iterable[PowerReading], account: Goodput, environment: dict[str, Any]) -> Energy | None:
     """Return the estimated energy of a run; None if no GPU power or no running time was recorded.
-    `train` are training records of metrics.jsonl, oldest first; `environment` is the content of environment.json.
+
+    `readings` come oldest first; `environment` is the content of environment.json.
     """
     weighted_power = 0.0
     weight_s = 0.0
     step_before = 0
-    for record in train:
-        power_w = record.get("gpu_power_w")
+    for step, step_s, power_w in readings:
         if power_w is not None:
-            stands_for_s = record["step_s"] * (record["step"] - step_before)
+            stands_for_s = step_s * (step - step_before)
             weighted_power += power_w * stands_for_s
             weight_s += stands_for_s
-        step_before = record["step"]
+        step_before = step
     seconds = account.wall - account.queue - account.boot - account.down
     if weight_s <= 0 or seconds <= 0:
         return None

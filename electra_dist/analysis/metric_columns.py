@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-
-from electra_dist.run.jsonl import Record
 
 
 class MetricColumns:
@@ -22,7 +21,7 @@ class MetricColumns:
         self._fields = tuple(dict.fromkeys(["step", *fields]))
         self._numbers = array("d")  # record by record
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
         """Append the numbers of one record; a missing field becomes NaN."""
         self._numbers.extend([_number(record.get(field)) for field in self._fields])
 
@@ -44,7 +43,7 @@ class MetricColumns:
 
 
 def _number(value: object) -> float:
-    """Return a number as a float; NaN for anything else, and for an integer that no float can hold."""
+    # NaN stands for anything else, and for an integer that no float can hold.
     if type(value) is float:
         return value
     if not isinstance(value, int):

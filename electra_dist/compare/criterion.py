@@ -10,13 +10,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import Criterion
 from electra_dist.compare.significance import Difference, difference_text, paired_difference
-from electra_dist.run.jsonl import JsonlFile, read_records
-from electra_dist.run.record_checks import criterion_fault
+from electra_dist.run.records import Count, JsonlFile, Record, read_records
 
 CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the criterion, and one for each change of it
 
@@ -71,14 +70,22 @@ def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
     return lines
 
 
+class StatedCriterion(Record):
+    """Criterion by which a comparison of runs decides, with the time of its statement; a line of criterion.jsonl."""
+
+    time: str
+    scores: Count  # that existed by then
+    criterion: dict[str, Any]
+
+
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
     """Append a new or changed criterion to criterion.jsonl; return a sentence that says when it was stated."""
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")
-    records = read_records(file, criterion_fault)
-    if not records or records[-1]["criterion"] != content:
+    records = list(read_records(file, StatedCriterion.model_validate))
+    if not records or records[-1].criterion != content:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        record = {"time": now, "scores": num_scores, "criterion": content}
+        record = StatedCriterion(time=now, scores=num_scores, criterion=content)
         lines = JsonlFile(file)
         try:
             lines.append(record)
@@ -88,7 +95,7 @@ def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str
         records.append(record)
     latest = records[-1]
     origin = "stated" if len(records) == 1 else f"changed (version {len(records)})"
-    when = f"The criterion was {origin} at {latest['time']}"
-    if latest["scores"] == 0:
+    when = f"The criterion was {origin} at {latest.time}"
+    if latest.scores == 0:
         return f"{when}, before the first score."
-    return f"{when}, when {latest['scores']} scores existed."
+    return f"{when}, when {latest.scores} scores existed."

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.run.folder import METRICS_FILE
-from electra_dist.run.record_stream import iter_records
+from electra_dist.run.metrics import iter_evaluations
 
 # Field of an evaluation's record -> title of its curve; values are of held-out rows.
 CURVE_TITLES = {
@@ -35,13 +34,11 @@ def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
     curves = []
     for cell in cells:
         value_at: dict[str, dict[int, float]] = {field: {} for field in CURVE_TITLES}  # by step
-        for record in iter_records(Path(cell.config.run_dir) / METRICS_FILE, containing=b'"eval"'):
-            if record.get("kind") != "eval":
-                continue
+        for record in iter_evaluations(Path(cell.config.run_dir)):
             for field, values in value_at.items():
-                value = record.get(field)
-                if value is not None and math.isfinite(value):
-                    values[record["step"]] = value  # A step that was repeated after a restart counts once.
+                value = getattr(record, field)
+                if math.isfinite(value):
+                    values[record.step] = value  # A step that was repeated after a restart counts once.
         points = {
             field: [(cell.flops(step), values[step]) for step in sorted(values)] for field, values in value_at.items()
         }

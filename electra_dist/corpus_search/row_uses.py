@@ -16,8 +16,8 @@ from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import FoundRows
 from electra_dist.data.corpora import Corpora
 from electra_dist.run.folder import METRICS_FILE
-from electra_dist.run.record_checks import metrics_fault
-from electra_dist.run.record_stream import newest_record
+from electra_dist.run.metrics import parse_metric
+from electra_dist.run.records import read_records
 
 _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 
@@ -85,8 +85,8 @@ def steps_of_rows(
     global_batch = config.train.global_batch
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
     skipped = SkipList(run, config.train.skip_steps).steps
-    newest = newest_record(run / METRICS_FILE, metrics_fault)
-    steps_done = newest["step"] if newest else 0
+    newest = next(read_records(run / METRICS_FILE, parse_metric, reverse=True), None)
+    steps_done = newest.step if newest else 0
     uses_of_run = []
     for positions in order.uses_of_rows(shards, rows, config.train.num_steps * global_batch):
         steps = [(use.epoch, use.position // global_batch) for use in positions]

@@ -13,7 +13,7 @@ import numpy as np
 
 from electra_dist.analysis.metric_columns import MetricColumns
 from electra_dist.report.panels import PANELS, CurveLine, baselines
-from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics import EvalRecord, Metric, StepRecord
 
 MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 MAX_SMOOTHED = 2400  # points of a curve before it is smoothed; a longer one is averaged down to them
@@ -34,7 +34,7 @@ class RunCurves:
         return max((columns.column("step").max() for columns in self.columns.values() if len(columns)), default=0)
 
 
-def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
+def columns_of(records: Iterable[Metric], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
     """Collect from records of metrics.jsonl the columns of numbers for the diagrams, by kind: "train" and "eval".
     Records are read one by one, so a long file is never in memory as a whole. `further_fields` are training fields
     that get a column, too.
@@ -44,11 +44,10 @@ def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) ->
         fields = [line.field for panel in PANELS for line in panel.lines if line.kind == kind]
         columns[kind] = MetricColumns([*fields, *further_fields])
     for record in records:
-        kind = record["kind"]
-        if kind == "train":
-            columns[kind].append(record | baselines(record))
-        elif kind in columns:
-            columns[kind].append(record)
+        if isinstance(record, StepRecord):
+            columns["train"].append(vars(record) | baselines(record))
+        elif isinstance(record, EvalRecord):
+            columns["eval"].append(vars(record))
     return columns
 
 

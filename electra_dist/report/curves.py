@@ -39,8 +39,8 @@ from electra_dist.report.plot_style import (
     svg_style,
 )
 from electra_dist.run.folder import METRICS_FILE
-from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.record_stream import iter_records
+from electra_dist.run.metrics import parse_metric
+from electra_dist.run.records import read_records
 
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 
@@ -96,7 +96,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
     value that the run did not record leaves its diagram empty.
     """
-    records = iter_records(Path(run_dir) / METRICS_FILE, whole_metrics_fault)
+    records = read_records(Path(run_dir) / METRICS_FILE, parse_metric)
     run = RunCurves(name=Path(run_dir).name, columns=columns_of(records))
     panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
     with matplotlib.rc_context(print_style()):

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 
@@ -28,11 +29,8 @@ from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.run.environment_record import read_environment
-from electra_dist.run.folder import METRICS_FILE
-from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics import EvalRecord, Metric, StepRecord, iter_evaluations, newest_metrics
 from electra_dist.run.number_formats import format_count
-from electra_dist.run.record_stream import iter_records
-from electra_dist.run.writers.metrics_writer import newest_metrics
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"
@@ -85,13 +83,10 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     return cards
 
 
-def _shown_records(run_dir: Path) -> list[Record]:
+def _shown_records(run_dir: Path) -> list[Metric]:
     """Return the records of metrics.jsonl that a card needs: all evaluations, oldest first, then the newest step."""
-    evaluations = [
-        record for record in iter_records(run_dir / METRICS_FILE, containing=b'"eval"') if record["kind"] == "eval"
-    ]
-    newest_step = newest_metrics(run_dir, ["train"]).get("train")
-    return evaluations if newest_step is None else [*evaluations, newest_step]
+    newest_step = newest_metrics(run_dir, with_evaluation=False).step
+    return [*iter_evaluations(run_dir), *([] if newest_step is None else [newest_step])]
 
 
 def _draw_curves(run_dir: Path) -> bytes:
@@ -103,11 +98,11 @@ def model_card(
     tower: str,
     run_name: str,
     export: Export,
-    records: Sequence[Record],
-    versions: Record,
+    records: Sequence[Metric],
+    versions: Mapping[str, str],
     license_id: str = UNKNOWN_LICENSE,
-    phases: Sequence[Record] = (),
-    sources: Mapping[str, Record] = MappingProxyType({}),
+    phases: Sequence[dict[str, Any]] = (),
+    sources: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> str:
     """Return the model card of one exported tower (the "discriminator" or the "generator"), in Markdown.
     `records` are from metrics.jsonl, oldest first: at least all evaluations and the newest training record.
@@ -180,7 +175,9 @@ def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
     )
 
 
-def _training(export: Export, records: Sequence[Record], versions: Record, phases: Sequence[Record]) -> str:
+def _training(
+    export: Export, records: Sequence[Metric], versions: Mapping[str, str], phases: Sequence[dict[str, Any]]
+) -> str:
     config = export.config
     state = export.state
     rows = [
@@ -206,7 +203,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
     return "## Training\n\n" + _table(("what", "value"), rows)
 
 
-def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
+def _training_data(export: Export, phases: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return a row of the card's table "Training" for each corpus that the run read before the exported step."""
     if not phases:
         return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
@@ -222,7 +219,7 @@ def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, 
     ]
 
 
-def _data_sources(sources: Mapping[str, Record]) -> str:
+def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
     """Return the section with the share and the licence of each source of the corpus; "" if they are not recorded."""
     if not sources:
         return ""
@@ -236,34 +233,34 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
     return "## Sources of the training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
-def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
+def _tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
     """Estimate from the newest training record the tokens, without padding, in `rows_seen` rows; None without any."""
     for record in reversed(records):
-        if record["kind"] == "train" and record.get("rows_seen"):
-            return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
+        if isinstance(record, StepRecord) and record.rows_seen:
+            return record.tokens_seen * rows_seen / record.rows_seen
     return None
 
 
-def _evaluation(export: Export, records: Sequence[Record]) -> str:
+def _evaluation(export: Export, records: Sequence[Metric]) -> str:
     """Return the section on the newest evaluation up to the exported step; "" if there is none.
     If the weights are a mean of several steps, a note says that the figures belong to one step and not to the mean.
     """
-    evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
+    evaluations = [record for record in records if isinstance(record, EvalRecord) and record.step <= export.state.step]
     if not evaluations:
         return ""
     record = evaluations[-1]
     rows = []
     for field, name in _MEASURES.items():
-        value = record.get(field, math.nan)
+        value = getattr(record, field)
         if math.isfinite(value) and value != 0.0:  # 0 and NaN stand for what the objective does not have
             rows.append((name, f"{value:.4f}"))
-    note = f"On {record['rows']:,} rows of held-out text, after step {record['step']:,}."
+    note = f"On {record.rows:,} rows of held-out text, after step {record.step:,}."
     if len(export.steps) > 1:
         note += " These are figures of that step's own weights: the mean of several steps was not evaluated."
     return f"## Evaluation\n\n{note}\n\n{_table(('measure', 'value'), rows)}"
 
 
-def _curves(records: Sequence[Record]) -> str:
+def _curves(records: Sequence[Metric]) -> str:
     """Return the section that shows the picture of the curves; empty if the run has recorded no step."""
     if not records:
         return ""

@@ -19,7 +19,6 @@ from electra_dist.report.html_parts import curves, now, page, percent, table, wr
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
-from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.tracking.settings import flattened
 
@@ -99,7 +98,7 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
     metrics = run.metrics
-    last_eval: Record = metrics.evals[-1] if metrics.evals else {}
+    last_eval = metrics.evals[-1] if metrics.evals else None
     recent = metrics.recent
     tokens_per_s = metrics.median("tokens_per_s")
     corpus = run.environment.get("corpus")
@@ -110,11 +109,11 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
         "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
         "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
         "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
-        "tokens seen": format_count(metrics.newest["tokens_seen"]) if metrics.newest else _NONE,
-        "context AUC, held out": _decimals(last_eval.get("context_auc")),
-        "ROC-AUC, held out": _decimals(last_eval.get("auc")),
-        "discriminator loss, held out": _decimals(last_eval.get("rtd_loss")),
-        "generator loss, held out": _decimals(last_eval.get("mlm_loss")),
+        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else _NONE,
+        "context AUC, held out": _decimals(last_eval.context_auc if last_eval else None),
+        "ROC-AUC, held out": _decimals(last_eval.auc if last_eval else None),
+        "discriminator loss, held out": _decimals(last_eval.rtd_loss if last_eval else None),
+        "generator loss, held out": _decimals(last_eval.mlm_loss if last_eval else None),
         "discriminator loss, training": _decimals(mean(recent, "rtd_loss")) if recent else _NONE,
         "generator loss, training": _decimals(mean(recent, "mlm_loss")) if recent else _NONE,
         "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else _NONE,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics import StepRecord
 
 GUESSED_REPLACED = "guessed_replaced"  # share of the replaced tokens that a random guess finds
 CONSTANT_GUESS_LOSS = "constant_guess_loss"  # loss of the best guess that is the same for every token
@@ -148,27 +148,27 @@ PANELS = (
 )
 
 
-def baselines(record: Record) -> dict[str, float]:
+def baselines(record: StepRecord) -> dict[str, float]:
     """Return what a discriminator that has learnt nothing would reach in the training step of a record.
     The field `GUESSED_REPLACED` comes from `guessed_replaced`, and `CONSTANT_GUESS_LOSS` from `constant_guess_loss`.
     """
     return {
         GUESSED_REPLACED: guessed_replaced(record),
-        CONSTANT_GUESS_LOSS: constant_guess_loss(record["replaced_fraction"]),
+        CONSTANT_GUESS_LOSS: constant_guess_loss(record.replaced_fraction),
     }
 
 
-def guessed_replaced(record: Record) -> float:
+def guessed_replaced(record: StepRecord) -> float:
     """Return the share of all tokens that the discriminator called replaced in a training step.
     A random guess that calls the same number of tokens replaced finds this share of the replaced tokens. NaN if no
     token or every token was replaced.
     """
-    replaced = record["replaced_fraction"]
+    replaced = record.replaced_fraction
     if not 0 < replaced < 1:
         return math.nan
-    rightly_called = replaced * record["replaced_accuracy"]
-    wrongly_called = (1 - replaced) * (1 - record["original_accuracy"])
-    return float(rightly_called + wrongly_called)
+    rightly_called = replaced * record.replaced_accuracy
+    wrongly_called = (1 - replaced) * (1 - record.original_accuracy)
+    return rightly_called + wrongly_called
 
 
 def constant_guess_loss(replaced_fraction: float) -> float:

@@ -23,7 +23,6 @@ from typing import Any
 
 import yaml
 
-from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.config import TowerConfig
 from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
@@ -34,7 +33,9 @@ from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import tiles
 from electra_dist.report.samples_section import samples_section
 from electra_dist.run.folder import REPORT_FILE
-from electra_dist.run.jsonl import Record
+from electra_dist.run.goodput import Goodput
+from electra_dist.run.ledger import LedgerEvent
+from electra_dist.run.metrics import EvalRecord
 
 __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 
@@ -88,13 +89,13 @@ def _header(name: str, run: RunRecord) -> str:
     state, text = run.state()
     period = ""
     if run.ledger:
-        period = f" &middot; {minute(run.ledger[0]['time'])} to {minute(run.ledger[-1]['time'])} UTC"
+        period = f" &middot; {minute(run.ledger[0].time)} to {minute(run.ledger[-1].time)} UTC"
     written = f" &middot; this page was written {now()} UTC"
     return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{period}{written}</p></header>\n'
 
 
 def _curves_note(run: RunRecord) -> str:
-    has_resumed = any(event["event"] == "resume" for event in run.ledger)
+    has_resumed = any(event.event == "resume" for event in run.ledger)
     dotted = "; dotted: resumed from a checkpoint" if has_resumed else ""
     return (
         f"Over optimizer steps. Faint: every record, bold: smoothed, dashed grey: what a guess reaches{dotted}. "
@@ -102,23 +103,23 @@ def _curves_note(run: RunRecord) -> str:
     )
 
 
-def _evaluations(evals: Sequence[Record]) -> str:
+def _evaluations(evals: Sequence[EvalRecord]) -> str:
     """Return the table of the newest 12 evaluations on held-out rows, oldest first; empty if there was none."""
     if not evals:
         return ""
     shown = evals[-MAX_EVALUATIONS:]
     rows = [
         (
-            f"{record['step']:,}",
-            f"{record['mlm_loss']:.4f}",
-            percent(record["mlm_accuracy"]),
-            f"{record['rtd_loss']:.4f}",
-            f"{record['auc']:.4f}",
+            f"{record.step:,}",
+            f"{record.mlm_loss:.4f}",
+            percent(record.mlm_accuracy),
+            f"{record.rtd_loss:.4f}",
+            f"{record.auc:.4f}",
             _context_auc(record),
-            percent(record["accuracy"]),
-            percent(record["precision"]),
-            percent(record["recall"]),
-            f"{record['rows']:,}",
+            percent(record.accuracy),
+            percent(record.precision),
+            percent(record.recall),
+            f"{record.rows:,}",
         )
         for record in shown
     ]
@@ -126,39 +127,38 @@ def _evaluations(evals: Sequence[Record]) -> str:
     return f"<h2>Held-out evaluations</h2>\n{table(rows, _EVALUATION_HEAD)}{older_note}"
 
 
-def _events(ledger: Sequence[Record], account: Goodput) -> str:
+def _events(ledger: Sequence[LedgerEvent], account: Goodput) -> str:
     """Return the section "How the run went": the newest 40 events, where the time went, and the checkpoints."""
     if not ledger:
         return ""
-    events = [event for event in ledger if event["event"] not in ("checkpoint", "eval")]
+    events = [event for event in ledger if event.event not in ("checkpoint", "eval")]
     shown = events[-MAX_EVENTS:]
-    rows = [(minute(event["time"]), event["event"], f"{event['step']:,}", _details(event)) for event in shown]
+    rows = [(minute(event.time), event.event, f"{event.step:,}", _details(event)) for event in shown]
     event_table = table(rows, ("time (UTC)", "event", "step", ""), left=True)
     older_note = omitted(len(events) - len(shown), "events")
     account_note = f'<p class="note">Where the time went: {account.described()}.</p>\n'
     return f"<h2>How the run went</h2>\n{event_table}{older_note}{account_note}{_checkpoint_note(ledger)}"
 
 
-def _details(event: Record) -> str:
+def _details(event: LedgerEvent) -> str:
     """Return the fields of a ledger event other than time, event and step, such as "attempt 3, ranks 8"."""
     details = []
-    for key, value in event.items():
+    for key, value in event.fields().items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
             details.append(f"{key.replace('_', ' ')} {_shown(value)}")
     return ", ".join(details)
 
 
-def _checkpoint_note(ledger: Sequence[Record]) -> str:
+def _checkpoint_note(ledger: Sequence[LedgerEvent]) -> str:
     """Return a note on the checkpoints: their number, newest step and median stop of training; "" without any."""
-    saves = [event for event in ledger if event["event"] == "checkpoint"]
+    saves = [event for event in ledger if event.event == "checkpoint"]
     if not saves:
         return ""
-    stalls = [event["stall_s"] for event in saves if event.get("stall_s") is not None]
-    stall_remark = ""
-    if stalls:
-        stall_remark = f", each held the training up for {statistics.median(stalls):.2f} s (median)"
-    newest_step = saves[-1]["step"]
-    return f'<p class="note">{len(saves):,} checkpoints, the newest of step {newest_step:,}{stall_remark}.</p>\n'
+    stall_s = statistics.median(event.stall_s for event in saves)
+    return (
+        f'<p class="note">{len(saves):,} checkpoints, the newest of step {saves[-1].step:,}, each held the training '
+        f"up for {stall_s:.2f} s (median).</p>\n"
+    )
 
 
 def _run_and_environment(run: RunRecord) -> str:
@@ -225,7 +225,7 @@ def _tower(tower: TowerConfig, num_parameters: int) -> str:
     return f"{tower.num_layers} layers of {tower.hidden_size}, {num_parameters:,} parameters"
 
 
-def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
+def _hardware_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the hardware table; it does not name the hosts."""
     cpu = environment["cpu"]
     rows = [("ranks", str(environment["world_size"]))]
@@ -241,7 +241,7 @@ def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
+def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a node's GPUs, such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] without GPUs."""
     devices = gpus.get("devices", [])
     if not devices:
@@ -264,9 +264,8 @@ def _config(tree: dict[str, Any]) -> str:
     return f'<h2>Resolved configuration</h2>\n<div class="card">{inner}</div>\n'
 
 
-def _context_auc(record: Record) -> str:
-    context_auc = record.get("context_auc", math.nan)
-    return f"{context_auc:.4f}" if math.isfinite(context_auc) else "-"
+def _context_auc(record: EvalRecord) -> str:
+    return f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-"
 
 
 def _shown(value: Any) -> str:

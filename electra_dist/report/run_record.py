@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.analysis.energy import Energy, energy_of
+from electra_dist.analysis.energy import Energy, PowerReading, energy_of
 from electra_dist.analysis.metric_columns import MetricColumns
-from electra_dist.analysis.wall_time.goodput import Goodput, goodput
 from electra_dist.config import Config
 from electra_dist.config_layers import read_yaml
 from electra_dist.config_sections.secrets import without_secrets
@@ -24,11 +23,11 @@ from electra_dist.model.parameter_counts import ParameterCounts, parameter_count
 from electra_dist.report.curve_points import RunCurves, columns_of
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
-from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.record_stream import iter_records
-from electra_dist.run.writers.text_samples import read_newest_samples
+from electra_dist.run.goodput import Goodput, goodput
+from electra_dist.run.history import newest_ending
+from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
+from electra_dist.run.metrics import EvalRecord, Metric, Samples, StepRecord, newest_samples, parse_metric
+from electra_dist.run.records import read_records
 
 RECENT_RECORDS = 20  # newest training records that are kept whole; the report averages over them
 _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides those of the diagrams
@@ -39,12 +38,12 @@ class MetricsHistory:
     """Content of metrics.jsonl: numbers of all records as columns, and the few records that reports need whole."""
 
     columns: Mapping[str, MetricColumns]  # numbers of the records, by their kind
-    first: Record | None  # oldest record of a training step; None without any
-    recent: Sequence[Record]  # the newest records of training steps, at most `RECENT_RECORDS`, oldest first
-    evals: Sequence[Record]  # records of evaluations on held-out rows, oldest first
+    first: StepRecord | None  # oldest record of a training step; None without any
+    recent: Sequence[StepRecord]  # the newest records of training steps, at most `RECENT_RECORDS`, oldest first
+    evals: Sequence[EvalRecord]  # records of evaluations on held-out rows, oldest first
 
     @property
-    def newest(self) -> Record | None:
+    def newest(self) -> StepRecord | None:
         """Return the newest record of a training step; None without any."""
         return self.recent[-1] if self.recent else None
 
@@ -57,26 +56,26 @@ class MetricsHistory:
         _, values = self.columns["train"].points(field)
         return float(np.median(values)) if len(values) else None
 
-    def power_records(self) -> Iterator[Record]:
-        """Yield step, step time and GPU power of all training records, for `energy_of`; nothing without any power."""
+    def power_readings(self) -> Iterator[PowerReading]:
+        """Yield the power at each logged step; nothing without any power."""
         train = self.columns["train"]
         power_w = train.column("gpu_power_w")
         if np.isfinite(power_w).any():
             for step, step_s, power in zip(train.column("step"), train.column("step_s"), power_w, strict=True):
-                yield {"step": step, "step_s": step_s, "gpu_power_w": None if math.isnan(power) else power}
+                yield PowerReading(step, step_s, None if math.isnan(power) else power)
 
 
 def read_history(run_dir: Path) -> MetricsHistory:
     """Read metrics.jsonl of a run folder, record by record, so that it is never in memory as a whole."""
-    first: list[Record] = []
-    recent: deque[Record] = deque(maxlen=RECENT_RECORDS)
-    evals: list[Record] = []
+    first: list[StepRecord] = []
+    recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
+    evals: list[EvalRecord] = []
 
-    def observed() -> Iterator[Record]:
-        for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
-            if record["kind"] == "eval":
+    def observed() -> Iterator[Metric]:
+        for record in read_records(run_dir / METRICS_FILE, parse_metric):
+            if isinstance(record, EvalRecord):
                 evals.append(record)
-            elif record["kind"] == "train":
+            elif isinstance(record, StepRecord):
                 recent.append(record)
                 if not first:
                     first.append(record)
@@ -92,13 +91,13 @@ class RunRecord:
 
     name: str  # of the folder
     metrics: MetricsHistory  # records of training steps and of evaluations on held-out rows in metrics.jsonl
-    ledger: Sequence[Record]  # all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first
+    ledger: Sequence[LedgerEvent]  # all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first
     account: Goodput  # the run's wall-clock seconds, split by activity
-    environment: Record  # environment.json
-    identity: Record  # identity.json
+    environment: dict[str, Any]  # environment.json
+    identity: dict[str, Any]  # identity.json
     config_tree: dict[str, Any]  # config.yaml, with `cluster.notify` hidden
     config: Config | None  # config.yaml, validated; None if it is missing or of a version with other keys
-    samples: Record | None  # replaced words of the newest evaluation, a record of samples.jsonl
+    samples: Samples | None  # replaced words of the newest evaluation, a record of samples.jsonl
 
     @property
     def num_steps(self) -> int | None:
@@ -109,7 +108,7 @@ class RunRecord:
     @property
     def step(self) -> int:
         """Return the newest training step in metrics.jsonl; 0 if there is none."""
-        return self.metrics.newest["step"] if self.metrics.newest else 0
+        return self.metrics.newest.step if self.metrics.newest else 0
 
     @property
     def parameters(self) -> ParameterCounts | None:
@@ -126,29 +125,31 @@ class RunRecord:
     @cached_property
     def energy(self) -> Energy | None:
         """Return the estimated energy of the run; None if no power was recorded."""
-        return energy_of(self.metrics.power_records(), self.account, self.environment)
+        return energy_of(self.metrics.power_readings(), self.account, self.environment)
 
     @property
     def curves(self) -> RunCurves:
         """Return the numbers that the diagrams show and, from the ledger, the steps at which the run was resumed."""
-        resumes = [event["step"] for event in self.ledger if event["event"] == "resume"]
+        resumes = [event.step for event in self.ledger if event.event == "resume"]
         return RunCurves(name=self.name, columns=self.metrics.columns, resumes=resumes)
 
     def state(self) -> tuple[str, str]:
         """Return the state of the run as (CSS class, text for the reader with the steps done).
-        The last event of the ledger decides the class: "done", "stop" (on request, or for lack of storage), "crash",
-        and after any other event "open", as the run is going on or was killed and could not record its end.
+        The class is "done", "stop" (on request, or for lack of storage), "crash" (or an unhealthy node), or "open", as
+        the run is going on or was killed and could not record its end.
         """
         of_total = f" of {self.num_steps:,}" if self.num_steps else ""
-        last_event = self.ledger[-1]["event"] if self.ledger else ""
-        if last_event == "done":
+        ending = newest_ending(self.ledger)
+        if ending == "done":
             return "done", f"finished: step {self.step:,}{of_total}"
-        if last_event == "stop":
-            return "stop", f"stopped on purpose after step {self.ledger[-1]['step']:,}{of_total}"
-        if last_event == "storage":
+        if ending == "stop":
+            return "stop", f"stopped on purpose after step {self.ledger[-1].step:,}{of_total}"
+        if ending == "storage":
             return "stop", f"stopped after step {self.step:,}{of_total}, because storage stayed full or away"
-        if last_event == "crash":
+        if ending == "crash":
             return "crash", f"crashed after step {self.step:,}{of_total}"
+        if ending == "unhealthy":
+            return "crash", f"stopped after step {self.step:,}{of_total}, because a node is unhealthy"
         return "open", f"under way or cut off: last record of step {self.step:,}{of_total}"
 
 
@@ -168,7 +169,7 @@ def read_run(run_dir: Path) -> RunRecord:
         identity=read_identity(run_dir),
         config_tree=_config_tree(run_dir),
         config=_config(run_dir),
-        samples=read_newest_samples(run_dir),
+        samples=newest_samples(run_dir),
     )
 
 

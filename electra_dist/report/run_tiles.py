@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.escapes import html_text
 from electra_dist.report.html_parts import percent
 from electra_dist.report.panels import guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
-from electra_dist.run.jsonl import Record
+from electra_dist.run.goodput import Goodput
+from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.number_formats import format_count, format_duration
 
 Tile = tuple[str, str, str]  # name, value, remark
@@ -39,18 +39,18 @@ def tile_section(all_tiles: Sequence[Tile]) -> str:
     return f'<section class="tiles">\n{"".join(cells)}</section>\n'
 
 
-def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
+def _evaluation_tiles(evals: Sequence[EvalRecord]) -> list[Tile]:
     if not evals:
         return []
     last = evals[-1]
     figures = [
-        ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
-        ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals[0], "rtd_loss")),
-        ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{percent(last['mlm_accuracy'])} right"),
+        ("ROC-AUC, held out", f"{last.auc:.4f}", f"at step {last.step:,}"),
+        ("RTD loss, held out", f"{last.rtd_loss:.4f}", _since(evals[0], "rtd_loss")),
+        ("MLM loss, held out", f"{last.mlm_loss:.3f}", f"{percent(last.mlm_accuracy)} right"),
     ]
-    if math.isfinite(last.get("context_auc", math.nan)):
-        remark = f"standard error {last['context_auc_se']:.4f}; 0.5: frequency alone"
-        figures.insert(1, ("Context AUC, held out", f"{last['context_auc']:.4f}", remark))
+    if math.isfinite(last.context_auc):
+        remark = f"standard error {last.context_auc_se:.4f}; 0.5: frequency alone"
+        figures.insert(1, ("Context AUC, held out", f"{last.context_auc:.4f}", remark))
     return figures
 
 
@@ -67,7 +67,7 @@ def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
         ("MLM loss", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),
         ("Replaced tokens found", percent(mean(recent, "replaced_accuracy")), f"{averaged}{guess_remark}"),
         ("Original tokens kept", percent(mean(recent, "original_accuracy")), averaged),
-        ("Tokens seen", format_count(metrics.newest["tokens_seen"]), f"{metrics.newest['step']:,} steps"),
+        ("Tokens seen", format_count(metrics.newest.tokens_seen), f"{metrics.newest.step:,} steps"),
     ]
     tokens_per_s = metrics.median("tokens_per_s")
     if tokens_per_s is not None:
@@ -89,7 +89,7 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
     if corpus is not None:
         epochs = ""
         if run.metrics.newest is not None and not corpus.get("phases"):
-            epochs = f"; {run.metrics.newest['rows_seen'] / corpus['rows']:.2f} epochs seen"
+            epochs = f"; {run.metrics.newest.rows_seen / corpus['rows']:.2f} epochs seen"
         remark = f"tokens in {corpus['rows']:,} rows of {corpus['seq_len']}{epochs}"
         figures.append(("Corpus", format_count(corpus["tokens"]), remark))
     return figures
@@ -125,11 +125,11 @@ def _kwh(kwh: float) -> str:
     return f"{kwh:,.0f} kWh" if kwh >= 100 else f"{kwh:.3g} kWh"
 
 
-def mean(records: Sequence[Record], field: str) -> float:
+def mean(records: Sequence[StepRecord], field: str) -> float:
     """Return the mean of a field over one or more records, each of which must have the field."""
-    return statistics.fmean(record[field] for record in records)
+    return statistics.fmean(getattr(record, field) for record in records)
 
 
-def _since(first: Record, field: str) -> str:
+def _since(first: StepRecord | EvalRecord, field: str) -> str:
     """Return a remark that tells the first recorded value of a field, such as "from 10.4"."""
-    return f"from {first[field]:.3g}"
+    return f"from {getattr(first, field):.3g}"

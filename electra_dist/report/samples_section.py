@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from electra_dist.escapes import html_text
-from electra_dist.run.jsonl import Record
-from electra_dist.run.writers.text_samples import CONTINUATION
+from electra_dist.run.metrics import CONTINUATION, Samples
 
 Token = tuple[str, str, float]  # token of the corpus, token that the discriminator read, its P(replaced)
 
 _MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replaced; text stays readable on it
 
 
-def samples_section(samples: Record | None) -> str:
+def samples_section(samples: Samples | None) -> str:
     """Return the section with the texts of one evaluation (a record of samples.jsonl); "" if `samples` is None.
     The background of a token and its tooltip show the discriminator's probability that the token was replaced. A
     replaced token is underlined, and the crossed-out original word follows.
@@ -21,11 +20,11 @@ def samples_section(samples: Record | None) -> str:
     if samples is None:
         return ""
     paragraphs = ""
-    for text in samples["texts"]:
-        tokens = list(zip(text["original"], text["shown"], text["replaced_probability"]))
+    for text in samples.texts:
+        tokens = list(zip(text.original, text.shown, text.replaced_probability))
         paragraphs += f"<p>{' '.join(_word(word) for word in _words(tokens))}</p>\n"
     note = (
-        f"Evaluation at step {samples['step']:,}. The darker a word, the more probable does the discriminator think "
+        f"Evaluation at step {samples.step:,}. The darker a word, the more probable does the discriminator think "
         f"that it was replaced. Underlined: replaced by the generator, with the original crossed out after it. Point "
         f"at a word for the probability."
     )

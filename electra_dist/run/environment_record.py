@@ -22,21 +22,91 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+from pydantic import Field, TypeAdapter
 
 from electra_dist.config_sections.secrets import without_secret_arguments
-from electra_dist.errors import NodeError, UserError
+from electra_dist.errors import NodeError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
-from electra_dist.run.record_checks import environment_fault
+from electra_dist.run.records import Count, Number, Record
 from electra_dist.store.atomic_files import PRIVATE, replacing
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.version import DEEPSPEED, VERSION
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
+
+
+class _Cpu(Record):
+    """Entry "cpu" of environment.json."""
+
+    model: str | None
+    usable_cores: Count | None
+    cores: Count | None
+    memory_gb: Number
+
+
+class _GpuDevice(Record):
+    """GPU in the entry "gpus" of environment.json."""
+
+    name: str
+    memory_gb: Number | None
+
+
+class _Gpus(Record):
+    """Entry "gpus" of environment.json, which is empty without GPUs."""
+
+    driver: str | None = None
+    devices: list[_GpuDevice] = []
+
+
+class _Commit(Record):
+    """Entry "commit" of environment.json."""
+
+    sha: str
+    has_changes: bool
+
+
+class _CorpusSource(Record):
+    """Size and licence of one source of text, in the entry "corpus" / "sources" of environment.json."""
+
+    tokens: Count
+    licence: str | None = None
+
+
+class _PhaseSizes(Record):
+    """Sizes of one training corpus of a run with `data.phases`, in "corpus" / "phases" of environment.json."""
+
+    from_step: Count
+    fingerprint: str
+    rows: Annotated[int, Field(gt=0, lt=1 << 53)]
+    tokens: Count
+
+
+class _CorpusSizes(Record):
+    """Sizes of the training corpora of a run: the entry "corpus" of environment.json."""
+
+    rows: Count
+    tokens: Count
+    seq_len: Count
+    sources: dict[str, _CorpusSource] = {}
+    phases: list[_PhaseSizes] = []
+
+
+class _Environment(Record):
+    """Content of environment.json."""
+
+    versions: dict[str, str]
+    cpu: _Cpu
+    gpus: _Gpus
+    system: str
+    world_size: Count
+    commit: _Commit | None = None
+    hosts: dict[str, Count] = {}
+    corpus: _CorpusSizes | None = None
 
 
 def check_deepspeed() -> None:
@@ -231,7 +301,8 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
         return {}
     next_step = "move it away; the next start of the run writes it again"
     content = read_json_object(path, next_step)
-    fault = environment_fault(content)
-    if fault:
-        raise UserError(f"{path}: damaged, because {fault}; {next_step}")
+    try:
+        validate_json(TypeAdapter(_Environment), content)
+    except DamagedJson as error:
+        raise damaged_file(path, error, next_step) from None
     return content

@@ -1,22 +1,22 @@
-"""Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time.
+"""Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time; and its jobs.
 
 Guarantee: an event is on the disk (fsync) when `append` returns, so a crash cannot lose an event whose consequences
 are on the disk. A torn last line of a killed process is dropped. Events are never rewritten, not even when steps
-are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once.
+are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once. The records
+of a run's Slurm jobs, slurm/jobs.jsonl, are kept likewise; `history.py` reads both.
 
-Limits: one writer (rank 0). The ledger only records; `launcher` decides about restarts.
+Limits: one writer (rank 0; of the jobs, the node that runs the batch script). The ledger only records; `launcher`
+decides about restarts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
-from electra_dist.run.jsonl import JsonlFile, Record, read_records
-from electra_dist.run.record_checks import job_fault, ledger_fault
+from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, read_records
 
 Event = Literal[
     "start",
@@ -34,6 +34,72 @@ Event = Literal[
 ]
 
 
+class LedgerEvent(DatedRecord):
+    """Event of ledger.jsonl. Only `time`, `event` and `step` are in each one; the others have some of these fields."""
+
+    event: str  # one of `Event`; another one of a newer version is read, too
+    step: Count
+    attempt: Count | None = None  # number of the start of the run, from 1
+    ranks: Count | None = None
+    repeated: Count = 0  # steps of earlier starts that this start repeats
+    setup_s: dict[str, Number] = {}  # by the names of `train/reporting/time_accounting.py`, like `spent_s`
+    changed: dict[str, str] = {}  # settings that differ from the checkpoint's
+    was: Count | None = None  # version of random draws and rounding before "new_numerics"
+    now: Count | None = None  # and from then on
+    stall_s: Number = 0  # how long a checkpoint stopped training
+    wait_s: Number = 0  # how long it waited for the previous save before
+    write_s: Number = 0
+    why: str = ""  # reason of an end
+    spent_s: dict[str, Number] | None = None  # since the first step of this start
+    reason: str | None = None  # why a checkpoint was set aside
+    fault: str | None = None  # which prevented the update of a step
+    suspect: str | None = None  # row whose loss stands out in that step
+    skip_from: Count | None = None  # first step that a rollback skips
+    skip_to: Count | None = None  # and the last one
+
+
+class JobSubmitted(DatedRecord):
+    """Submission of jobs to Slurm by a person, a line of slurm/jobs.jsonl."""
+
+    event: Literal["submit"]
+    jobs: list[str] = []
+    script: str = ""
+    nodes: Count = 0
+
+
+class JobBegan(DatedRecord):
+    """Start of the ranks by a Slurm job, a line of slurm/jobs.jsonl."""
+
+    event: Literal["begin"]
+    job: str
+    restart: Count  # how often Slurm had requeued the job
+    replacements: Count = 0  # how often spare nodes had replaced other nodes since the last requeue
+    nodes: str = ""  # their names, separated by commas
+    submitted: Time | None = None
+    started: Time | None = None
+    ledger_events: Count  # that the ledger had by then
+    checkpoint_step: Count = 0  # of the newest checkpoint by then
+    uptime_s: Number | None = None  # by the node's boot clock
+
+
+class JobEnded(DatedRecord):
+    """End of the ranks of a Slurm job, a line of slurm/jobs.jsonl."""
+
+    event: Literal["end"]
+    job: str
+    restart: Count
+    replacements: Count = 0
+    codes: dict[str, int] = {}  # exit codes of the nodes
+    ledger_events: Count = 0
+    checkpoint_step: Count = 0
+    verdict: str  # action that follows (launcher/slurm/job_verdict.py)
+    why: str = ""
+
+
+JobRecord = JobSubmitted | JobBegan | JobEnded
+_JOB_RECORDS: dict[str, type[JobRecord]] = {"submit": JobSubmitted, "begin": JobBegan, "end": JobEnded}
+
+
 class Ledger:
     """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one."""
 
@@ -46,8 +112,7 @@ class Ledger:
         Raises StoreAway if the disk is full or away. The event stays in memory then: do not append it again, but call
         `sync` later.
         """
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._file.append({"time": now, "event": event, "step": step, **details})
+        self._file.append(LedgerEvent(time=_now(), event=event, step=step, **details))
         self._file.sync()
 
     def sync(self) -> None:
@@ -63,43 +128,36 @@ class Ledger:
         self._file.discard()
 
 
-def read_ledger(path: Path) -> list[Record]:
+def read_ledger(path: Path) -> list[LedgerEvent]:
     """Return the events of a ledger.jsonl, oldest first; [] without a file. `path` is the file or its run folder."""
     path = Path(path)
     file = path / LEDGER_FILE if path.is_dir() else path
-    return read_records(file, ledger_fault)
-
-
-def read_jobs(run_dir: Path) -> list[Record]:
-    """Return the records of a run's Slurm jobs (submissions, begins and ends), oldest first; [] without Slurm."""
-    return read_records(Path(run_dir) / JOBS_FILE, job_fault)
+    return list(read_records(file, LedgerEvent.model_validate))
 
 
 def has_event(run_dir: Path, event: Event, step: int) -> bool:
     """Return whether the ledger has an event of this kind and step, so that a restart need not record it again."""
-    return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
+    return any(record.event == event and record.step == step for record in read_ledger(run_dir))
 
 
-def proves_checkpoint(event: Record) -> bool:
-    """Return whether an event of the ledger proves that a checkpoint of its step was saved.
-
-    A "resume" proves it, too: if a process is killed right after a save, the ledger lacks the event "checkpoint".
-    """
-    return event["event"] in ("checkpoint", "resume")
-
-
-def newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
-
-    A larger result than before means that the run has made progress: steps that a restart saves again do not change
-    it.
-    """
-    return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)
+def append_job(run_dir: Path, event: str, **details: Any) -> None:
+    """Append a "submit", "begin" or "end" with the current time (UTC) to slurm/jobs.jsonl; it is on the disk then."""
+    file = JsonlFile(Path(run_dir) / JOBS_FILE)
+    file.append(_job_record({"time": _now(), "event": event, **details}))
+    file.close()
 
 
-def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return job id, number of requeues and of replaced nodes, by which a "begin" record finds its "end" record.
+def read_jobs(run_dir: Path) -> list[JobRecord]:
+    """Return the records of a run's Slurm jobs (submissions, begins and ends), oldest first; [] without Slurm."""
+    return list(read_records(Path(run_dir) / JOBS_FILE, _job_record))
 
-    The ranks of one job start again when Slurm requeues the job, and when a spare node replaces one of its nodes.
-    """
-    return record["job"], record["restart"], record.get("replacements", 0)
+
+def _job_record(fields: dict[str, Any]) -> JobRecord:
+    event = fields.get("event")
+    if not isinstance(event, str) or event not in _JOB_RECORDS:
+        raise ValueError(f"the value of `event` is wrong: it should be one of {', '.join(_JOB_RECORDS)}")
+    return _JOB_RECORDS[event].model_validate(fields)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -10,24 +10,17 @@ locks, a torn line that a killed machine left is not removed and must be deleted
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import select
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from electra_dist.errors import UserError
 from electra_dist.run.folder import STRIKES_FILE
-from electra_dist.run.jsonl import encode, read_records
-from electra_dist.run.record_checks import Number
+from electra_dist.run.records import Number, Record, encode, read_records
 from electra_dist.store.atomic_files import make_folder, sync_folder, writable
-from electra_dist.store.json_file import DamagedJson, validate_json
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
 _MOST_AHEAD_S = 48 * 3600.0  # a strike dated further ahead of this node's clock is ignored
@@ -36,8 +29,7 @@ _REASON_CHARS = 300
 _NAME_CHARS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strike:
+class Strike(Record):
     """Record of one fault of a node: which device failed, when and why, and which part of the software noticed it."""
 
     time: Number  # Unix seconds
@@ -45,9 +37,6 @@ class Strike:
     device: str  # "GPU 3", or "" for the node as a whole
     reason: str
     by: str  # the part that found it: "preflight", "supervise", ...
-
-
-_STRIKE = TypeAdapter(Strike)
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -79,27 +68,21 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 def _encode_strike(strike: Strike) -> bytes:
     """Return a strike as a line of at most PIPE_BUF (4096) bytes, which the system writes in one piece."""
-    fields = dataclasses.asdict(strike)
-    fields["reason"] = _plain(strike.reason, _REASON_CHARS)
-    for name in ("node", "device", "by"):
-        fields[name] = _plain(fields[name], _NAME_CHARS)
-    line = encode(fields)
+    short = Strike(
+        time=strike.time,
+        node=_plain(strike.node, _NAME_CHARS),
+        device=_plain(strike.device, _NAME_CHARS),
+        reason=_plain(strike.reason, _REASON_CHARS),
+        by=_plain(strike.by, _NAME_CHARS),
+    )
+    line = encode(short)
     assert len(line) <= select.PIPE_BUF, len(line)
     return line
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:
     """Return all strikes of a run, oldest first, also expired ones; [] if there is no file."""
-    path = Path(run_dir) / STRIKES_FILE
-    strikes = []
-    for number, record in enumerate(read_records(path), start=1):
-        try:
-            strikes.append(validate_json(_STRIKE, record))
-        except DamagedJson:
-            raise UserError(
-                f"{path}:{number}: not a strike with the fields time, node, device, reason and by; delete this line"
-            ) from None
-    return strikes
+    return list(read_records(Path(run_dir) / STRIKES_FILE, Strike.model_validate))
 
 
 def excluded_nodes(

@@ -9,7 +9,6 @@ their own environment variables and files.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import secrets
@@ -21,8 +20,8 @@ from typing import Any
 
 from electra_dist.config import LogConfig
 from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
+from electra_dist.run.metrics import EvalRecord, StepRecord
+from electra_dist.run.tensorboard import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_object
 from electra_dist.tracking.background_tracker import BackgroundTracker
@@ -46,7 +45,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
     """Send a record's finite values under their TensorBoard tags; shared tags get `heldout/` in evaluations."""
-    fields = dataclasses.asdict(record)
+    fields = record.fields()
     if isinstance(record, StepRecord):
         values = scalars(fields, TRAIN_TAGS)
     else:

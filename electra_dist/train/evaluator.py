@@ -33,7 +33,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
-from electra_dist.run.step_records import EvalRecord
+from electra_dist.run.metrics import EvalRecord
 from electra_dist.train.reporting.scored_rows import ScoredRow, first_rows
 
 _PAD = -1.0

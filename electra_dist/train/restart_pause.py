@@ -20,8 +20,7 @@ from pathlib import Path
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder
-from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
 from electra_dist.store.patience import print_line
 from electra_dist.train.health.stop_request import StopRequest
 
@@ -38,21 +37,20 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
         if not is_run_folder(run_dir):
             return
         events = read_ledger(run_dir)
-        if events and events[-1]["event"] == "storage":
+        if events and events[-1].event == "storage":
             return
         ledger = Ledger(run_dir)
         try:
-            ledger.append("storage", events[-1]["step"] if events else 0, why=why)
+            ledger.append("storage", events[-1].step if events else 0, why=why)
         finally:
             ledger.discard()  # This closes the file, and does not try again to write an event that was refused.
 
 
-def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
+def remaining_pause_s(ledger: Sequence[LedgerEvent], now: float) -> float:
     """Return the seconds to wait from Unix time `now`; 0 unless the last start ended for lack of storage."""
-    if not ledger or ledger[-1]["event"] != "storage":
+    if not ledger or ledger[-1].event != "storage":
         return 0.0
-    lost_at = datetime.fromisoformat(ledger[-1]["time"]).timestamp()
-    return min(PAUSE_S, max(0.0, lost_at + PAUSE_S - now))
+    return min(PAUSE_S, max(0.0, ledger[-1].unix_s + PAUSE_S - now))
 
 
 def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
@@ -77,7 +75,7 @@ def _read_pause_s(run_dir: Path) -> float:
     pause_s = remaining_pause_s(ledger, datetime.now(UTC).timestamp())
     if pause_s > 0:
         print_line(
-            f"the last start ended because storage stayed away ({ledger[-1].get('why', '')}); this one begins in "
+            f"the last start ended because storage stayed away ({ledger[-1].why}); this one begins in "
             f"{pause_s:.0f} s, send SIGTERM to end it"
         )
     return pause_s

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SKIPPED_STEPS_FILE
-from electra_dist.run.record_checks import Count
+from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_as
 

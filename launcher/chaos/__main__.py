@@ -28,9 +28,9 @@ from pathlib import Path
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
-from electra_dist.run.jsonl import Record, encode
 from electra_dist.run.marked_processes import mark_of, marked_pids
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.metrics import iter_steps
+from electra_dist.run.records import encode
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS
@@ -67,15 +67,10 @@ def compared_lines(run_dir: Path) -> list[str]:
     A float is written with all its digits, so two lines are equal only if all values are equal bit for bit.
     """
     lines = []
-    for record in _training_records(run_dir):
-        compared = {name: record[name] for name in COMPARED}
+    for record in iter_steps(run_dir):
+        compared = {name: getattr(record, name) for name in COMPARED}
         lines.append(encode(compared).decode())
     return lines
-
-
-def _training_records(run_dir: Path) -> list[Record]:
-    """Return a run's records of training steps, without the records of evaluations (they have no gradient norm)."""
-    return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
@@ -122,7 +117,7 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
     """Print the run's goodput (share of its `seconds` spent on useful steps) and the mean cost of a fault."""
-    step_times = [record["step_s"] for record in _training_records(reference)]
+    step_times = [record.step_s for record in iter_steps(reference)]
     # Useful is the time that the steps took without faults. A fault costs the time until the next new step, and the
     # time of the steps that were repeated.
     useful_s = sum(step_times)

@@ -24,8 +24,8 @@ from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.run.folder import LEDGER_FILE, supervise_log
 from electra_dist.run.heartbeat import Beat, read_heartbeats
-from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import newest_checkpoint, read_ledger
+from electra_dist.run.history import newest_checkpoint, starts
+from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.store.local_store import LocalStore
 from launcher.chaos.faults import FAULTS, Fault
 from launcher.chaos.victim import Victim, kill_everything
@@ -156,7 +156,7 @@ class Drill:
         self._output = run_dir.with_name(f"{run_dir.name}.log")
         self._supervisor = self._start()
         self._saved = 0  # step of the newest checkpoint at the last fault
-        self._events: list[Record] = []  # the events of the ledger when it was read last
+        self._events: list[LedgerEvent] = []  # the events of the ledger when it was read last
         self._read_version = (0, 0)  # size (bytes) and modification time (ns) of the ledger when it was read last
 
     def hit(self, planned: Planned) -> Hit:
@@ -238,7 +238,7 @@ class Drill:
         finally:
             signal.signal(signal.SIGHUP, own_handler)
 
-    def _ledger(self) -> list[Record]:
+    def _ledger(self) -> list[LedgerEvent]:
         """Return the events of the run's ledger (its list of events); an unchanged file is not read again."""
         file = self._run_dir / LEDGER_FILE
         if file.exists():
@@ -318,7 +318,7 @@ class Drill:
                     return
             time.sleep(_SAVE_POLL_S)
 
-    def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
+    def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[LedgerEvent]) -> None:
         """Fill in `hit.code`, `notice_s`, `steps_lost` and `fault` from the supervisor's log and the new `events`."""
         lines = self._log_since(begin)
         if fault.then == "restarts":
@@ -330,10 +330,10 @@ class Drill:
         decision_times = [at for at, text in lines if not text.startswith(("starting", "killing"))]
         if decision_times and not supervisor_was_killed:
             hit.notice_s = decision_times[0] - begin
-        resumed_steps = [event["step"] for event in events if event["event"] in ("resume", "start")]
+        resumed_steps = [start.first_step for start in starts(events)]
         if resumed_steps:
             hit.steps_lost = max(0, hit.step - resumed_steps[0])
-        was_set_aside = any(event["event"] == "set_aside" for event in events)
+        was_set_aside = any(event.event == "set_aside" for event in events)
         hit.fault = _reaction_fault(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
@@ -365,7 +365,6 @@ class Stuck(Exception):
     """The run made no progress or ended unexpectedly, so that the drill cannot go on; the message names the log."""
 
 
-def _resumed_step(ledger: Sequence[Record]) -> int:
+def _resumed_step(ledger: Sequence[LedgerEvent]) -> int:
     """Return the step from which the ranks continued when they were started last; 0 if they had no checkpoint."""
-    steps_of_starts = [event["step"] for event in ledger if event["event"] in ("start", "resume")]
-    return int(steps_of_starts[-1])
+    return starts(ledger)[-1].first_step

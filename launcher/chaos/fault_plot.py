@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from electra_dist.report.plot_style import print_style
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.metrics import iter_steps
 from launcher.chaos.drill import Hit
 
 _REFERENCE_COLOR = "#cbd5e1"
@@ -70,5 +70,5 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
     """Return the training steps that a run logged, and the loss of each step in nats."""
-    records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
-    return [record["step"] for record in records], [record["loss"] for record in records]
+    records = list(iter_steps(run_dir))
+    return [record.step for record in records], [record.loss for record in records]

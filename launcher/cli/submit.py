@@ -12,7 +12,8 @@ import typer
 
 from electra_dist.config_file import load_config
 from electra_dist.run.folder import is_run_folder
-from electra_dist.run.ledger import newest_checkpoint, read_ledger
+from electra_dist.run.history import newest_checkpoint
+from electra_dist.run.ledger import read_ledger
 from launcher.cli.console import open_console
 from launcher.slurm.batch_script import Container, SubmitRequest, batch_script
 from launcher.slurm.submission import Submission, prepare

@@ -23,9 +23,9 @@ from electra_dist.data.corpora import Corpora, open_corpora, steps_of_phases
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
+from electra_dist.run.history import starts
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.record_stream import iter_records
+from electra_dist.run.metrics import iter_steps
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
@@ -121,7 +121,7 @@ def _json_tree(
 
 
 def _num_starts(run: Path) -> int:
-    return sum(event["event"] in ("start", "resume") for event in read_ledger(run))
+    return len(starts(read_ledger(run)))
 
 
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
@@ -146,8 +146,7 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
     """Return the numbers (from 0) of the steps that made no update because their gradients overflowed fp16."""
     # A record has the number of steps done, which is one more than the number of its step.
-    records = iter_records(run_dir / METRICS_FILE, whole_metrics_fault, containing=b"true")
-    steps = {record["step"] - 1 for record in records if record.get("overflow")}
+    steps = {record.step - 1 for record in iter_steps(run_dir, containing=b"true") if record.overflow}
     for _, state in checkpoints:
         steps.update(state.overflowed)
     return steps
@@ -222,10 +221,9 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
     A receipt is the number of rows used so far and a digest of their ids. Each comes with the name of its source.
     """
     marks = []
-    for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
-        if record["kind"] == "train":
-            receipt = Receipt(rows=record["rows_seen"], digest=int(record["receipt"], base=16))
-            marks.append(Mark(step=record["step"], source=METRICS_FILE, receipt=receipt))
+    for record in iter_steps(run_dir):
+        receipt = Receipt(rows=record.rows_seen, digest=int(record.receipt, base=16))
+        marks.append(Mark(step=record.step, source=METRICS_FILE, receipt=receipt))
     for name, state in checkpoints:
         receipt = Receipt(rows=state.rows_seen, digest=state.rows_digest)
         marks.append(Mark(step=state.step, source=f"checkpoint {name}", receipt=receipt))

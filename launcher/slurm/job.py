@@ -16,15 +16,14 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.escapes import printable
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
-from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger, start_identity
+from electra_dist.run.history import links, newest_checkpoint
+from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
@@ -32,13 +31,6 @@ from launcher.slurm.job_verdict import JobEnd, decide
 from launcher.utf8_mode import start_in_utf8_mode
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
-
-
-def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a line to RUN/slurm/jobs.jsonl: the event ("submit", "begin" or "end"), the UTC time, and `details`."""
-    file = JsonlFile(run_dir / JOBS_FILE)
-    file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
-    file.close()
 
 
 def exit_codes(state: Path) -> dict[str, int]:
@@ -66,7 +58,7 @@ def begin(args: argparse.Namespace) -> None:
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
-    note(
+    append_job(
         args.run,
         "begin",
         job=args.job,
@@ -81,7 +73,7 @@ def begin(args: argparse.Namespace) -> None:
     )
 
 
-def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
+def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[LedgerEvent]) -> None:
     """Raise a UserError if a job would begin a new run: its config has another run folder, or files were deleted."""
     if config_file is not None:
         config_run_dir = Path(load_config(config_file).run_dir).absolute()
@@ -90,7 +82,7 @@ def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Rec
                 f"{config_file}: run_dir is {config_run_dir}, and this job belongs to the run in {run_dir}; submit "
                 f"the run again from the folder in which it was submitted first, or with an absolute run_dir"
             )
-    has_saved = any(record.get("checkpoint_step", 0) > 0 for record in read_jobs(run_dir))
+    has_saved = any(record.checkpoint_step > 0 for record in read_jobs(run_dir) if record.event != "submit")
     if has_saved and not ledger and not is_run_folder(run_dir):
         raise UserError(
             f"{run_dir}: an earlier job has saved checkpoints of a run, and the folder has no {CONFIG_FILE} any more; "
@@ -121,7 +113,7 @@ def end(args: argparse.Namespace) -> None:
     verdict = decide(ledger, read_jobs(args.run), job_end)
     struck_nodes = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
     excluded = sorted({*struck_nodes, *verdict.sick_nodes})
-    note(
+    append_job(
         args.run,
         "end",
         job=args.job,
@@ -136,19 +128,17 @@ def end(args: argparse.Namespace) -> None:
     print(printable(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}"))
 
 
-def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
+def _current_time(jobs: Sequence[JobRecord], identity: tuple[str, int, int]) -> float:
     """Return the current Unix time, which a change of the system clock during the job does not affect.
 
     It is the recorded time of the job's begin plus the seconds since then by the boot clock. Without such a record it
     is the time of the system clock.
     """
-    for record in reversed(jobs):
-        if record["event"] != "begin" or start_identity(record) != identity:
-            continue
-        if "uptime_s" in record:
+    for link in reversed(links(jobs)):
+        if link.identity == identity and link.begin.uptime_s is not None:
             # A job begins and ends on the same node, so both readings are of one boot clock.
-            elapsed_s = time.clock_gettime(time.CLOCK_BOOTTIME) - record["uptime_s"]
-            return datetime.fromisoformat(record["time"]).timestamp() + elapsed_s
+            elapsed_s = time.clock_gettime(time.CLOCK_BOOTTIME) - link.begin.uptime_s
+            return link.begin.unix_s + elapsed_s
     return time.time()
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from electra_dist.errors import UserError
-from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import LedgerEvent
 
 ASSUMED_START_S = 30  # seconds that a start and a save take together, if the run has measured no start yet
 # The formats in `man sbatch`: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and two words that mean no limit.
@@ -24,7 +24,7 @@ def check_time_limit(time_limit: str | None) -> None:
     )
 
 
-def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequence[Record]) -> None:
+def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequence[LedgerEvent]) -> None:
     """Raise a UserError if a job has no time to train between its start and the signal that tells it to save and end.
 
     Slurm sends the signal `signal_ahead_s` seconds before the time limit. The seconds of a start and a save are the
@@ -44,12 +44,10 @@ def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequen
     )
 
 
-def measured_start_s(ledger: Sequence[Record]) -> float | None:
+def measured_start_s(ledger: Sequence[LedgerEvent]) -> float | None:
     """Return the seconds that a start and a save of this run take, as medians; None if no start is recorded."""
-    starts_s = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
-    saves_s = [
-        event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in ledger if event["event"] == "checkpoint"
-    ]
+    starts_s = [sum(event.setup_s.values()) for event in ledger if event.setup_s]
+    saves_s = [event.stall_s + event.write_s for event in ledger if event.event == "checkpoint"]
     if not starts_s:
         return None
     median_save_s = statistics.median(saves_s) if saves_s else 0.0

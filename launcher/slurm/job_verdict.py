@@ -23,8 +23,14 @@ from typing import Literal
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.run.folder import JOBS_FILE
-from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, start_identity
+from electra_dist.run.history import (
+    events_at_newest_checkpoint,
+    links,
+    newest_checkpoint,
+    since_submission,
+    starts,
+)
+from electra_dist.run.ledger import JobRecord, LedgerEvent
 
 Action = Literal["done", "next", "later", "again", "stop", "leave"]
 
@@ -51,7 +57,7 @@ class JobEnd:
     max_fruitless_restarts: int = 3  # restarts in a row, of jobs or of ranks, that may end without a new checkpoint
 
 
-def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
+def decide(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
     The first of these cases that holds decides: a newer job has begun, the run is done, a user error, a stop that a
@@ -59,36 +65,36 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
     unhealthy node, a crash. `ledger` and `jobs` hold all lines of the run's ledger and of jobs.jsonl, oldest first. A
     UserError means that `jobs` has no record that this job began.
     """
-    begins = [record for record in jobs if record["event"] == "begin"]
+    job_links = links(jobs)
     identity = (end.job, end.restart, end.replacements)
-    if identity not in map(start_identity, begins):
+    if identity not in [link.identity for link in job_links]:
         raise UserError(
             f"{JOBS_FILE}: the begin of job {end.job} is missing; restore the file, or submit the run again"
         )
-    newest_begin = begins[-1]
-    if start_identity(newest_begin) != identity:  # This job's node was cut off.
-        why = f"newer job {newest_begin['job']} has taken the run over"
+    newest = job_links[-1]
+    if newest.identity != identity:  # This job's node was cut off.
+        why = f"newer job {newest.begin.job} has taken the run over"
         return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
-    if any(event["event"] == "done" for event in ledger):
+    if any(event.event == "done" for event in ledger):
         return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
     if EXIT_USER_ERROR in end.codes.values():
         why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
         return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
     # The events of this job are selected by count and not by time, because the clocks of nodes differ.
-    events = ledger[newest_begin["ledger_events"] :]
-    stops = [event for event in events if event["event"] == "stop"]
+    events = ledger[newest.begin.ledger_events :]
+    stops = [event for event in events if event.event == "stop"]
     stop = stops[-1] if stops else None
-    if stop is not None and str(stop.get("why", "")).startswith("file"):  # for example "file /runs/a/stop"
-        why = f"stopped at step {stop['step']:,} by {stop['why']}; submit again to go on"
+    if stop is not None and stop.why.startswith("file"):  # for example "file /runs/a/stop"
+        why = f"stopped at step {stop.step:,} by {stop.why}; submit again to go on"
         return JobVerdict(action="stop", exit_code=EXIT_STOPPED, why=why)
     if end.cancelled:
         exit_code = EXIT_CRASH if stop is None else EXIT_STOPPED
         return JobVerdict(action="leave", exit_code=exit_code, why="the job was cancelled")
     if stop is not None:
-        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
-    lost = [event for event in events if event["event"] == "storage"]
+        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop.step:,}")
+    lost = [event for event in events if event.event == "storage"]
     if lost:
-        why = f"storage stayed full or away at step {lost[-1]['step']:,}; the run goes on in 10 minutes"
+        why = f"storage stayed full or away at step {lost[-1].step:,}; the run goes on in 10 minutes"
         return JobVerdict(action="later", exit_code=EXIT_STOPPED, why=why)
     sick_nodes = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
     if sick_nodes:
@@ -97,7 +103,7 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
     return _after_crash(ledger, jobs, end)
 
 
-def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
+def _after_crash(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord], end: JobEnd) -> JobVerdict:
     """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint."""
     codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
     if not codes:
@@ -114,7 +120,7 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
     return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
-def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
+def jobs_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord]) -> int:
     """Return how many Slurm jobs in a row, up to the newest one, crashed without a new checkpoint. Pure.
 
     A job that died without recording its end counts as crashed. Each requeue, and each start with other nodes, counts
@@ -122,55 +128,25 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
     the row. Only jobs since a person's last submission count.
     """
     reached_step = newest_checkpoint(ledger)
-    ends = [record for record in jobs if record["event"] == "end"]
-    without_crash = {start_identity(record) for record in ends if record["verdict"] != "again"}
     count = 0
-    for record in reversed(jobs):  # the newest first
-        if record["event"] == "submit":
-            break
-        if record["event"] != "begin":
-            continue
-        if record.get("checkpoint_step") != reached_step:
+    for link in reversed(links(since_submission(jobs))):
+        if link.begin.checkpoint_step != reached_step:
             break  # A checkpoint was saved since this job began.
-        if start_identity(record) not in without_crash:
+        if link.end is None or link.end.verdict == "again":
             count += 1
     return count
 
 
-def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
+def starts_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord]) -> int:
     """Return how often the ranks were started since a new checkpoint was saved last. Pure.
 
     One Slurm job may start the ranks several times. Only starts in jobs since a person's last submission count. Starts
     that ended with a stop, with storage that stayed full or away, or with a rollback (a return to an older checkpoint)
     do not count.
     """
-    num_events_at_submit = _num_events_at_submit(jobs)
-    num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
-    first_counted = max(num_events_at_submit, num_events_at_checkpoint)
-    count = 0
-    for event in ledger[first_counted:]:
-        if event["event"] in ("start", "resume"):
-            count += 1
-        elif event["event"] in ("stop", "storage", "rollback") and count > 0:
-            count -= 1  # The start that ended in this way was counted, but did not fail.
-    return count
-
-
-def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many events the ledger had when the first job of the last submission began; 0 without a job."""
-    num_events: int | None = None
-    for record in jobs:
-        if record["event"] == "submit":
-            num_events = None  # An earlier submission does not count.
-        elif record["event"] == "begin" and num_events is None:
-            num_events = record["ledger_events"]
-    return num_events or 0
-
-
-def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return how many events the ledger had just after the newest checkpoint was first recorded; 0 without one."""
-    reached_step = newest_checkpoint(ledger)
-    for num_events, event in enumerate(ledger, start=1):
-        if proves_checkpoint(event) and event["step"] == reached_step:
-            return num_events
-    return 0
+    submitted = links(since_submission(jobs))
+    first_counted = max(submitted[0].begin.ledger_events if submitted else 0, events_at_newest_checkpoint(ledger))
+    return sum(
+        start.index >= first_counted and start.ended_by not in ("stop", "storage", "rollback")
+        for start in starts(ledger)
+    )

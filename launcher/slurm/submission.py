@@ -28,13 +28,12 @@ from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
-from electra_dist.run.ledger import read_ledger
+from electra_dist.run.ledger import append_job, read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
 from electra_dist.store.open_store import without_tilde
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.environment_archive import archive_name, environment_files, write_archive
-from launcher.slurm.job import note
 from launcher.slurm.job_length import check_job_length, check_time_limit
 from launcher.slurm.sbatch import run_sbatch
 
@@ -60,7 +59,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
     run_dir = Path(config.run_dir)
     ledger = read_ledger(run_dir)
     check_job_length(submission.time_limit, submission.signal_ahead_s, ledger)
-    if any(event["event"] == "done" for event in ledger):
+    if any(event.event == "done" for event in ledger):
         raise UserError(
             f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
         )
@@ -120,7 +119,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
             jobs.append(run_sbatch(script))
     finally:
         if jobs:
-            note(Path(request.run_dir), "submit", jobs=jobs, script=script.name, nodes=request.num_nodes)
+            append_job(Path(request.run_dir), "submit", jobs=jobs, script=script.name, nodes=request.num_nodes)
     return jobs
 
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
-from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import LedgerEvent
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
     """Facts on how this node's ranks ended: events of the ledger (the run's list of events), and exit codes."""
 
-    events: Sequence[Record]  # the ledger's events since the ranks were started
+    events: Sequence[LedgerEvent]  # the ledger's events since the ranks were started
     codes: Mapping[int, int]  # rank -> exit code that the rank wrote itself; a killed rank has none
     num_ranks: int  # ranks that were started on this node
     at_fault: bool = True  # whether this node is the faulty one if ranks (on all nodes) end with EXIT_UNHEALTHY
@@ -39,17 +39,17 @@ def outcome(end: StartEnd) -> StartOutcome:
     the next job leaves out only the faulty node. An end that nothing explains gives EXIT_CRASH; only then are the
     ranks started again.
     """
-    newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
+    newest_events = {event.event: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
-        step = newest_events["done"]["step"]
+        step = newest_events["done"].step
         return StartOutcome(code=EXIT_DONE, why=f"the target step {step:,} is reached")
     if "stop" in newest_events:
         stop = newest_events["stop"]
-        why = f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
+        why = f"stopped and saved at step {stop.step:,}: {stop.why}"
         return StartOutcome(code=EXIT_STOPPED, why=why)
     if "storage" in newest_events:
         lost = newest_events["storage"]
-        why = f"storage stayed full or away, at step {lost['step']:,}: {lost.get('why', '')}; start again"
+        why = f"storage stayed full or away, at step {lost.step:,}: {lost.why}; start again"
         return StartOutcome(code=EXIT_STOPPED, why=why)
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
@@ -74,7 +74,7 @@ def awaits_ledger(end: StartEnd) -> bool:
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
-    has_event = any(event["event"] in ("done", "stop", "storage") for event in end.events)
+    has_event = any(event.event in ("done", "stop", "storage") for event in end.events)
     return all_ended_well and not has_event
 
 

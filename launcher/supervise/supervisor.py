@@ -38,9 +38,9 @@ from electra_dist.errors import (
 )
 from electra_dist.escapes import printable
 from electra_dist.run.heartbeat import delete_preflight_heartbeat
-from electra_dist.run.jsonl import Record
+from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
-from electra_dist.run.ledger import newest_checkpoint, read_ledger
+from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
 from electra_dist.store.patience import Patience
@@ -193,7 +193,7 @@ class Supervisor:
             return StartOutcome(code=EXIT_UNHEALTHY, why=gpu_fault)
         return None
 
-    def _read_ledger(self) -> list[Record]:
+    def _read_ledger(self) -> list[LedgerEvent]:
         return self._patience.call(lambda: read_ledger(self._run_dir))
 
     def _must_not_start(self) -> bool:

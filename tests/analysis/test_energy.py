@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from electra_dist.analysis.energy import energy_of
-from electra_dist.analysis.wall_time.goodput import Goodput
-
-
-def record(step: int, step_s: float, power_w: float | None) -> dict[str, Any]:
-    """Return the fields of a step record that the energy depends on."""
-    return {"step": step, "step_s": step_s, "gpu_power_w": power_w}
+from electra_dist.analysis.energy import PowerReading, energy_of
+from electra_dist.run.goodput import Goodput
 
 
 def test_energy_is_the_power_weighted_by_time_over_the_life_of_the_processes_on_all_nodes():
@@ -20,7 +13,7 @@ def test_energy_is_the_power_weighted_by_time_over_the_life_of_the_processes_on_
 
     The processes exist for 3,600 s on 2 nodes; the queue, the boot and the down time are not theirs.
     """
-    train = [record(10, 2.0, 1000.0), record(40, 1.0, 4000.0)]
+    train = [PowerReading(10, 2.0, 1000.0), PowerReading(40, 1.0, 4000.0)]
     account = Goodput(queue=5000, boot=70, down=300, imports=100, eval=500, useful=3000)
 
     energy = energy_of(train, account, {"hosts": {"node-a": 8, "node-b": 8}})
@@ -35,10 +28,10 @@ def test_records_without_power_do_not_count_and_a_run_without_any_has_no_energy(
     """A record stands for the steps since the one before it, also if that one has no power."""
     account = Goodput(useful=3600)
 
-    energy = energy_of([record(10, 1.0, None), record(20, 1.0, 500.0)], account, {})
+    energy = energy_of([PowerReading(10, 1.0, None), PowerReading(20, 1.0, 500.0)], account, {})
 
     assert energy is not None
     assert energy.kwh == pytest.approx(0.5)
-    assert energy_of([record(10, 1.0, None)], account, {}) is None
+    assert energy_of([PowerReading(10, 1.0, None)], account, {}) is None
     assert energy_of([], account, {}) is None
-    assert energy_of([record(20, 1.0, 500.0)], Goodput(queue=10), {}) is None  # no process yet
+    assert energy_of([PowerReading(20, 1.0, 500.0)], Goodput(queue=10), {}) is None  # no process yet

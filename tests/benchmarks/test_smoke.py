@@ -21,7 +21,7 @@ from electra_dist.config_file import load_config
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.errors import UserError
 from electra_dist.planning.corpus.corpus_rates import STEPS
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.metrics import iter_evaluations
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.stopped_steps import skip_for_rollback
 from launcher.cli.corpus_plan import read_rates
@@ -161,14 +161,10 @@ def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path,
     record = _run(context_auc, tmp_path, *arguments, "--picture", str(picture))
     assert record["settings"].keys() == record["curves"].keys() == {"curriculum", "t1"}
     for name, by_seed in record["curves"].items():
-        evaluations = [
-            line
-            for line in read_metrics(tmp_path / "runs" / f"{name}-1")
-            if line["kind"] == "eval" and line["step"] in (1, 4)
-        ]
+        evaluations = [line for line in iter_evaluations(tmp_path / "runs" / f"{name}-1") if line.step in (1, 4)]
         curve = by_seed["1"]
         assert len(curve["tokens"]) == 4
-        assert [curve["context_auc"][0], curve["context_auc"][-1]] == [line["context_auc"] for line in evaluations]
+        assert [curve["context_auc"][0], curve["context_auc"][-1]] == [line.context_auc for line in evaluations]
         assert curve["tokens"][-1] == 4 * 32 * 64
         assert curve["flops"][-1] == pytest.approx(4 * curve["flops"][0])
     assert picture.read_bytes().startswith(b"\x89PNG")

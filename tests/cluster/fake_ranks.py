@@ -31,10 +31,10 @@ def main() -> int:
         signal.signal(number, lambda number, frame: received.append(number))
     job_end = JobEndTime().monotonic
     events = read_ledger(run)
-    step = max((e["step"] for e in events if e["event"] == "checkpoint"), default=0)
+    step = max((e.step for e in events if e.event == "checkpoint"), default=0)
     ledger = Ledger(run) if first else None
     if ledger:
-        ledger.append("resume" if step else "start", step, attempt=1 + sum(e["event"] != "checkpoint" for e in events))
+        ledger.append("resume" if step else "start", step, attempt=1 + sum(e.event != "checkpoint" for e in events))
     begin, others_gone = step, len(list(run.glob("exited-*")))
     while step < num_steps:
         time.sleep(STEP_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import yaml
 from machines import show, wait_for
 from slurm import SlurmCluster
 
-from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.ledger import JobBegan, JobEnded, JobSubmitted, LedgerEvent, read_jobs, read_ledger
 from launcher.slurm.submission import Submission, prepare
 from launcher.slurm.submission import submit as submit_jobs
 
@@ -32,17 +31,17 @@ class SubmittedRun:
         """What all its jobs printed."""
         return "\n".join(file.read_text(errors="replace") for file in sorted((self.folder / "slurm").glob("*.log")))
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name: str) -> list[LedgerEvent]:
         """The ledger's events of one kind."""
-        return [event for event in read_ledger(self.folder) if event["event"] == name]
+        return [event for event in read_ledger(self.folder) if event.event == name]
 
     def verdicts(self) -> list[str]:
         """What became of each job that lived to say so."""
-        return [record["verdict"] for record in read_jobs(self.folder) if record["event"] == "end"]
+        return [record.verdict for record in read_jobs(self.folder) if isinstance(record, JobEnded)]
 
     def nodes(self) -> list[str]:
         """Where each start ran."""
-        return [record["nodes"] for record in read_jobs(self.folder) if record["event"] == "begin"]
+        return [record.nodes for record in read_jobs(self.folder) if isinstance(record, JobBegan)]
 
     def queue(self) -> str:
         """Its jobs, with state and reason."""
@@ -59,7 +58,7 @@ class SubmittedRun:
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 60) -> None:
         """Until a checkpoint of at least this step is committed."""
-        wait_for(lambda: any(e["step"] >= step for e in self.events("checkpoint")), timeout_s, self.log)
+        wait_for(lambda: any(e.step >= step for e in self.events("checkpoint")), timeout_s, self.log)
 
     def status(self) -> str:
         """What `electra-dist status` says."""
@@ -86,6 +85,6 @@ def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **field
 
 def _run(cluster: SlurmCluster, config: Path) -> SubmittedRun:
     folder = Path(yaml.safe_load(config.read_text())["run_dir"])
-    submitted = [record for record in read_jobs(folder) if record["event"] == "submit"]
-    assert submitted, json.dumps(read_jobs(folder))
-    return SubmittedRun(cluster, folder, submitted[-1]["jobs"])
+    submitted = [record for record in read_jobs(folder) if isinstance(record, JobSubmitted)]
+    assert submitted, read_jobs(folder)
+    return SubmittedRun(cluster, folder, submitted[-1].jobs)

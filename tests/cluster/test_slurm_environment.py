@@ -40,12 +40,12 @@ def enter_shell_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ends(run: SubmittedRun) -> list[tuple[str, int, str]]:
     """Return the job id, number of requeues and verdict of each start that has ended, the first one first."""
-    return [(r["job"], r["restart"], r["verdict"]) for r in read_jobs(run.folder) if r["event"] == "end"]
+    return [(r.job, r.restart, r.verdict) for r in read_jobs(run.folder) if r.event == "end"]
 
 
 def num_begun(run: SubmittedRun) -> int:
     """Return how many starts of all jobs have begun."""
-    return sum(record["event"] == "begin" for record in read_jobs(run.folder))
+    return sum(record.event == "begin" for record in read_jobs(run.folder))
 
 
 def seconds_of_starts(run: SubmittedRun) -> list[float]:
@@ -53,10 +53,10 @@ def seconds_of_starts(run: SubmittedRun) -> list[float]:
     seconds = []
     begun = 0.0
     for event in read_ledger(run.folder):
-        moment = datetime.fromisoformat(event["time"]).timestamp()
-        if event["event"] in ("start", "resume"):
+        moment = datetime.fromisoformat(event.time).timestamp()
+        if event.event in ("start", "resume"):
             begun = moment
-        elif event["event"] == "stop":
+        elif event.event == "stop":
             seconds.append(moment - begun)
     return seconds
 

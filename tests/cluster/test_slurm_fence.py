@@ -35,7 +35,7 @@ def test_a_node_that_is_cut_off_is_left_behind_and_what_lives_on_there_harms_not
     run.wait(400)
     assert run.nodes() == ["n1,n2", "n1,n3"]
     assert run.verdicts()[-1] == "done", run.log()
-    attempts = [event["attempt"] for event in run.events("checkpoint")]
+    attempts = [event.attempt for event in run.events("checkpoint")]
     assert attempts == sorted(attempts)  # once a newer attempt has saved, the older one commits nothing
     pretrain(tiny_config("uncut", **SETTINGS), 2)
     assert read_losses(run.folder) == read_losses(run.folder.with_name("uncut"))
@@ -59,7 +59,7 @@ def test_a_whole_run_behind_a_cut_is_fenced_by_the_run_that_took_over(
     run.wait(400)
     print(f"done {time.monotonic() - taken_over:.1f} s after the take-over")
     assert run.nodes() == ["n1", "n2"]
-    assert [event["attempt"] for event in [*run.events("start"), *run.events("resume")]] == [1, 2]  # no tug of war
+    assert [event.attempt for event in [*run.events("start"), *run.events("resume")]] == [1, 2]  # no tug of war
     records = step_records(run.folder)
     assert [record["step"] for record in records] == list(range(1, 301))
     pretrain(tiny_config("uncut", **settings), 1)

@@ -27,19 +27,17 @@ LONG = {
 
 def first_step_after(run: SubmittedRun, moment: float) -> float:
     """Seconds from `moment` (time.time()) to the first step that a later start recorded."""
-    from electra_dist.run.writers.metrics_writer import read_metrics
+    from electra_dist.run.metrics import read_metrics
 
-    starts = [datetime.fromisoformat(e["time"]).timestamp() for e in [*run.events("start"), *run.events("resume")]]
+    starts = [datetime.fromisoformat(e.time).timestamp() for e in [*run.events("start"), *run.events("resume")]]
     begun = len([s for s in starts if s > moment])
     wait_for(
-        lambda: (
-            len([e for e in run.events("resume") if datetime.fromisoformat(e["time"]).timestamp() > moment]) > begun
-        ),
+        lambda: len([e for e in run.events("resume") if datetime.fromisoformat(e.time).timestamp() > moment]) > begun,
         120,
         run.log(),
     )
-    resumed = run.events("resume")[-1]["step"]
-    wait_for(lambda: any(r["step"] > resumed for r in read_metrics(run.folder)), 60, run.log)
+    resumed = run.events("resume")[-1].step
+    wait_for(lambda: any(r.step > resumed for r in read_metrics(run.folder)), 60, run.log)
     return time.time() - moment
 
 
@@ -60,7 +58,7 @@ def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_u
     for job in run.jobs[1:]:
         slurm.slurm("scontrol", "update", f"JobId={job}", "TimeLimit=20")
     print(f"stop to the first step of the next link: {first_step_after(run, asked_to_stop_at):.1f} s")
-    run.wait_for_checkpoint(run.events("resume")[-1]["step"] + 50)
+    run.wait_for_checkpoint(run.events("resume")[-1].step + 50)
 
     slurm.crash("n2")
     died = time.time()
@@ -69,7 +67,7 @@ def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_u
     run.wait(400)
     print(run.log()[-800:])
 
-    assert run.events("done")[-1]["step"] == NUM_STEPS
+    assert run.events("done")[-1].step == NUM_STEPS
     pretrain(tiny_config("uncut", **LONG), 2)
     assert losses(run.folder) == losses(tmp_path / "uncut")
     assert len(losses(run.folder)) == NUM_STEPS
@@ -95,9 +93,9 @@ def test_a_spare_node_takes_the_place_of_a_dead_one_without_a_new_job(
     run.wait(300)
 
     assert run.nodes() == ["n1,n2", "n1,n3"]
-    begins = [record for record in read_jobs(run.folder) if record["event"] == "begin"]
-    assert [record["job"] for record in begins] == 2 * [run.jobs[0]]
-    assert run.events("done")[-1]["step"] == 600
+    begins = [record for record in read_jobs(run.folder) if record.event == "begin"]
+    assert [record.job for record in begins] == 2 * [run.jobs[0]]
+    assert run.events("done")[-1].step == 600
     pretrain(tiny_config("uncut", **settings), 2)
     assert losses(run.folder) == losses(tmp_path / "uncut")
     assert len(losses(run.folder)) == 600

@@ -209,7 +209,7 @@ def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_h
     assert run.verdicts() == ["done"], run.log()
     assert len(run.nodes()) == 1  # one link of four
     assert "hung: rank" not in run.log()
-    assert [event["attempt"] for event in [*run.events("start"), *run.events("resume")]] == [1]
+    assert [event.attempt for event in [*run.events("start"), *run.events("resume")]] == [1]
     pretrain(tiny_config("uncut", **settings, **{"data.corpus": str(tmp_path / "corpus")}), 1)
     assert read_losses(run.folder) == read_losses(tmp_path / "uncut")
 

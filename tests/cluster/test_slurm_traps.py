@@ -31,8 +31,8 @@ def test_time_limit_then_requeue(cluster: StartCluster, tiny_config: MakeConfig)
     print(f"done after {run.wait(400):.1f} s, 11 s of it for each requeue")
     *before, last = run.verdicts()
     assert before and set(before) == {"next"} and last == "done", run.log()
-    assert run.events("stop")[0]["why"] == "SIGUSR1"
-    assert run.events("resume")[0]["step"] == run.events("stop")[0]["step"]
+    assert run.events("stop")[0].why == "SIGUSR1"
+    assert run.events("resume")[0].step == run.events("stop")[0].step
 
 
 def test_a_node_that_crashes_and_is_back_at_once_does_not_end_the_run(cluster: StartCluster, tiny_config: MakeConfig):
@@ -151,7 +151,7 @@ def test_an_unhealthy_node_is_replaced_by_a_spare_one_in_the_same_job(
     run.wait(60)
     assert run.verdicts() == ["next", "done"], run.log()
     assert run.nodes() == ["n1,n2", "n1,n3"]
-    assert {record["job"] for record in read_jobs(run.folder) if record["event"] == "begin"} == {run.jobs[0]}
+    assert {record.job for record in read_jobs(run.folder) if record.event == "begin"} == {run.jobs[0]}
 
 
 @pytest.mark.parametrize("chain", [0, 2])

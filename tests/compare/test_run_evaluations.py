@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+
+from support.run_records import EVAL, STEP
 
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import make_plan
 from electra_dist.compare.run_evaluations import read_curves
 from electra_dist.compare.score_plot import write_curves
 from electra_dist.config_file import load_section
-from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics import EvalRecord
+from electra_dist.run.records import Record, encode
 
 
 def write_metrics(run_dir: Path, *records: Record) -> None:
     """Write the records of a run to its metrics.jsonl."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(map(encode, records)))
+
+
+def evaluation(step: int, **values: float) -> EvalRecord:
+    """Return the record of an evaluation without a ROC-AUC."""
+    return EVAL.model_copy(update={"step": step, "auc": math.nan, **values})
 
 
 def test_curves_are_read_by_flops_and_a_repeated_step_counts_once(
@@ -29,12 +37,12 @@ def test_curves_are_read_by_flops_and_a_repeated_step_counts_once(
     assert read_curves(cells) == []
     write_metrics(
         Path(rtd.config.run_dir),
-        {"kind": "train", "step": 2, "mlm_loss": 9.0},
-        {"kind": "eval", "step": 2, "mlm_loss": 8.0, "auc": float("nan"), "context_auc": 0.5},
-        {"kind": "eval", "step": 4, "mlm_loss": 7.0, "auc": 0.6, "context_auc": 0.6},
-        {"kind": "eval", "step": 4, "mlm_loss": 7.0, "auc": 0.6, "context_auc": 0.6},  # after a restart
+        STEP.model_copy(update={"step": 2, "mlm_loss": 9.0}),
+        evaluation(2, mlm_loss=8.0, context_auc=0.5),
+        evaluation(4, mlm_loss=7.0, auc=0.6, context_auc=0.6),
+        evaluation(4, mlm_loss=7.0, auc=0.6, context_auc=0.6),  # after a restart
     )
-    write_metrics(Path(mlm.config.run_dir), {"kind": "eval", "step": 4, "mlm_loss": 7.5})
+    write_metrics(Path(mlm.config.run_dir), evaluation(4, mlm_loss=7.5))
 
     of_rtd, of_mlm = read_curves(cells)
 

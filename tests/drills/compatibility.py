@@ -35,7 +35,7 @@ from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE
 from electra_dist.report.model_card import CARD_FILE, CURVES_FILE
 from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE, recorded_numerics
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.metrics import read_metrics
 
 NUM_STEPS = 40
 ACCEPT = "--accept-new-numerics"
@@ -106,7 +106,7 @@ class Tree:
 
 def records(run_dir: Path, names: tuple[str, ...] = COMPARED) -> list[dict[str, Any]]:
     """Return some fields of every record of a run, by default COMPARED."""
-    return [{name: record.get(name) for name in names} for record in read_metrics(run_dir)]
+    return [{name: getattr(record, name, None) for name in names} for record in read_metrics(run_dir)]
 
 
 def masks(tree: Tree) -> str:
@@ -213,7 +213,7 @@ def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[DrillVer
     """
     expected = records(folder / "whole-before", ROWS)
     assert expected, "the run of the earlier commit has no records, so there is nothing to compare"
-    events = [event for event in read_ledger(folder / "half") if event["event"] == "new_numerics"]
+    events = [event for event in read_ledger(folder / "half") if event.event == "new_numerics"]
     kept = records(folder / "half")[: len(steps_before)] == steps_before
     files = (TOKENIZER_FILE, RUN_VOCAB_FILE)
     same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)

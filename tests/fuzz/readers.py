@@ -42,8 +42,8 @@ from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.lease.lease_file import find_newest
 from electra_dist.run.lease.run_lease import read_owner
+from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
-from electra_dist.run.writers.metrics_writer import MetricsWriter
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import check_inputs
 from electra_dist.train.skip_list_file import SkipList
@@ -164,7 +164,7 @@ def _shard(root: Path) -> None:
 def _job_end(root: Path) -> None:
     run = root / "run"
     arguments = ["end", str(run), "--job", "1", "--state", str(run / "slurm" / "job-1-0"), "--config"]
-    with mock.patch.object(job, "note"):  # the records stay as they are
+    with mock.patch.object(job, "append_job"):  # the records stay as they are
         code = job.main([*arguments, str(run / "config.yaml")])
     assert code in (0, 78), code
 

@@ -32,13 +32,13 @@ from electra_dist.finetune.seed_results import Result
 from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
-from electra_dist.run.jsonl import JsonlFile
 from electra_dist.run.lease.lease_file import create
+from electra_dist.run.ledger import append_job
 from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.run.records import JsonlFile
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.train.token_counts import write_counts
-from launcher.slurm.job import note
 from launcher.supervise.rendezvous import Rendezvous
 
 NUM_STEPS = 6
@@ -116,9 +116,9 @@ def _write_records(run: Path) -> None:
     (run / "skipped_steps.json").write_text(json.dumps({"steps": [], "rollbacks": 0, "streak": []}) + "\n")
     (run / "micro_batch.json").write_text(json.dumps({"cpu, x, 1 ranks": 8}) + "\n")
     write_counts(token_counts_file(run, "0" * 16), np.arange(VOCAB_SIZE))
-    note(run, "submit", jobs=["1"], script="submission-0001.sh", nodes=1)
+    append_job(run, "submit", jobs=["1"], script="submission-0001.sh", nodes=1)
     now = "2026-11-20T10:00:00.000+00:00"
-    note(
+    append_job(
         run,
         "begin",
         job="1",
@@ -129,7 +129,7 @@ def _write_records(run: Path) -> None:
         ledger_events=0,
         checkpoint_step=0,
     )
-    note(run, "end", job="1", restart=0, codes={"n0": 75}, ledger_events=1, verdict="again", why="it crashed")
+    append_job(run, "end", job="1", restart=0, codes={"n0": 75}, ledger_events=1, verdict="again", why="it crashed")
     job_state = run / "slurm" / "job-1-0"
     job_state.mkdir()
     (job_state / "exit-n0").write_text("75\n")

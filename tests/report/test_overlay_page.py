@@ -22,8 +22,7 @@ from electra_dist.report import html_parts
 from electra_dist.report.overlay_page import unique_names, write_overlay
 from electra_dist.report.panels import PANELS
 from electra_dist.report.report_page import write_report
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.metrics_writer import MetricsWriter
+from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord
 from launcher.cli.main import app
 
 CONFIGS = Path(__file__).parents[2] / "configs"

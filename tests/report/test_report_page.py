@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.run_records import STEP
 
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
@@ -30,9 +31,7 @@ from electra_dist.report.panels import PANELS, baselines
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
-from electra_dist.run.writers.text_samples import TextSample
+from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, TextSample, read_metrics
 from launcher.pretrain import _write_report
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -98,7 +97,7 @@ def run_dir(
         if step % 100 == 0:
             diagnostics = {"context_auc_se": 0.0041, "generator_entropy": 5.1, "sampled_correct": 0.12}
             writer.write(eval_record(step=step, auc=0.5 + step / 1000, context_auc=0.5 + step / 1500, **diagnostics))
-            ledger.append("checkpoint", step, stall_s=0.25)
+            ledger.append("checkpoint", step, stall_s=0.25, spent_s={"step": 1e-6 * step})
         if step == 250:
             ledger.append("resume", 200, attempt=2, repeated=50)
     ledger.append("done", 400)
@@ -223,7 +222,7 @@ def test_values_under_the_pointer_are_those_of_the_records_at_their_place_in_the
     by_label = {line["label"]: (data, line) for data in hover_data(page) for line in data["lines"]}
 
     data, line = by_label["context AUC"]
-    expected = [(record["step"], record["context_auc"]) for record in records if record["kind"] == "eval"]
+    expected = [(record.step, record.context_auc) for record in records if isinstance(record, EvalRecord)]
     assert line["steps"] == [step for step, _value in expected]
     assert line["values"] == pytest.approx([value for _step, value in expected], rel=1e-4)
     _data, raw = by_label["global norm"]
@@ -249,11 +248,12 @@ def test_baselines_are_what_guesses_reach_on_random_labels():
     rng = np.random.default_rng(0)
     is_replaced = rng.random(400_000) < 0.2
     called_replaced = rng.random(400_000) < np.where(is_replaced, 0.7, 0.1)  # a discriminator that knows something
-    record = {
+    fields = {
         "replaced_fraction": is_replaced.mean(),
         "replaced_accuracy": called_replaced[is_replaced].mean(),
         "original_accuracy": 1 - called_replaced[~is_replaced].mean(),
     }
+    record = STEP.model_copy(update=fields)
     guess = rng.permutation(called_replaced)  # as many tokens are called replaced, at random
     losses = [-np.log(np.where(is_replaced, p, 1 - p)).mean() for p in np.arange(0.1, 0.3, 0.001)]
 
@@ -261,7 +261,7 @@ def test_baselines_are_what_guesses_reach_on_random_labels():
 
     assert guesses["guessed_replaced"] == pytest.approx(guess[is_replaced].mean(), abs=0.005)
     assert guesses["constant_guess_loss"] == pytest.approx(min(losses), abs=1e-4)
-    without_replaced = baselines({**record, "replaced_fraction": 0.0})
+    without_replaced = baselines(record.model_copy(update={"replaced_fraction": 0.0}))
     assert np.isnan(without_replaced["guessed_replaced"])
 
 

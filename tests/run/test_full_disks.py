@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import os
@@ -12,11 +11,11 @@ import pytest
 from support.run_records import EVAL, STEP
 
 from electra_dist.errors import StoreAway, StoreError
+from electra_dist.run.console import Console
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
-from electra_dist.run.jsonl import JsonlFile, read_records
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.run.writers.log_console import Console
-from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
+from electra_dist.run.metrics import MetricsWriter, read_metrics
+from electra_dist.run.records import JsonlFile, read_records
 
 
 class Disk:
@@ -65,7 +64,7 @@ def test_records_that_a_full_disk_refuses_are_written_later_in_their_order(disk:
     disk.free_bytes = 10**9
     file.append({"step": 3})
     file.close()
-    assert [record["step"] for record in read_records(file.path)] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_records(file.path, dict)] == [0, 1, 2, 3]
 
 
 def test_a_disk_that_goes_away_after_a_replacement_loses_no_record_and_refuses_no_second_one(
@@ -91,7 +90,7 @@ def test_a_disk_that_goes_away_after_a_replacement_loses_no_record_and_refuses_n
     file.append({"step": 4})
     file.close()
 
-    assert [record["step"] for record in read_records(file.path)] == [2, 3, 4]
+    assert [record["step"] for record in read_records(file.path, dict)] == [2, 3, 4]
 
 
 def test_records_whose_sync_failed_are_written_again(disk: Disk, tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_records_whose_sync_failed_are_written_again(disk: Disk, tmp_path: Path)
     disk.can_sync = True
     file.sync()
     file.close()
-    assert [record["step"] for record in read_records(file.path)] == [0, 1]
+    assert [record["step"] for record in read_records(file.path, dict)] == [0, 1]
 
 
 def test_a_file_that_was_closed_on_a_full_disk_can_be_closed_again(disk: Disk, tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_a_file_that_was_closed_on_a_full_disk_can_be_closed_again(disk: Disk, t
         file.close()
     disk.free_bytes = 10**9
     file.close()
-    assert read_records(file.path) == [{"step": 0}]
+    assert list(read_records(file.path, dict)) == [{"step": 0}]
 
 
 def test_an_event_that_the_disk_refuses_is_in_the_ledger_after_the_next_sync(disk: Disk, tmp_path: Path) -> None:
@@ -133,23 +132,23 @@ def test_an_event_that_the_disk_refuses_is_in_the_ledger_after_the_next_sync(dis
     ledger.sync()
     ledger.append("done", 6)
     ledger.close()
-    assert [(event["event"], event["step"]) for event in read_ledger(tmp_path)] == [("checkpoint", 5), ("done", 6)]
+    assert [(event.event, event.step) for event in read_ledger(tmp_path)] == [("checkpoint", 5), ("done", 6)]
 
 
 def test_metrics_are_complete_after_the_disk_had_no_space_and_are_noted_once(disk: Disk, tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    writer.write(dataclasses.replace(STEP, step=1))
+    writer.write(STEP.model_copy(update={"step": 1}))
     disk.free_bytes = 100
     for step in (2, 3, 4):
-        writer.write(dataclasses.replace(STEP, step=step))
+        writer.write(STEP.model_copy(update={"step": step}))
     (problem,) = writer.problems()
     assert "metrics.jsonl: disk full" in problem and writer.problems() == []
     with pytest.raises(StoreAway):
         writer.sync()
     disk.free_bytes = 10**9
-    writer.write(dataclasses.replace(EVAL, step=4))
+    writer.write(EVAL.model_copy(update={"step": 4}))
     writer.close()
-    records = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
+    records = [(record.kind, record.step) for record in read_metrics(tmp_path)]
     assert records == [("train", 1), ("train", 2), ("train", 3), ("train", 4), ("eval", 4)]
 
 
@@ -160,14 +159,14 @@ def test_tensorboard_is_dropped_with_one_line(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     writer = MetricsWriter(tmp_path, tensorboard=True)
-    writer.write(dataclasses.replace(STEP, step=1))
+    writer.write(STEP.model_copy(update={"step": 1}))
     monkeypatch.setattr(RecordWriter, "write", refuse)
     for step in range(2, 40):
-        writer.write(dataclasses.replace(STEP, step=step))
+        writer.write(STEP.model_copy(update={"step": step}))
     writer.flush_tensorboard()
     problems = writer.problems()
     for step in range(40, 60):
-        writer.write(dataclasses.replace(STEP, step=step))
+        writer.write(STEP.model_copy(update={"step": step}))
     writer.close()
     assert len(problems) == 1 and "disk full; TensorBoard gets no more records" in problems[0]
     assert writer.problems() == []

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.errors import UserError
-from electra_dist.run.jsonl import JsonlFile, encode, read_records
+from electra_dist.run.records import JsonlFile, encode, read_records
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,7 +30,7 @@ def test_every_float_is_read_back_bit_for_bit_from_lines_of_strict_json(
     json.loads(line, parse_constant=refuse)
     path = tmp_path_factory.mktemp("floats") / "x.jsonl"
     path.write_bytes(line)
-    [record] = read_records(path)
+    [record] = read_records(path, dict)
     numbers_read = [record["x"], record["deep"]["list"][0]]
     for number_read in numbers_read:
         if math.isnan(number):
@@ -46,14 +46,14 @@ def test_a_torn_last_line_is_ignored_by_readers_and_removed_before_the_next_reco
     path = tmp_path / "a.jsonl"
     whole_data = encode({"step": 1}) + encode({"step": 2})
     path.write_bytes(whole_data[:-num_missing_bytes])
-    assert read_records(path) == [{"step": 1}]
+    assert list(read_records(path, dict)) == [{"step": 1}]
 
     file = JsonlFile(path)
     file.append({"step": 3})
     file.close()
     file.close()  # a second close does nothing
 
-    assert read_records(path) == [{"step": 1}, {"step": 3}]
+    assert list(read_records(path, dict)) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_record_is_readable_as_soon_as_it_is_appended(tmp_path: Path):
@@ -62,7 +62,7 @@ def test_a_record_is_readable_as_soon_as_it_is_appended(tmp_path: Path):
 
     file.append(record)
 
-    assert read_records(file.path) == [record]
+    assert list(read_records(file.path, dict)) == [record]
     file.close()
 
 
@@ -77,7 +77,7 @@ def test_replacing_all_records_is_atomic_and_records_can_be_appended_afterwards(
     rename = os.replace
 
     def observed_rename(source: Path, target: Path) -> None:
-        num_records_before_rename.append(len(read_records(file.path)))
+        num_records_before_rename.append(len(list(read_records(file.path, dict))))
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", observed_rename)
@@ -87,12 +87,12 @@ def test_replacing_all_records_is_atomic_and_records_can_be_appended_afterwards(
     file.close()
 
     assert num_records_before_rename == [5]
-    assert [record["step"] for record in read_records(file.path)] == [0, 1, 9]
+    assert [record["step"] for record in read_records(file.path, dict)] == [0, 1, 9]
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_a_missing_file_has_no_records(tmp_path: Path):
-    assert read_records(tmp_path / "none.jsonl") == []
+    assert list(read_records(tmp_path / "none.jsonl", dict)) == []
 
 
 @pytest.mark.parametrize("damaged_line", [b"{oops}\n", b"[1]\n", b"\xff\xfe\n", b"\n"])
@@ -101,7 +101,7 @@ def test_a_damaged_line_that_is_not_the_last_is_an_error_that_names_its_number(t
     path.write_bytes(encode({"step": 1}) + damaged_line + encode({"step": 2}))
 
     with pytest.raises(UserError, match=r"a\.jsonl:2: not a JSON object"):
-        read_records(path)
+        list(read_records(path, dict))
 
 
 def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path):

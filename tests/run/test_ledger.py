@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from electra_dist.run.folder import LEDGER_FILE
-from electra_dist.run.ledger import Ledger, has_event, newest_checkpoint, read_ledger
+from electra_dist.run.history import newest_checkpoint
+from electra_dist.run.ledger import Ledger, LedgerEvent, has_event, read_ledger
 
 
 def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times(tmp_path: Path):
     before = datetime.now(UTC) - timedelta(seconds=1)
 
     first_start = Ledger(tmp_path)
-    first_start.append("start", 0, world_size=2, host="a")
+    first_start.append("start", 0, ranks=2, host="a")
     first_start.append("checkpoint", 100, stall_s=0.25)
     first_start.close()
     second_start = Ledger(tmp_path)
@@ -24,11 +25,11 @@ def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times
     second_start.close()
 
     events = read_ledger(tmp_path)
-    assert [event["event"] for event in events] == ["start", "checkpoint", "resume"]
-    assert [event["step"] for event in events] == [0, 100, 100]
-    assert events[0]["world_size"] == 2
-    assert events[1]["stall_s"] == 0.25
-    times = [datetime.fromisoformat(event["time"]) for event in events]
+    assert [event.event for event in events] == ["start", "checkpoint", "resume"]
+    assert [event.step for event in events] == [0, 100, 100]
+    assert events[0].ranks == 2
+    assert events[1].stall_s == 0.25
+    times = [datetime.fromisoformat(event.time) for event in events]
     assert before <= times[0] <= times[1] <= times[2] <= datetime.now(UTC)
 
 
@@ -55,7 +56,7 @@ def test_a_torn_last_event_is_dropped_and_a_missing_ledger_has_no_events(tmp_pat
 
     events = read_ledger(tmp_path / LEDGER_FILE)
 
-    assert [event["event"] for event in events] == ["start"]
+    assert [event.event for event in events] == ["start"]
     assert read_ledger(tmp_path / "elsewhere") == []
 
 
@@ -72,6 +73,7 @@ def test_an_event_is_found_by_its_kind_and_step(tmp_path: Path):
 
 
 def test_a_resume_proves_the_checkpoint_that_a_killed_start_has_not_recorded():
-    ledger = [{"event": "start", "step": 0}, {"event": "checkpoint", "step": 4}, {"event": "resume", "step": 8}]
+    names = {"start": 0, "checkpoint": 4, "resume": 8}
+    ledger = [LedgerEvent(time="2026-01-01", event=name, step=step) for name, step in names.items()]
 
     assert newest_checkpoint(ledger) == 8

@@ -12,8 +12,7 @@ import pytest
 from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.errors import UserError
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.log_console import (
+from electra_dist.run.console import (
     LEGEND,
     LINES_PER_HEADER,
     Console,
@@ -21,6 +20,7 @@ from electra_dist.run.writers.log_console import (
     format_header,
     format_line,
 )
+from electra_dist.run.metrics import EvalRecord, StepRecord
 from launcher.supervise.supervisor_log import Log
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"

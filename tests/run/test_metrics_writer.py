@@ -5,7 +5,6 @@ Fixtures: `step_record(...)` and `eval_record(...)` return example records with 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
-from electra_dist.run.writers.text_samples import TextSample, read_newest_samples
+from electra_dist.run.metrics import (
+    EvalRecord,
+    MetricsWriter,
+    Samples,
+    StepRecord,
+    TextSample,
+    newest_samples,
+    read_metrics,
+)
 
 
 def test_records_are_read_back_with_all_fields_and_their_kind(
@@ -36,18 +41,18 @@ def test_records_are_read_back_with_all_fields_and_their_kind(
     writer.close()
 
     records = read_metrics(tmp_path)
-    assert records == [
-        {"kind": "train", **dataclasses.asdict(train)},
-        {"kind": "eval", **dataclasses.asdict(evaluation)},
+    assert [record.fields() for record in records] == [
+        train.fields(),
+        evaluation.fields(),
     ]
-    assert read_metrics(tmp_path / METRICS_FILE) == records
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 2
     assert not (tmp_path / TENSORBOARD_DIR).exists()
 
 
 def record_of_step(step: int) -> StepRecord:
     """Return the record of a step, whose loss is a number with many digits that depends on the step."""
     loss = 10.0 / 3.0 ** (step / 7)
-    return dataclasses.replace(STEP, step=step, mlm_loss=loss)
+    return STEP.model_copy(update={"step": step, "mlm_loss": loss})
 
 
 def write_attempt(folder: Path, start: int, last: int, every: int) -> None:
@@ -55,7 +60,7 @@ def write_attempt(folder: Path, start: int, last: int, every: int) -> None:
 
     A record is written every `every` steps.
     """
-    steps_recorded = [record["step"] for record in read_metrics(folder)]
+    steps_recorded = [record.step for record in read_metrics(folder)]
     last_recorded_step = max(steps_recorded, default=0)
     writer = MetricsWriter(folder, tensorboard=False)
     assert writer.truncate_after(start) == max(start, last_recorded_step)
@@ -170,7 +175,7 @@ def test_tensorboard_has_the_settings_as_hyperparameters_and_the_replaced_words_
 def test_samples_of_steps_that_a_run_repeats_are_dropped(tmp_path: Path):
     sample = TextSample(original=["a"], shown=["b"], replaced_probability=[0.5])
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    assert read_newest_samples(tmp_path) is None
+    assert newest_samples(tmp_path) is None
     for step in (10, 20, 30):
         writer.write_samples(step, [sample])
     writer.close()
@@ -179,5 +184,5 @@ def test_samples_of_steps_that_a_run_repeats_are_dropped(tmp_path: Path):
     second_start.truncate_after(25)
     second_start.close()
 
-    newest = read_newest_samples(tmp_path)
-    assert newest == {"step": 20, "texts": [dataclasses.asdict(sample)]}
+    newest = newest_samples(tmp_path)
+    assert newest == Samples(step=20, texts=[sample])

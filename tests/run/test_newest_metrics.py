@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from support.run_records import EVAL, STEP
 
 from electra_dist.errors import UserError
+from electra_dist.run import metrics
 from electra_dist.run.folder import METRICS_FILE
-from electra_dist.run.jsonl import encode
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers import metrics_writer
-from electra_dist.run.writers.metrics_writer import MetricsWriter, newest_metrics, read_metrics
+from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, newest_metrics, read_metrics
+from electra_dist.run.records import encode
 
 StepFactory = Callable[..., StepRecord]
 
@@ -33,9 +32,14 @@ def newest_of_whole_file(folder: Path) -> dict[str, Any]:
     return {record["kind"]: record for record in records}
 
 
+def newest_by_kind(folder: Path) -> dict[str, Any]:
+    """Return the same records as `newest_metrics` finds them."""
+    return {record.kind: record.fields() for record in newest_metrics(folder) if record is not None}
+
+
 def steps_of(folder: Path) -> list[tuple[str, int]]:
     """Return kind and step of each record of metrics.jsonl."""
-    return [(record["kind"], record["step"]) for record in read_metrics(folder)]
+    return [(record.kind, record.step) for record in read_metrics(folder)]
 
 
 @settings(max_examples=80, deadline=None)
@@ -48,7 +52,7 @@ def test_after_any_kills_and_resumes_the_newest_metrics_are_what_a_parse_of_the_
     recorded: dict[tuple[int, str], float] = {}  # what the file must hold: (step, kind) -> loss
     reached = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("electra_dist.run.record_stream._BACKWARD_BLOCK_BYTES", block_bytes)
+        patch.setattr("electra_dist.run.records._BACKWARD_BLOCK_BYTES", block_bytes)
         for start in range(data.draw(st.integers(1, 4))):
             begin = data.draw(st.integers(0, reached))
             writer = MetricsWriter(folder, tensorboard=False)
@@ -66,24 +70,24 @@ def test_after_any_kills_and_resumes_the_newest_metrics_are_what_a_parse_of_the_
                     recorded[step, "eval"] = loss
                 if data.draw(st.integers(0, 4)) == 0:
                     writer.sync()
-            assert newest_metrics(folder) == newest_of_whole_file(folder)
+            assert newest_by_kind(folder) == newest_of_whole_file(folder)
             if data.draw(st.booleans()):
                 writer.close()
             else:
                 with open(folder / METRICS_FILE, "ab") as file:
                     file.write(b'{"kind": "eval", "st'[: data.draw(st.integers(0, 20))])
-            assert newest_metrics(folder) == newest_of_whole_file(folder)
-    assert {(record["step"], record["kind"]): record["mlm_loss"] for record in read_metrics(folder)} == recorded
+            assert newest_by_kind(folder) == newest_of_whole_file(folder)
+    assert {(record.step, record.kind): record.mlm_loss for record in read_metrics(folder)} == recorded
 
 
 def _train(step: int, loss: float) -> StepRecord:
-    return StepRecord(**{**STEP.__dict__, "step": step, "mlm_loss": loss})
+    return STEP.model_copy(update={"step": step, "mlm_loss": loss})
 
 
 def _eval(step: int, loss: float) -> EvalRecord:
     # The example has undefined values, which equal nothing.
-    values = {name: value if isinstance(value, int) else 0.5 for name, value in EVAL.__dict__.items()}
-    return EvalRecord(**{**values, "step": step, "mlm_loss": loss})
+    values = {name: 0.5 for name, value in vars(EVAL).items() if isinstance(value, float)}
+    return EVAL.model_copy(update={**values, "step": step, "mlm_loss": loss})
 
 
 def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
@@ -142,8 +146,8 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
     inode = os.stat(tmp_path / METRICS_FILE).st_ino
     whole_lines = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)
     parsed = []
-    record_of_line = metrics_writer.record_of_line
-    monkeypatch.setattr(metrics_writer, "record_of_line", lambda *line: parsed.append(line) or record_of_line(*line))
+    parse_line = metrics.parse_line
+    monkeypatch.setattr(metrics, "parse_line", lambda *line: parsed.append(line) or parse_line(*line))
 
     resumed = MetricsWriter(tmp_path, tensorboard=False)
     assert resumed.truncate_after(2950) == 3000
@@ -153,11 +157,12 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
     assert os.stat(tmp_path / METRICS_FILE).st_ino == inode
     assert len(parsed) <= 60
     parsed.clear()
-    assert newest_metrics(tmp_path, ["train"])["train"]["step"] == 2950  # there is no evaluation to look for
+    newest = newest_metrics(tmp_path, with_evaluation=False)
+    assert newest.step is not None and newest.step.step == 2950
     assert len(parsed) == 1
 
 
 def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):
-    (tmp_path / METRICS_FILE).write_bytes(encode({"kind": "train", "step": 1}) + encode({"step": "x"}))
+    (tmp_path / METRICS_FILE).write_bytes(encode(STEP) + encode({"step": "x"}))
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: the value of `kind` is wrong"):
         MetricsWriter(tmp_path, tensorboard=False).truncate_after(1)

@@ -88,7 +88,7 @@ def test_long_texts_with_control_characters_become_one_line_that_fits_an_atomic_
 def test_a_line_that_is_not_a_strike_is_an_error_that_names_the_line(tmp_path: Path):
     (tmp_path / STRIKES_FILE).write_text('{"node": "n1"}\n')
 
-    with pytest.raises(UserError, match=r"strikes\.jsonl:1: not a strike"):
+    with pytest.raises(UserError, match=r"strikes\.jsonl:1: the value of `time` is wrong"):
         read_strikes(tmp_path)
 
 

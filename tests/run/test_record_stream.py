@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.errors import UserError
-from electra_dist.run import record_stream
-from electra_dist.run.jsonl import JsonlFile, encode, read_records
-from electra_dist.run.record_stream import iter_lines, iter_records, lines_backwards, newest_record
+from electra_dist.run import records
+from electra_dist.run.records import JsonlFile, encode, lines, read_records
 
 WORDS = st.lists(st.text(alphabet="ab", max_size=12), max_size=12)
 
@@ -31,10 +30,10 @@ def test_lines_and_offsets_are_those_of_the_whole_file_in_both_directions(
         offset += len(word) + 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_stream, "_FORWARD_BLOCK_BYTES", block_bytes)
-        patch.setattr(record_stream, "_BACKWARD_BLOCK_BYTES", block_bytes)
-        assert list(iter_lines(path)) == expected
-        assert list(lines_backwards(path)) == expected[::-1]
+        patch.setattr(records, "_FORWARD_BLOCK_BYTES", block_bytes)
+        patch.setattr(records, "_BACKWARD_BLOCK_BYTES", block_bytes)
+        assert list(lines(path)) == expected
+        assert list(lines(path, reverse=True)) == expected[::-1]
 
 
 def test_records_are_those_of_the_whole_file_and_lines_without_a_text_are_skipped(tmp_path: Path):
@@ -43,18 +42,17 @@ def test_records_are_those_of_the_whole_file_and_lines_without_a_text_are_skippe
         file.append({"kind": "eval" if step % 2 else "train", "step": step, "loss": float("nan") if step else 1.0})
     file.close()
 
-    streamed = list(iter_records(file.path))
+    read = list(read_records(file.path, dict))
 
-    assert [encode(record) for record in streamed] == [encode(record) for record in read_records(file.path)]
-    assert [record["step"] for record in iter_records(file.path, containing=b'"eval"')] == [1, 3]
-    newest = newest_record(file.path)
-    assert newest is not None and newest["step"] == 4
+    assert b"".join(encode(record) for record in read) == file.path.read_bytes()
+    backwards = read_records(file.path, dict, reverse=True)
+    assert [encode(record) for record in backwards] == [encode(record) for record in reversed(read)]
+    assert [record["step"] for record in read_records(file.path, dict, containing=b'"eval"')] == [1, 3]
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path):
     path = tmp_path / "none.jsonl"
-    assert list(iter_records(path)) == list(lines_backwards(path)) == []
-    assert newest_record(path) is None
+    assert list(read_records(path, dict)) == list(read_records(path, dict, reverse=True)) == []
 
 
 @pytest.mark.parametrize("damaged_line", [b"{oops}\n", b"[1]\n", b"\xff\xfe\n", b"\n"])
@@ -63,6 +61,6 @@ def test_a_damaged_line_is_named_by_its_number_from_both_ends(tmp_path: Path, da
     path.write_bytes(encode({"step": 1}) + damaged_line)
 
     with pytest.raises(UserError, match=r"a\.jsonl:2: not a JSON object"):
-        list(iter_records(path))
+        list(read_records(path, dict))
     with pytest.raises(UserError, match=r"a\.jsonl:2: not a JSON object"):
-        newest_record(path)
+        next(read_records(path, dict, reverse=True))

@@ -33,7 +33,7 @@ FAST = (
     "tests/test_config.py",
     "tests/test_docs.py",
     "tests/test_tokenizer.py",
-    "tests/analysis/test_goodput.py",
+    "tests/run/test_goodput.py",
     "tests/benchmarks/test_measure.py",
     "tests/checkpoint/test_checkpoint_manifest.py",
     "tests/checkpoint/test_retention.py",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
 from support.run_records import EVAL, STEP
 
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.run.jsonl import encode
 from electra_dist.run.ledger import Ledger
+from electra_dist.run.records import encode
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
 _CHANGING_FIELDS = ("mlm_loss", "rtd_loss", "tokens_per_s", "data_wait", "step_s")  # each in [0.5, 1.5)
@@ -29,7 +28,7 @@ def write_long_run(folder: Path, num_records: int, *, with_evaluations: bool = T
     config = load_config(CONFIG, [f"train.num_steps={num_records}", "train.global_batch=64"])
     (folder / "config.yaml").write_text(dump_yaml(config))
     draw = random.Random(num_records)
-    train = {"kind": "train", **dataclasses.asdict(STEP)}
+    train = STEP.fields()
     line = encode({**train, "step": -1, **dict.fromkeys(_CHANGING_FIELDS, -2.0), "grad_norm": -3}).replace(b"%", b"%%")
     line = line.replace(b'"step": -1', b'"step": %d').replace(b"-2.0", b"%.17g").replace(b'"grad_norm": -3', b"%b")
     with open(folder / "metrics.jsonl", "wb") as file:
@@ -40,8 +39,8 @@ def write_long_run(folder: Path, num_records: int, *, with_evaluations: bool = T
             norm = b'"grad_norm": "NaN"' if step % 100 == 0 else b'"grad_norm": %.17g' % draw.random()
             file.write(_filled(line, step, values, norm))
             if with_evaluations and step % _RECORDS_PER_EVALUATION == 0:
-                record = {**dataclasses.asdict(EVAL), "step": step, "auc": draw.random(), "context_auc": 0.6}
-                file.write(encode({"kind": "eval", **record, "context_auc_se": 0.004}))
+                record = {**EVAL.fields(), "step": step, "auc": draw.random(), "context_auc": 0.6}
+                file.write(encode({**record, "context_auc_se": 0.004}))
     _write_ledger(folder, num_records)
     return folder
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.ledger import LedgerEvent
+from electra_dist.run.metrics import EvalRecord, StepRecord
 
 STEP = StepRecord(
     step=12340,
@@ -52,12 +52,23 @@ EVAL = EvalRecord(
 )
 
 
+def step_with_loss(step: int, loss: float, **fields: Any) -> StepRecord:
+    """Return a step record whose losses and gradient norm are all `loss`, and whose receipt is the step's own."""
+    losses = dict.fromkeys(("loss", "mlm_loss", "rtd_loss", "grad_norm"), loss)
+    return STEP.model_copy(update={"step": step, **losses, "receipt": f"{step:016x}", **fields})
+
+
+def ledger_event(name: str, step: int = 0, **details: Any) -> LedgerEvent:
+    """Return an event of the ledger; its time does not matter."""
+    return LedgerEvent(**{"time": "2026-01-01T00:00:00+00:00", "event": name, "step": step, **details})
+
+
 @pytest.fixture(scope="session")
 def step_record() -> Callable[..., StepRecord]:
     """A function that returns a step record; keyword arguments replace its fields."""
 
     def make(**changes: Any) -> StepRecord:
-        return dataclasses.replace(STEP, **changes)
+        return STEP.model_copy(update=changes)
 
     return make
 
@@ -67,6 +78,6 @@ def eval_record() -> Callable[..., EvalRecord]:
     """A function that returns an evaluation record; keyword arguments replace its fields."""
 
     def make(**changes: Any) -> EvalRecord:
-        return dataclasses.replace(EVAL, **changes)
+        return EVAL.model_copy(update=changes)
 
     return make

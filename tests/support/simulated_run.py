@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import JobBegan, LedgerEvent
 
 EVERY = 10  # steps between checkpoints
 STEP, DATA, COMPILE, STALL = 0.5, 0.03125, 7.0, 0.25  # seconds; powers of two, so that sums are exact
@@ -20,8 +20,8 @@ class Simulation:
     now: float = 1.7e9
     saved: int = 0
     reached: int = 0
-    ledger: list[Record] = field(default_factory=list)
-    jobs: list[Record] = field(default_factory=list)
+    ledger: list[LedgerEvent] = field(default_factory=list)
+    jobs: list[JobBegan] = field(default_factory=list)
     truth: dict[str, float] = field(default_factory=dict)
 
     def spend(self, name: str, seconds: float) -> None:
@@ -31,7 +31,7 @@ class Simulation:
 
     def event(self, name: str, step: int, **details: Any) -> None:
         """Append an event to the ledger at the present time."""
-        self.ledger.append({"time": self.iso(), "event": name, "step": step, **details})
+        self.ledger.append(LedgerEvent(time=self.iso(), event=name, step=step, **details))
 
     def iso(self) -> str:
         """Return the present time as the ledger writes it."""
@@ -47,13 +47,15 @@ class Simulation:
         submitted = self.iso()
         self.spend("queue", QUEUE)
         self.jobs.append(
-            {
-                "event": "begin",
-                "time": self.iso(),
-                "submitted": submitted,
-                "started": self.iso(),
-                "ledger_events": len(self.ledger),
-            }
+            JobBegan(
+                event="begin",
+                time=self.iso(),
+                job=str(len(self.jobs)),
+                restart=0,
+                submitted=submitted,
+                started=self.iso(),
+                ledger_events=len(self.ledger),
+            )
         )
         self.spend("boot", BOOT)
         for name, seconds in (("imports", IMPORT), ("build", BUILD), ("restore", RESTORE)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.ledger import read_ledger
+from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "launcher" / "supervise" / "fake_supervise.py")]
@@ -83,9 +83,9 @@ class Supervised:
         (pid,) = self.pids("deepspeed.launcher.launch")
         return pid
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name: str) -> list[LedgerEvent]:
         """Return the events `name` of the run's ledger."""
-        return [event for event in read_ledger(self.run_dir) if event["event"] == name]
+        return [event for event in read_ledger(self.run_dir) if event.event == name]
 
     def starts(self) -> int:
         """Return how often ranks were started, from the log: a rank may crash before rank 0 writes to the ledger."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.run.step_records import EvalRecord
+from electra_dist.run.metrics import EvalRecord
 from electra_dist.train.saving.checkpointer import evaluation_scores
 
 EVALUATION = EvalRecord(

@@ -74,8 +74,8 @@ def test_an_older_run_is_refused_then_accepted_and_recorded_and_needs_no_flag_ag
     assert recorded_numerics(run_dir) == NUMERICS
     done = start(config)
     assert done.returncode == 0, done.stderr
-    (event,) = [event for event in read_ledger(run_dir) if event["event"] == "new_numerics"]
-    assert (event["step"], event["was"], event["now"]) == (1, 1, NUMERICS)
+    (event,) = [event for event in read_ledger(run_dir) if event.event == "new_numerics"]
+    assert (event.step, event.was, event.now) == (1, 1, NUMERICS)
     assert [record["step"] for record in step_records(run_dir)] == [1, 2, 3, 4]
 
 

@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from support.run_records import ledger_event
 
 from electra_dist.run.ledger import Ledger, read_ledger
 from electra_dist.train.restart_pause import PAUSE_S, record_lost_storage, remaining_pause_s
 
 LOST_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
-LOST = {"time": LOST_AT.isoformat(), "event": "storage", "step": 7}
+LOST = ledger_event("storage", 7, time=LOST_AT.isoformat())
 
 
 @pytest.mark.parametrize(
@@ -20,14 +21,14 @@ LOST = {"time": LOST_AT.isoformat(), "event": "storage", "step": 7}
 )
 def test_a_start_waits_until_ten_minutes_after_the_loss(age_s: float, pause_s: float) -> None:
     assert PAUSE_S == 600.0
-    assert remaining_pause_s([{"event": "start"}, LOST], LOST_AT.timestamp() + age_s) == pause_s
+    assert remaining_pause_s([ledger_event("start"), LOST], LOST_AT.timestamp() + age_s) == pause_s
 
 
 @pytest.mark.parametrize("last", ["resume", "stop", "crash", "checkpoint"])
 def test_no_other_end_makes_a_start_wait(last: str) -> None:
     now = LOST_AT.timestamp()
     assert remaining_pause_s([], now) == 0.0
-    assert remaining_pause_s([LOST, {"time": LOST["time"], "event": last, "step": 8}], now) == 0.0
+    assert remaining_pause_s([LOST, ledger_event(last, 8, time=LOST.time)], now) == 0.0
 
 
 def test_the_loss_is_recorded_once_and_only_in_a_run_folder(tmp_path: Path) -> None:
@@ -39,5 +40,5 @@ def test_the_loss_is_recorded_once_and_only_in_a_run_folder(tmp_path: Path) -> N
     ledger.close()
     record_lost_storage(tmp_path, "disk full")
     record_lost_storage(tmp_path, "disk full")
-    events = [(event["event"], event["step"], event.get("why")) for event in read_ledger(tmp_path)]
-    assert events == [("checkpoint", 5, None), ("storage", 5, "disk full")]
+    events = [(event.event, event.step, event.why) for event in read_ledger(tmp_path)]
+    assert events == [("checkpoint", 5, ""), ("storage", 5, "disk full")]

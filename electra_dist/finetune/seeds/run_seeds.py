@@ -27,7 +27,7 @@ from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
-from electra_dist.run.jsonl import JsonlFile, read_records
+from electra_dist.run.records import JsonlFile, read_records
 from electra_dist.store.atomic_files import make_folder, writable
 from electra_dist.store.json_file import DamagedJson
 
@@ -156,7 +156,7 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
     """Read results.jsonl as {(task, seed, identity): result}; the last of equal keys counts. Empty without a file."""
     results = []
-    for number, record in enumerate(read_records(file), start=1):
+    for number, record in enumerate(read_records(file, dict), start=1):
         try:
             results.append(Result.from_record(record))
         except DamagedJson:

@@ -9,7 +9,6 @@ writes the same values as an uninterrupted run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from electra_kernels.backend_choice import resolve
 
 from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
-from electra_dist.analysis.wall_time.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
@@ -28,13 +26,12 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import Engine
 from electra_dist.errors import StoreAway
+from electra_dist.run.console import Console
 from electra_dist.run.environment_record import write_environment
-from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE
+from electra_dist.run.folder import CONFIG_FILE
+from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.record_stream import iter_records
-from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.writers.log_console import Console
-from electra_dist.run.writers.metrics_writer import MetricsWriter
+from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
 from electra_dist.schedule import describe, schedules_of
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
@@ -219,13 +216,11 @@ class Reporter:
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
         """Warn, once in a run, if the discriminator does not use context; call it before `record` is written."""
-        fields = dataclasses.asdict(record)
-        if self._has_warned or not is_stuck(fields, self._config):
+        if self._has_warned or not is_stuck(record, self._config):
             return
         self._has_warned = True
-        evaluations = iter_records(self._run_dir / METRICS_FILE, containing=b'"eval"')
-        if not was_reported(evaluations, self._config):
-            self.note(stuck_warning(fields, self._config))
+        if not was_reported(iter_evaluations(self._run_dir), self._config):
+            self.note(stuck_warning(record, self._config))
 
     def _note_few_replaced_tokens(self, record: EvalRecord) -> None:
         """Log, once in each start of the run, if the held-out corpus is too small for a precise context AUC."""

@@ -16,7 +16,7 @@ from electra_dist.data.corpora import tokens_per_row
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops
-from electra_dist.run.step_records import StepRecord
+from electra_dist.run.metrics import StepRecord
 from electra_dist.schedule import schedules_of, value_at
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
@@ -120,7 +120,7 @@ class StepRecorder:
             **self._scheduled_values(done),
         )
 
-    def _scheduled_values(self, done: int) -> dict[str, float]:
+    def _scheduled_values(self, done: int) -> dict[str, Any]:
         """Return the values of the objective's scheduled settings in the newest of `done` steps, by key."""
         last_step = done - 1  # steps are numbered from 0
         progress = last_step / self._config.train.num_steps

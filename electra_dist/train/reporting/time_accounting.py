@@ -1,6 +1,6 @@
 """Measure where the time of a start of the run goes: the fields `setup_s` and `spent_s` of ledger.jsonl, in seconds.
 
-Goodput, the useful part of the time, is computed from these fields (analysis/wall_time/goodput.py). Their entries are:
+Goodput, the useful part of the time, is computed from these fields (run/goodput.py). Their entries are:
 
     setup_s   import: process start to the first line of the run; build: inputs, process group, model, engine;
               restore: checkpoint

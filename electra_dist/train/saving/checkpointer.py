@@ -34,7 +34,7 @@ from electra_dist.engine.state_fragments import (
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.starting_weights import load_recorded_source
 from electra_dist.run.environment_record import versions
-from electra_dist.run.step_records import EvalRecord
+from electra_dist.run.metrics import EvalRecord
 from electra_dist.store.patience import Patience
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.node_cache import is_first_on_node

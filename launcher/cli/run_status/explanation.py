@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, SLURM_DIR, STOP_FILE
-from electra_dist.run.jsonl import Record
+from electra_dist.run.history import links, since_submission, starts
+from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEvent
 from electra_dist.run.number_formats import format_duration
 from launcher.cli.run_status.snapshot import RunSnapshot
-from launcher.slurm.job_history import why_not_begun, why_waiting
+from launcher.slurm.slurm_queue import QueueView
+
+# Slurm's reason for which a job waits -> what it means for a run.
+_MEANING_OF_REASON = {
+    "Dependency": "the job before it has not ended",
+    "BeginTime": "its begin time has not come: after a requeue, or ten minutes after storage stayed away",
+    "Resources": "no free nodes",
+    "Priority": "other jobs come first",
+    "ReqNodeNotAvail": "nodes that it needs are out of service or reserved",
+    "PartitionTimeLimit": "--time is longer than the partition allows",
+    "AssocGrpCpuLimit": "the account's limit is used up",
+    "PartitionDown": "the partition is down",
+}
 
 
 def reason_of_state(snapshot: RunSnapshot) -> str:
@@ -16,17 +30,17 @@ def reason_of_state(snapshot: RunSnapshot) -> str:
     state = snapshot.state
     if state in ("stopped", "dead"):
         # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
-        newest_job = snapshot.jobs[-1] if snapshot.jobs else {}
-        later_events = snapshot.ledger[newest_job.get("ledger_events", len(snapshot.ledger)) :]
-        was_continued = any(event["event"] in ("start", "resume") for event in later_events)
-        if newest_job.get("why") and not was_continued:
-            return str(newest_job["why"])
+        newest_job = snapshot.jobs[-1] if snapshot.jobs else None
+        if isinstance(newest_job, JobEnded) and newest_job.why:
+            was_continued = bool(starts(snapshot.ledger[newest_job.ledger_events :]))
+            if not was_continued:
+                return newest_job.why
         if snapshot.ledger:
             return _describe_event(snapshot, snapshot.ledger[-1])
     if state in ("held", "waiting") and snapshot.queue:
-        return why_waiting(snapshot.queue, snapshot.jobs)
+        return _why_waiting(snapshot.queue, snapshot.jobs)
     if state == "not begun":
-        return why_not_begun(snapshot.queue, snapshot.jobs)
+        return _why_not_begun(snapshot.queue, snapshot.jobs)
     return ""
 
 
@@ -68,9 +82,46 @@ def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
     return [f"deepspeed --num_gpus {num_ranks} {program}" if num_ranks else f"deepspeed {program}"]
 
 
-def _describe_event(snapshot: RunSnapshot, event: Record) -> str:
+def _describe_event(snapshot: RunSnapshot, event: LedgerEvent) -> str:
     """Return the name, reason and age of a ledger event as text, for example "stop: SIGTERM, 50s ago"."""
     age = format_duration(snapshot.age_s(event))
-    if event.get("why"):
-        return f"{event['event']}: {event['why']}, {age} ago"
-    return f"{event['event']}, {age} ago"
+    if event.why:
+        return f"{event.event}: {event.why}, {age} ago"
+    return f"{event.event}, {age} ago"
+
+
+def _why_waiting(queue: QueueView, jobs: Sequence[JobRecord]) -> str:
+    """Return why a run's next job has not started: Slurm's reason, what it means, and how the last job ended.
+
+    `queue` must hold at least one job that is not running.
+    """
+    waiting = [job for job in queue.jobs if job.state != "RUNNING"]
+    # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
+    next_job = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
+    meaning = _MEANING_OF_REASON.get(next_job.reason)
+    reason = f"{next_job.reason}: {meaning}" if meaning else next_job.reason
+    begun = links(since_submission(jobs))
+    if begun and begun[-1].end is not None:
+        return f"{reason}; the last job: {begun[-1].end.why}"
+    return reason
+
+
+def _why_not_begun(queue: QueueView | None, jobs: Sequence[JobRecord]) -> str:
+    """Return the likely reason why the ranks of a run have recorded nothing yet, as one line.
+
+    Call it only for a run without events, without heartbeats and without jobs in the queue. A `queue` of None means
+    that there is no Slurm, or that Slurm does not answer.
+    """
+    submitted = [job for record in jobs if isinstance(record, JobSubmitted) for job in record.jobs]
+    if not submitted:
+        return "it was never submitted, and no start has written a record"
+    begun = links(since_submission(jobs))
+    if begun:
+        newest = begun[-1]
+        verdict = (newest.end.why if newest.end else "") or "it ended without a verdict"
+        return f"job {newest.begin.job} began, and no rank has written a record: {verdict}; see its log in slurm/"
+    if queue is None:
+        return f"jobs {', '.join(submitted)} were submitted, and Slurm does not answer"
+    return (
+        f"jobs {', '.join(submitted)} are not in the queue any more, and none has begun: see `sacct -j {submitted[0]}`"
+    )

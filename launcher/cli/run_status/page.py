@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from electra_dist.analysis.context_auc import is_stuck, stuck_warning
-from electra_dist.analysis.wall_time.goodput import goodput
 from electra_dist.run.folder import JOBS_FILE
+from electra_dist.run.goodput import goodput
+from electra_dist.run.history import Link, links, since_submission
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.process_identity import is_running
 from launcher.cli.run_status.explanation import next_commands, reason_of_state
 from launcher.cli.run_status.ranks import hung_rank_lines, storage_lines
 from launcher.cli.run_status.snapshot import RunSnapshot
-from launcher.slurm.job_history import links_of
 
 _LINKS_SHOWN = 8  # how many of the newest starts of the ranks by Slurm jobs are listed
 
@@ -51,7 +51,7 @@ def _progress(snapshot: RunSnapshot) -> str:
     progress = f"{step:,} of {num_steps:,}"
     if snapshot.last is None:
         return progress
-    progress += f" ({100 * step / num_steps:.1f} %), loss {snapshot.last['loss']:.4f}"
+    progress += f" ({100 * step / num_steps:.1f} %), loss {snapshot.last.loss:.4f}"
     if step >= num_steps or snapshot.remaining_s is None:
         return progress
     return f"{progress}, eta {format_duration(snapshot.remaining_s)}"
@@ -77,17 +77,17 @@ def _newest_checkpoint(snapshot: RunSnapshot) -> str:
     newest = snapshot.newest_checkpoint_event
     if newest is None:
         return "none yet"
-    return f"step {newest['step']:,}, {format_duration(snapshot.age_s(newest))} old"
+    return f"step {newest.step:,}, {format_duration(snapshot.age_s(newest))} old"
 
 
 def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
     """Return a line on the newest context AUC and, if that stays too low, a warning line; [] without a known AUC."""
     newest = snapshot.last_eval
-    if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
+    if newest is None or not math.isfinite(newest.context_auc):
         return []
     context_lines = [
-        f"  context     AUC {newest['context_auc']:.4f} at step {newest['step']:,} (standard error "
-        f"{newest['context_auc_se']:.4f})"
+        f"  context     AUC {newest.context_auc:.4f} at step {newest.step:,} (standard error "
+        f"{newest.context_auc_se:.4f})"
     ]
     if is_stuck(newest, snapshot.config):
         context_lines.append(f"  warning     {stuck_warning(newest, snapshot.config)}")
@@ -106,14 +106,28 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
     """Return a line for each of the newest eight starts of the ranks by Slurm jobs: the job, and how it ended."""
-    links = links_of(snapshot.jobs)
+    shown = links(since_submission(snapshot.jobs))
     link_lines = []
-    num_hidden = len(links) - _LINKS_SHOWN
+    num_hidden = len(shown) - _LINKS_SHOWN
     if num_hidden > 0:
         link_lines.append(f"  link        {num_hidden} earlier ones: {snapshot.run / JOBS_FILE}")
-    for link in links[-_LINKS_SHOWN:]:
-        link_lines.append(f"  link        {link.described(link.job == snapshot.running_job_id)}")
+    for link in shown[-_LINKS_SHOWN:]:
+        link_lines.append(f"  link        {_describe_link(link, link.begin.job == snapshot.running_job_id)}")
     return link_lines
+
+
+def _describe_link(link: Link, is_running: bool) -> str:
+    """Return a line such as "4711, requeued 2 times: next: stopped on purpose at step 700"; a verdict comes first."""
+    name = link.begin.job
+    if link.begin.restart:
+        name += f", requeued {link.begin.restart} times"
+    if link.begin.replacements:
+        name += f", nodes replaced {link.begin.replacements} times"
+    if link.end is not None:
+        return f"{name}: {link.end.verdict}: {link.end.why}"
+    if is_running:
+        return f"{name}: runs"
+    return f"{name}: ended without a verdict: its first node failed, or the job was killed"
 
 
 def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:

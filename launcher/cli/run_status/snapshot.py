@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from electra_dist.analysis.hung_ranks import Hung, hang_limits
-from electra_dist.analysis.run_classification import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR
 from electra_dist.run.heartbeat import Beat, read_heartbeats
-from electra_dist.run.jsonl import Record
+from electra_dist.run.history import STARTS, RunEvidence, State, links, run_state
 from electra_dist.run.lease.lease_file import LeaseOwner
 from electra_dist.run.lease.run_lease import read_owner
-from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.ledger import JobRecord, LedgerEvent, read_jobs, read_ledger
+from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
-from electra_dist.run.writers.metrics_writer import newest_metrics
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.regular_files import read_regular
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
@@ -40,10 +38,10 @@ class RunSnapshot:
     disk_problem: str  # why the disk of the run folder takes no bytes; empty if it takes some
     now: float  # Unix time
     config: Config
-    ledger: list[Record]
-    jobs: list[Record]  # the lines of slurm/jobs.jsonl
-    last: Record | None  # newest record of a training step; None before the first
-    last_eval: Record | None  # newest record of an evaluation; None before the first
+    ledger: list[LedgerEvent]
+    jobs: list[JobRecord]  # the lines of slurm/jobs.jsonl
+    last: StepRecord | None  # newest record of a training step; None before the first
+    last_eval: EvalRecord | None  # newest record of an evaluation; None before the first
     metrics_written: float | None  # Unix time of the newest metrics record; None before the first
     beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
@@ -60,8 +58,8 @@ class RunSnapshot:
     @property
     def steps_done(self) -> int:
         """Return the number of steps that the metrics, or the event "done" of the ledger, record as done."""
-        done_steps = [event["step"] for event in self.ledger if event["event"] == "done"]
-        recorded_steps = [self.last["step"]] if self.last else []
+        done_steps = [event.step for event in self.ledger if event.event == "done"]
+        recorded_steps = [self.last.step] if self.last else []
         return max([0, *recorded_steps, *done_steps])
 
     @property
@@ -75,13 +73,13 @@ class RunSnapshot:
             return None
         newest_attempt = max((beat.attempt for beat in self.beats), default=0)
         medians = [beat.step_s for beat in self.beats if beat.attempt == newest_attempt and beat.step_s is not None]
-        step_s = max(medians, default=self.last["step_s"])
+        step_s = max(medians, default=self.last.step_s)
         return float(step_s * max(0, self.config.train.num_steps - self.steps_done))
 
     @property
-    def newest_checkpoint_event(self) -> Record | None:
+    def newest_checkpoint_event(self) -> LedgerEvent | None:
         """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None if none."""
-        checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
+        checkpoints = [event for event in self.ledger if event.event == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
     @property
@@ -109,10 +107,10 @@ class RunSnapshot:
         """Return the nodes of the last started job that are drained, down or failed, so that Slurm avoids them."""
         if self.queue is None:
             return []
-        begin_records = [record for record in self.jobs if record["event"] == "begin"]
-        if not begin_records:
+        starts_by_jobs = links(self.jobs)
+        if not starts_by_jobs:
             return []
-        newest_nodes = begin_records[-1]["nodes"].split(",")
+        newest_nodes = starts_by_jobs[-1].begin.nodes.split(",")
         return [out for out in self.queue.out if out.node in newest_nodes]
 
     @property
@@ -137,9 +135,9 @@ class RunSnapshot:
             return []
         return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)
 
-    def age_s(self, event: Record) -> float:
+    def age_s(self, event: LedgerEvent) -> float:
         """Return how long ago an event of the ledger was recorded, in seconds; 0 if this node's clock is behind."""
-        return max(0.0, self.now - _unix_time(event["time"]))
+        return max(0.0, self.now - event.unix_s)
 
     def _evidence(self) -> RunEvidence:
         """Return the facts that, with the ledger, tell the state of the run: signs of life, and jobs in the queue."""
@@ -157,7 +155,7 @@ class RunSnapshot:
         """Return the Unix time of the newest heartbeat, metrics record or ledger event; None if there is none."""
         times = [beat.time for beat in self.beats]
         if self.ledger:
-            times.append(_unix_time(self.ledger[-1]["time"]))
+            times.append(self.ledger[-1].unix_s)
         if self.metrics_written is not None:
             times.append(self.metrics_written)
         return max(times, default=None)
@@ -168,11 +166,11 @@ class RunSnapshot:
         if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
             return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
         newest_event = self.ledger[-1] if self.ledger else None
-        if newest_event is not None and newest_event["event"] in ("start", "resume"):
-            has_trained = any(beat.step > newest_event["step"] for beat in self.beats)
+        if newest_event is not None and newest_event.event in STARTS:
+            has_trained = any(beat.step > newest_event.step for beat in self.beats)
             if not has_trained:
                 return cluster.hang_setup_s
-        step_s = 0.0 if self.last is None else self.last["step_s"]
+        step_s = 0.0 if self.last is None else self.last.step_s
         num_silent_steps = max(_STEPS_OF_PATIENCE, self.config.log.every_steps)
         return max(cluster.hang_step_floor_s, step_s * num_silent_steps)
 
@@ -186,7 +184,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
     config = load_config(config_file)
-    newest = newest_metrics(run, ["train", "eval"] if config.data.heldout else ["train"])
+    newest = newest_metrics(run, with_evaluation=bool(config.data.heldout))
     metrics = run / METRICS_FILE
     return RunSnapshot(
         run=run,
@@ -195,8 +193,8 @@ def take_snapshot(run: Path) -> RunSnapshot:
         config=config,
         ledger=read_ledger(run),
         jobs=read_jobs(run),
-        last=newest.get("train"),
-        last_eval=newest.get("eval"),
+        last=newest.step,
+        last_eval=newest.evaluation,
         metrics_written=metrics.stat().st_mtime if metrics.exists() else None,
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
@@ -220,7 +218,3 @@ def _submit_command(script: Path) -> str:
     """Return the command line that wrote a batch script, from the script's second line."""
     lines_of_script = read_regular(script).decode(errors="replace").splitlines()
     return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
-
-
-def _unix_time(time_text: str) -> float:
-    return datetime.fromisoformat(time_text).timestamp()

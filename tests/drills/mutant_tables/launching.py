@@ -22,7 +22,7 @@ LAUNCHING = (
     Mutant(
         name="slurm: an earlier job's stop decides for this one",
         file="launcher/slurm/job_verdict.py",
-        original='events = ledger[newest_begin["ledger_events"] :]',
+        original="events = ledger[newest.begin.ledger_events :]",
         mutated="events = ledger",
         test="tests/launcher/slurm/test_job.py::test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one",
     ),
@@ -133,7 +133,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a checkpoint that is saved again counts as progress",
-        file="launcher/slurm/job_verdict.py",
+        file="electra_dist/run/history.py",
         original="for num_events, event in enumerate(ledger, start=1):",
         mutated="for num_events, event in reversed([*enumerate(ledger, start=1)]):",
         test="tests/launcher/slurm/test_job.py::test_restarts_within_a_job_count_as_failed_starts",

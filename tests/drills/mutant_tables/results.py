@@ -212,8 +212,8 @@ RESULTS = (
     Mutant(
         name="compare: a step that was repeated after a restart counts twice",
         file="electra_dist/compare/run_evaluations.py",
-        original='values[record["step"]] = value',
-        mutated='values[record["step"] + len(values)] = value',
+        original="values[record.step] = value",
+        mutated="values[record.step + len(values)] = value",
         test="tests/compare/test_run_evaluations.py::test_curves_are_read_by_flops_and_a_repeated_step_counts_once",
     ),
     Mutant(
@@ -381,33 +381,32 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: Young's interval lacks its factor of two",
-        file="electra_dist/analysis/optimal_save_interval.py",
+        file="electra_dist/train/saving/save_schedule.py",
         original="math.sqrt(2.0 * stall_s * interruption_s)",
         mutated="math.sqrt(stall_s * interruption_s)",
-        test="tests/analysis/test_optimal_save_interval.py::"
+        test="tests/train/test_save_interval.py::"
         "test_the_interval_of_young_and_daly_loses_less_time_than_shorter_and_longer_ones",
     ),
     Mutant(
         name="analysis: a stop on purpose counts as an interruption",
-        file="electra_dist/analysis/optimal_save_interval.py",
-        original='if previous_end in ("crash", "unhealthy", _UNKNOWN_END):',
-        mutated="if previous_end is not None:",
-        test="tests/analysis/test_optimal_save_interval.py::"
-        "test_the_time_between_interruptions_starts_from_a_guess_of_one_day",
+        file="electra_dist/train/saving/save_schedule.py",
+        original='sum(start.ended_by in ("crash", "unhealthy", None) for start',
+        mutated="sum(True for start",
+        test="tests/train/test_save_interval.py::test_the_time_between_interruptions_starts_from_a_guess_of_one_day",
     ),
     Mutant(
         name="analysis: goodput counts the time in the queue",
-        file="electra_dist/analysis/wall_time/goodput.py",
+        file="electra_dist/run/goodput.py",
         original="outside_queue_s = self.wall - self.queue",
         mutated="outside_queue_s = self.wall",
-        test="tests/analysis/test_goodput.py::test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity",
+        test="tests/run/test_goodput.py::test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity",
     ),
     Mutant(
         name="analysis: repeated steps count as useful",
-        file="electra_dist/analysis/wall_time/goodput.py",
+        file="electra_dist/run/goodput.py",
         original="useful_s += num_kept * step_s",
         mutated="useful_s += start.num_steps * step_s",
-        test="tests/analysis/test_goodput.py::test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity",
+        test="tests/run/test_goodput.py::test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity",
     ),
     Mutant(
         name="analysis: energy is that of the first node",
@@ -419,9 +418,9 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: a run that ended for lack of storage is dead",
-        file="electra_dist/analysis/run_classification.py",
-        original='if last_event in ("stop", "storage"):',
-        mutated='if last_event in ("stop",):',
+        file="electra_dist/run/history.py",
+        original='if ending in ("stop", "storage"):',
+        mutated='if ending in ("stop",):',
         test="tests/launcher/cli/test_status.py::test_a_run_that_ended_for_lack_of_storage_is_stopped_with_the_reason",
     ),
     Mutant(

@@ -365,7 +365,7 @@ TRAINING = (
     Mutant(
         name="train: a start waits for storage after any end",
         file="electra_dist/train/restart_pause.py",
-        original='if not ledger or ledger[-1]["event"] != "storage":',
+        original='if not ledger or ledger[-1].event != "storage":',
         mutated="if not ledger:",
         test="tests/train/test_restart_pause.py::test_no_other_end_makes_a_start_wait",
     ),

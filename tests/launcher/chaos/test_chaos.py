@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.run_records import EVAL, step_with_loss
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED
 
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Beat
 from electra_dist.run.lease.run_lease import LeaseLost, take_lease
 from electra_dist.run.marked_processes import MARK, mark_of
+from electra_dist.run.records import encode
 from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences
 from launcher.chaos.drill import Drill, Planned, plan
@@ -164,22 +166,8 @@ def test_no_fault_touches_a_process_of_another_run(tmp_path: Path, kind: str) ->
 def write_metrics(run: Path, losses: list[float]) -> Path:
     """Make a run folder whose metrics have these losses, in steps from 1, and one evaluation; return the folder."""
     run.mkdir()
-    lines = [
-        {
-            "kind": "train",
-            "step": n,
-            "loss": x,
-            "mlm_loss": x,
-            "rtd_loss": x,
-            "grad_norm": x,
-            "receipt": f"{n:016x}",
-            "step_s": n / 7,
-        }
-        for n, x in enumerate(losses, start=1)
-    ]
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in [*lines, {"kind": "eval", "step": 3, "auc": 0.5}])
-    )
+    records = [step_with_loss(step, loss, step_s=step / 7) for step, loss in enumerate(losses, start=1)]
+    (run / "metrics.jsonl").write_bytes(b"".join(map(encode, [*records, EVAL])))
     return run
 
 

@@ -16,7 +16,9 @@ from drills.faults.campaign import Campaign
 from drills.faults.kinds import ALL_FAULTS, plan_legs
 from drills.faults.progress import Leg, Progress, read_progress
 from support.real_runs import REPOSITORY
+from support.run_records import step_with_loss
 
+from electra_dist.run.records import encode
 from launcher.chaos.drill import Hit
 
 FIRST_LOSSES = [[5.7, 8.1], [5.6, 7.9]]
@@ -108,16 +110,10 @@ def test_one_changed_bit_in_a_step_of_the_leg_is_counted(
     monkeypatch.setattr(campaign, "newest_step", lambda run_dir: 5)
     for run_dir, changed in ((drill.run_dir, changed_step), (drill.reference_dir, None)):
         run_dir.mkdir()
-        records = [_record(step, 0.3 if step == changed else 0.1 + 0.2) for step in range(1, 8)]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        records = [step_with_loss(step, 0.3 if step == changed else 0.1 + 0.2) for step in range(1, 8)]
+        (run_dir / "metrics.jsonl").write_bytes(b"".join(map(encode, records)))
     leg = Leg(number=0, ranks=2, place="local", first_step=2, last_step=5)
     drill.progress.legs.append(leg)
     drill.compare_leg(leg)
     assert leg.different_steps == different
     assert ('"step": 3' in leg.first_difference) == bool(different)
-
-
-def _record(step: int, loss: float) -> dict[str, object]:
-    """Return a record of a training step with the fields that are compared, whose losses and norm are all `loss`."""
-    losses = {"loss": loss, "mlm_loss": loss, "rtd_loss": loss, "grad_norm": loss}
-    return {"kind": "train", "step": step, **losses, "receipt": f"{step:016x}"}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpus_texts import make_prose, make_vocabulary
+from support.run_records import STEP
 from typer.testing import CliRunner
 
 from electra_dist.config import CorpusConfig
@@ -19,6 +20,7 @@ from electra_dist.corpus.text_readers import find_inputs
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
+from electra_dist.run.records import encode
 from electra_dist.tokenizer import WordPieceTokenizer
 from launcher.cli.corpus import app
 
@@ -131,7 +133,7 @@ def write_run(corpus: Path, run: Path) -> Path:
         "train": {"num_steps": NUM_STEPS, "global_batch": GLOBAL_BATCH, "micro_batch": 1, "skip_steps": [3]},
     }
     (run / "config.yaml").write_text(json.dumps(config))
-    (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 20}) + "\n")
+    (run / "metrics.jsonl").write_bytes(encode(STEP.model_copy(update={"step": 20})))
     return run
 
 

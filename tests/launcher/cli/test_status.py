@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.hostile_text import HOSTILE, assert_shown
+from support.run_records import EVAL, STEP
 from typer.testing import CliRunner
 
 from electra_dist.config import ClusterConfig
@@ -21,7 +22,9 @@ from electra_dist.errors import UserError
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease.run_lease import take_lease
+from electra_dist.run.metrics import EvalRecord
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
+from electra_dist.run.records import Record, encode
 from launcher.cli.main import app
 from launcher.cli.run_status import snapshot
 from launcher.cli.run_status.json_object import json_object
@@ -32,6 +35,7 @@ from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()
+STEP_12 = STEP.model_copy(update={"step": 12, "loss": 8.5185, "step_s": 2.0})
 RUNNING = QueuedJob(job="7", state="RUNNING", reason="None", nodes="n[1-2]")
 WAITING = QueuedJob(job="8", state="PENDING", reason="Resources", nodes="")
 HELD = QueuedJob(job="7", state="PENDING", reason="launch failed requeued held", nodes="")
@@ -45,7 +49,7 @@ def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "config.yaml").write_text(tiny_config("run").read_text())
     (folder / "slurm" / "submission-0001.sh").write_text("#!/bin/bash\n# electra-dist submit --config c --nodes 2\n")
     write(folder / "slurm" / "jobs.jsonl", [event("begin", job="7", restart=0, nodes="n1,n2", ledger_events=0)])
-    write(folder / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}])
+    write(folder / "metrics.jsonl", [STEP_12])
     ledger(folder)
     monkeypatch.setattr(snapshot, "queue_view", lambda name: None)
     monkeypatch.setattr(
@@ -60,9 +64,9 @@ def event(name: str, ago_s: float = 60.0, **details: Any) -> dict[str, Any]:
     return {"time": moment, "event": name, **details}
 
 
-def write(file: Path, records: list[dict[str, Any]]) -> None:
+def write(file: Path, records: Sequence[Record | dict[str, Any]]) -> None:
     """Write records as JSON lines."""
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file.write_bytes(b"".join(map(encode, records)))
 
 
 def ledger(folder: Path, *more: dict[str, Any]) -> None:
@@ -119,19 +123,18 @@ def test_the_page_is_also_printed_as_json(run: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_context_auc_of_the_newest_evaluation_is_shown_with_a_warning_if_it_is_low(run: Path):
-    train = {"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}
-    older_version = {"kind": "eval", "step": 4, "auc": 0.9}
-    early = {"kind": "eval", "step": 5, "context_auc": 0.5, "context_auc_se": 0.004}
-    low = {**early, "step": 10}
-    high = {"kind": "eval", "step": 12, "context_auc": 0.6123, "context_auc_se": 0.0042}
+    undefined = EVAL.model_copy(update={"step": 4})
+    early = EVAL.model_copy(update={"step": 5, "context_auc": 0.5, "context_auc_se": 0.004})
+    low = early.model_copy(update={"step": 10})
+    high = EVAL.model_copy(update={"step": 12, "context_auc": 0.6123, "context_auc_se": 0.0042})
 
-    def context_lines(*records: dict[str, Any]) -> list[str]:
-        write(run / "metrics.jsonl", [train, *records])
+    def context_lines(*records: EvalRecord) -> list[str]:
+        write(run / "metrics.jsonl", [STEP_12, *records])
         return [line for line in shown(run) if line.startswith(("  context ", "  warning "))]
 
     assert context_lines() == []
-    assert context_lines(older_version) == []
-    assert context_lines(older_version, early) == ["  context     AUC 0.5000 at step 5 (standard error 0.0040)"]
+    assert context_lines(undefined) == []
+    assert context_lines(undefined, early) == ["  context     AUC 0.5000 at step 5 (standard error 0.0040)"]
     newest, warning = context_lines(early, low)
     assert newest == "  context     AUC 0.5000 at step 10 (standard error 0.0040)"
     assert warning.startswith(
@@ -193,7 +196,10 @@ def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Pat
     queue(monkeypatch)
     ledger(run, event("crash", 50, step=12))
     with open(run / "slurm" / "jobs.jsonl", "a") as file:
-        file.write(json.dumps(event("end", job="7", restart=0, verdict="stop", why="4 starts in a row")) + "\n")
+        file.write(
+            json.dumps(event("end", job="7", restart=0, ledger_events=3, verdict="stop", why="4 starts in a row"))
+            + "\n"
+        )
     assert shown(run)[0].endswith(": dead (4 starts in a row)")
 
 
@@ -375,7 +381,7 @@ def test_a_run_that_has_not_begun_is_shown_with_the_reason(
 
 
 def test_one_step_that_waited_for_storage_does_not_set_the_remaining_time(run: Path):
-    write(run / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 7200.0}])
+    write(run / "metrics.jsonl", [STEP_12.model_copy(update={"step_s": 7200.0})])
     pulse = Heartbeat(run, 0, attempt=1)
     pulse._step_times.extend([2.0] * 20)
     pulse.beat("step", 12)

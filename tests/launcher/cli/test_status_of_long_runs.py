@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from support.command_memory import run_command
 from support.long_runs import write_long_run
+from support.run_records import STEP
 
 from electra_dist.run.folder import METRICS_FILE
+from electra_dist.run.records import encode
 
 NUM_RECORDS = 100_000
 
@@ -38,7 +40,7 @@ def test_status_of_a_long_run_gives_the_newest_records_in_60_mb(run: Path):
 def test_status_shows_a_run_whose_newer_version_adds_fields_and_kinds_of_records(run: Path):
     """A record of another kind, and other fields in those that are known, change nothing."""
     with open(run / METRICS_FILE, "ab") as file:
-        file.write(b'{"kind": "train", "step": 100001, "loss": 7.5, "step_s": 2.0, "nested": {"list": [1, {}]}}\n')
+        file.write(encode({**STEP.fields(), "step": 100001, "loss": 7.5, "nested": {"list": [1, {}]}}))
         file.write(b'{"kind": "probe", "step": 100002, "what": null}\n')
 
     output, _ = run_command(["status", str(run)])

@@ -40,7 +40,7 @@ def test_submit_writes_script_and_config_into_the_run_folder_and_calls_sbatch_fo
     folder = tmp_path / "run" / "slurm"
     assert fake_sbatch.read_text().splitlines() == [f"--parsable {folder}/submission-0001.sh"] * 3
     assert yaml.safe_load((folder / "submission-0001.yaml").read_text())["train"]["micro_batch"] == 4
-    assert read_jobs(tmp_path / "run")[0]["jobs"] == ["1", "2", "3"]
+    assert read_jobs(tmp_path / "run")[0].jobs == ["1", "2", "3"]
     assert "1, 2, 3" in result.output
     again = CliRunner().invoke(app, ["submit", "--config", str(config), *options])
     assert again.exit_code == 0

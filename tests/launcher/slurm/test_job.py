@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,29 +10,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.run_records import ledger_event as event
 
 from electra_dist.errors import StoreAway, UserError
-from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import Ledger, read_jobs
+from electra_dist.run.ledger import JobBegan, JobEnded, JobRecord, JobSubmitted, Ledger, LedgerEvent, read_jobs
 from launcher.slurm import job
 from launcher.slurm.job import main
 from launcher.slurm.job_verdict import JobEnd, decide
 
-
-def event(name: str, step: int, **details: Any) -> Record:
-    """Return an event of the ledger."""
-    return {"event": name, "step": step, **details}
+TIME = "2026-01-01T00:00:00+00:00"
 
 
-def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart: int = 0) -> Record:
+def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart: int = 0) -> JobBegan:
     """Return the record of the begin of a job (or of a restart of it)."""
-    return {
-        "event": "begin",
-        "job": str(number),
-        "restart": restart,
-        "ledger_events": ledger_events,
-        "checkpoint_step": checkpoint_step,
-    }
+    return JobBegan(
+        time=TIME,
+        event="begin",
+        job=str(number),
+        restart=restart,
+        ledger_events=ledger_events,
+        checkpoint_step=checkpoint_step,
+    )
 
 
 def job_end(number: int = 1, codes: dict[str, int] | None = None, cancelled: bool = False, restart: int = 0) -> JobEnd:
@@ -41,9 +38,12 @@ def job_end(number: int = 1, codes: dict[str, int] | None = None, cancelled: boo
     return JobEnd(job=str(number), restart=restart, codes=codes or {}, cancelled=cancelled)
 
 
-def ended(number: int, verdict: str, restart: int = 0) -> Record:
+def ended(number: int, verdict: str, restart: int = 0) -> JobEnded:
     """Return the record of the end of a job."""
-    return {"event": "end", "job": str(number), "restart": restart, "verdict": verdict}
+    return JobEnded(time=TIME, event="end", job=str(number), restart=restart, verdict=verdict)
+
+
+SUBMITTED_AGAIN = JobSubmitted(time=TIME, event="submit", jobs=["2"])
 
 
 START = event("start", 0)
@@ -55,7 +55,14 @@ CASES = [
     ("stopped, the launcher ended with 1", [START, event("stop", 7)], {"n1": 1, "n2": 143}, False, "next", 75),
     ("stopped by RUN/stop", [START, event("stop", 7, why="file /r/stop")], {"n1": 75}, False, "stop", 75),
     ("75 of a rank without a stop in the ledger", [START], {"n1": 75}, False, "again", 1),
-    ("storage stayed away", [START, event("storage", 7, why="disk full")], {"n1": 75, "n2": 75}, False, "later", 75),
+    (
+        "storage stayed away",
+        [START, event("storage", 7, why="disk full")],
+        {"n1": 75, "n2": 75},
+        False,
+        "later",
+        75,
+    ),
     ("bad config or input", [], {"n1": 78, "n2": 143}, False, "stop", 78),
     ("unhealthy node", [START], {"n1": 143, "n2": 69}, False, "next", 69),
     ("crash", [START, event("crash", 3)], {"n1": 1, "n2": 1}, False, "again", 1),
@@ -69,7 +76,7 @@ CASES = [
     ("case", "ledger", "codes", "cancelled", "action", "code"), CASES, ids=[name for name, *_ in CASES]
 )
 def test_each_kind_of_end_has_its_action_and_exit_code(
-    case: str, ledger: list[Record], codes: dict[str, int], cancelled: bool, action: str, code: int
+    case: str, ledger: list[LedgerEvent], codes: dict[str, int], cancelled: bool, action: str, code: int
 ):
     verdict = decide(ledger, [begin(1)], job_end(1, codes, cancelled))
     assert (verdict.action, verdict.exit_code) == (action, code)
@@ -102,15 +109,18 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run():
         actions.append(verdict.action)
     assert actions == ["again", "again", "again", "stop"]
     assert "4 starts in a row" in verdict.why
-    resubmitted = [*jobs, {"event": "submit", "jobs": ["2"]}, begin(2, 2, 10)]
+    resubmitted = [*jobs, SUBMITTED_AGAIN, begin(2, 2, 10)]
     assert decide(ledger, resubmitted, job_end(2)).action == "again"
 
 
 def test_restarts_within_a_job_count_as_failed_starts():
-    ledger = [START, event("checkpoint", 10), event("crash", 12)] + 4 * [event("resume", 10), event("crash", 12)]
+    ledger = [START, event("checkpoint", 10), event("crash", 12)] + 4 * [
+        event("resume", 10),
+        event("crash", 12),
+    ]
     assert decide(ledger, [begin(1)], job_end()).action == "stop"
     assert decide([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)], job_end()).action == "again"
-    again = [begin(1), {"event": "submit", "jobs": ["2"]}, begin(2, len(ledger), 10)]
+    again = [begin(1), SUBMITTED_AGAIN, begin(2, len(ledger), 10)]
     assert decide([*ledger, event("resume", 10)], again, job_end(2)).action == "again"
 
 
@@ -130,11 +140,11 @@ def test_saving_the_same_step_again_is_not_progress():
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["crash", "stop"])), max_size=30))
 def test_a_run_ends_after_four_crashes_in_a_row_without_a_checkpoint_and_not_earlier(course: list[tuple[int, str]]):
     """Each job saves 0 to 3 checkpoints, then crashes or stops; the test counts failed starts independently."""
-    ledger: list[Record] = []
-    jobs: list[Record] = []
+    ledger: list[LedgerEvent] = []
+    jobs: list[JobRecord] = []
     failed = 0
     for number, (saves, ending) in enumerate(course):
-        reached = sum(e["event"] == "checkpoint" for e in ledger)
+        reached = sum(e.event == "checkpoint" for e in ledger)
         jobs.append(begin(number, len(ledger), reached))
         ledger += [event("checkpoint", reached + i + 1) for i in range(saves)]
         if ending == "stop":
@@ -212,9 +222,8 @@ def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_t
     )
     assert capsys.readouterr().out == "next|69|n2|n2 unhealthy; the run continues on other nodes\n"
     first, last = read_jobs(run)
-    assert (first["submitted"], first["started"]) == ("2023-11-14T22:13:20.000+00:00", None)
-    assert (last["verdict"], last["codes"]) == ("next", {"n1": 143, "n2": 69})
-    assert json.dumps(last)
+    assert (first.submitted, first.started) == ("2023-11-14T22:13:20.000+00:00", None)
+    assert (last.verdict, last.codes) == ("next", {"n1": 143, "n2": 69})
 
 
 @pytest.mark.parametrize("saved_before", [True, False], ids=["before the earlier job", "in the earlier job"])
@@ -240,7 +249,7 @@ def test_a_job_that_would_begin_a_new_run_where_an_earlier_one_has_saved_is_refu
     assert main(["begin", str(run), "--job", "8", *arguments]) == 78
     assert "restore the run folder" in capsys.readouterr().err
     recorded = ["begin"] if saved_before else ["begin", "end"]
-    assert [(record["event"], record["job"]) for record in read_jobs(run)] == [(event, "7") for event in recorded]
+    assert [(record.event, record.job) for record in read_jobs(run)] == [(event, "7") for event in recorded]
 
 
 def test_a_job_whose_config_names_another_run_folder_is_refused(
@@ -281,13 +290,13 @@ def test_bookkeeping_waits_for_a_run_folder_that_is_away_and_ends_with_75_when_i
         num_failures -= 1
         if num_failures >= 0:
             raise StoreAway(f"{run_dir}: read-only file system; mount it for writing")
-        note(run_dir, event, **details)
+        append_job(run_dir, event, **details)
 
-    note = job.note
-    monkeypatch.setattr(job, "note", away)
+    append_job = job.append_job
+    monkeypatch.setattr(job, "append_job", away)
     options = [command, str(run), "--job", "7", "--config", str(config), *arguments[command]]
     assert main(options) == 0
-    assert read_jobs(run)[-1]["event"] == command
+    assert read_jobs(run)[-1].event == command
     num_failures = 1000
     assert main(options) == 75
     assert "storage was waited for" in capsys.readouterr().err

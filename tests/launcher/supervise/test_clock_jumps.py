@@ -50,8 +50,8 @@ def test_jumps_of_the_wall_clock_are_no_hang_and_hide_none_and_move_no_deadline(
         noticed_s = time.monotonic() - stopped
         assert HANG_LIMIT_S - 0.5 <= noticed_s < HANG_LIMIT_S + 10  # the upper bound allows for a busy machine
         (resumed,) = run.wait(lambda: run.events("resume"))
-        run.wait_for_step(resumed["step"] + 2, attempt=resumed["attempt"])
+        run.wait_for_step(resumed.step + 2, attempt=resumed.attempt)
         (run_dir / "stop").touch()
         assert run.end() == 75, run.story()
-    reasons = [event["why"] for event in run.events("stop")]
+    reasons = [event.why for event in run.events("stop")]
     assert len(reasons) == 1 and reasons[0].startswith("file ")  # not the end of the job, half an hour ahead

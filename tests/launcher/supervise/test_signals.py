@@ -68,11 +68,11 @@ def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
         send(run)
         assert run.end() == 75, run.story()
         (stop,) = run.events("stop")
-        saved = [event["step"] for event in run.events("checkpoint")]
-        assert saved[-1] == stop["step"] >= 7
+        saved = [event.step for event in run.events("checkpoint")]
+        assert saved[-1] == stop.step >= 7
         assert len(run.events("start")) == 1 and not run.events("resume")
         assert run.pids() == []
-        print(f"{send.__name__}: {time.time() - sent:.1f} s, saved at step {stop['step']}")
+        print(f"{send.__name__}: {time.time() - sent:.1f} s, saved at step {stop.step}")
 
 
 def test_the_ranks_run_to_the_end_after_their_node_launcher_is_killed(
@@ -120,7 +120,7 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_ranks_are_started_agai
         assert noticed - killed < 1.0
         assert run.end() == 0, run.story()
         (resume,) = run.events("resume")
-        assert resume["step"] % 5 == 0 and resume["step"] >= 10
+        assert resume.step % 5 == 0 and resume.step >= 10
 
 
 def test_a_signal_during_the_start_stops_the_run_once_the_ranks_have_their_handlers(
@@ -135,7 +135,7 @@ def test_a_signal_during_the_start_stops_the_run_once_the_ranks_have_their_handl
             os.kill(pid, signal.SIGUSR1)
         assert run.end() == 75, run.story()
         (stop,) = run.events("stop")
-        assert stop["step"] < 10  # the signal was neither lost nor delayed
+        assert stop.step < 10  # the signal was neither lost nor delayed
 
 
 def test_a_new_supervisor_kills_the_orphans_of_a_killed_one(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_ranks_save_and_stop_when_their_supervisor_is_killed_and_the_next_one_sw
             time.sleep(0.05)
         assert first.pids() == []
         (stop,) = first.events("stop")
-        assert first.events("checkpoint")[-1]["step"] == stop["step"] >= 7
+        assert first.events("checkpoint")[-1].step == stop.step >= 7
     left_by_first = [folder for folder in temporary.glob("electra-dist-ranks-*") if folder != of_another_run]
     assert len(left_by_first) == 1
     with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as second:
-        second.wait_for_step(int(stop["step"]) + 1, attempt=2)
+        second.wait_for_step(int(stop.step) + 1, attempt=2)
         assert not left_by_first[0].exists() and of_another_run.exists()
         second.process.send_signal(signal.SIGTERM)
         assert second.end() == 75, second.story()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.run_records import ledger_event
 
 from launcher.supervise.start_outcome import StartEnd, awaits_ledger, outcome
 
 
 def end(*events: str, **fields: Any) -> StartEnd:
     """Return the end of a start of two ranks with these events in the ledger; `fields` replace the defaults."""
-    ledger = [{"event": event, "step": 7, "why": "SIGUSR1"} for event in events]
+    ledger = [ledger_event(event, 7, why="SIGUSR1") for event in events]
     return StartEnd(events=ledger, **{"codes": {}, "num_ranks": 2, **fields})
 
 

@@ -37,7 +37,7 @@ def test_a_hung_rank_is_noticed_its_stacks_are_logged_and_the_resumed_run_gives_
         stopped = time.time()
         os.kill(run.rank_pid(1), signal.SIGSTOP)
         noticed = run.wait(lambda: run.logged("hung: rank", after=stopped))
-        step = run.wait(lambda: run.events("resume"))[0]["step"]
+        step = run.wait(lambda: run.events("resume"))[0].step
         run.wait_for_step(step + 1, attempt=2)
         print(f"hang to notice {noticed - stopped:.1f} s, to the next step {time.time() - stopped:.1f} s")
         assert run.end(120) == 0, run.story()
@@ -66,10 +66,10 @@ def test_a_run_whose_checkpoints_advance_is_restarted_more_than_three_times(
 ) -> None:
     with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**{"train.num_steps": 60}), tmp_path / "run", *TWO) as run:
         for attempt in range(4):
-            run.wait(lambda wanted=10 * attempt: any(e["step"] > wanted for e in run.events("checkpoint")))
+            run.wait(lambda wanted=10 * attempt: any(e.step > wanted for e in run.events("checkpoint")))
             os.kill(run.rank_pid(attempt % 2), signal.SIGKILL)
             run.wait(lambda seen=attempt + 1: len(run.events("resume")) == seen)
-            run.wait_for_step(run.events("resume")[-1]["step"] + 1, attempt=attempt + 3)
+            run.wait_for_step(run.events("resume")[-1].step + 1, attempt=attempt + 3)
         assert run.end() == 0, run.story()
         assert len(run.events("resume")) == 4
 

@@ -7,10 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from support.run_records import ledger_event
 
-from electra_dist.analysis.optimal_save_interval import automatic_steps
+from electra_dist.run.ledger import LedgerEvent
 from electra_dist.train.health.stop_request import JobEndTime
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
+from electra_dist.train.saving.save_schedule import automatic_steps
 
 JUMPS_S = (3600.0, -86400.0)
 WALL_CLOCK = time.time
@@ -54,10 +56,10 @@ def test_without_slurm_there_is_no_end_of_a_job(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_whose_ledger_was_written_while_the_clock_was_set_back_two_days_finds_its_save_interval():
-    """An older version recorded a setup of minus two days; the mean time between interruptions was negative."""
+    """The start was recorded after the clock had gone back: its end comes before its begin."""
 
-    def event(name: str, seconds: float, **details: Any) -> dict[str, Any]:
-        return {"time": datetime.fromtimestamp(seconds, UTC).isoformat(), "event": name, "attempt": 1, **details}
+    def event(name: str, seconds: float, **details: Any) -> LedgerEvent:
+        return ledger_event(name, time=datetime.fromtimestamp(seconds, UTC).isoformat(), attempt=1, **details)
 
     spent = {"first": 2.0, "step": 100.0, "data": 0.0, "stall": 0.5, "eval": 0.0}
     begun = event("start", 1.7e9, step=0, setup_s={"import": -2 * 86400.0, "build": 1.0, "restore": 0.0})

@@ -4,10 +4,15 @@ Guarantee: a record is one `write` of one whole line, so a process that is kille
 torn line at the end, which is dropped when the file is next opened or read. A record that a full or silent disk
 refuses stays in memory and is written before later records; a part of it that has reached the disk is first cut off.
 Floats are written by `repr`, so reading returns them bit for bit. Every line is strict JSON: NaN and the infinities,
-which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for
-them.
+which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and reading returns floats for them.
 
-Limits: one writer per file. Nothing keeps two processes that append to the same file apart.
+A file is read forwards or backwards, record by record, with one block and one line in memory, and it may grow
+meanwhile. Each record is checked by the type that it was written with: whole numbers are not negative and have at most
+53 bits, and a time can be converted to seconds. Fields that are not known pass, because a newer version of this
+package may have written them.
+
+Limits: one writer per file. Nothing keeps two processes that append to the same file apart. Lines that a reader does
+not ask for are not checked.
 """
 
 from __future__ import annotations
@@ -17,22 +22,68 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import make_folder, readable, replacing, store_error, sync_folder, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
-from electra_dist.store.json_file import DamagedJson, parse_json_object
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json_object
+from electra_dist.store.regular_files import open_regular
 
-Record = dict[str, Any]
+T = TypeVar("T")
 
 _CLOSED = -1  # in place of a file descriptor
 _UNOPENED = -2  # likewise: the next use opens the file
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _QUOTED_NON_FINITE = (b'"NaN"', b'Infinity"')  # a line without them has no such string
-_BLOCK_BYTES = 1 << 16  # read together where the last newline is looked for
+_FORWARD_BLOCK_BYTES = 1 << 20
+_BACKWARD_BLOCK_BYTES = 1 << 16
+
+
+def _check_time(text: str) -> str:
+    """Return an ISO 8601 time unchanged; raise ValueError for another text or a time without a Unix time."""
+    try:
+        datetime.fromisoformat(text).timestamp()
+    except OverflowError:
+        raise ValueError("the year is out of range") from None
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Number = Annotated[float, Field(gt=-1e15, lt=1e15)]  # also refuses NaN and the infinities
+Time = Annotated[str, AfterValidator(_check_time)]  # ISO 8601
+
+
+class Record(BaseModel):
+    """Base class of all records: a value of a wrong type is refused, and unknown fields pass."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that were set, in the order in which they are written."""
+        return self.model_dump(exclude_unset=True)
+
+
+class DatedRecord(Record):
+    """Record with the time at which it was written."""
+
+    time: Time
+
+    @property
+    def unix_s(self) -> float:
+        """Return the time in Unix seconds."""
+        return datetime.fromisoformat(self.time).timestamp()
+
+
+class Line(NamedTuple):
+    """Whole line of a file."""
+
+    offset: int  # of its first byte in the file
+    text: bytes  # without its newline
 
 
 class JsonlFile:
@@ -56,7 +107,7 @@ class JsonlFile:
                 f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
             ) from None
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record | Mapping[str, Any]) -> None:
         """Append a record as a line. It survives a kill of this process and, after `sync`, a crash of the machine.
 
         Raises StoreAway if the disk is full or away. The record then stays in memory: do not append it again, because
@@ -87,7 +138,7 @@ class JsonlFile:
                 raise
         self._unsynced = []
 
-    def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def replace(self, records: Iterable[Record | Mapping[str, Any]]) -> None:
         """Replace the whole content of the file atomically: a reader sees the old records or the new ones."""
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
@@ -147,69 +198,116 @@ class JsonlFile:
 
     def _cut_torn_line(self) -> None:
         """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""
-        with open(self.path, "rb") as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            whole_lines_bytes = size_bytes
-            while whole_lines_bytes > 0:
-                begin = max(0, whole_lines_bytes - _BLOCK_BYTES)
-                file.seek(begin)
-                last_newline = file.read(whole_lines_bytes - begin).rfind(b"\n")
-                whole_lines_bytes = begin + last_newline + 1  # `begin` if the block has no newline
-                if last_newline >= 0:
-                    break
-        if whole_lines_bytes != size_bytes:
+        newest = next(lines(self.path, reverse=True), None)
+        whole_lines_bytes = newest.offset + len(newest.text) + 1 if newest else 0
+        if whole_lines_bytes != self.path.stat().st_size:
             os.truncate(self.path, whole_lines_bytes)
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: Record | Mapping[str, Any]) -> bytes:
     """Return a record as one line of strict JSON in ASCII, with its newline."""
-    text = json.dumps(_floats_to_strings(record), separators=(", ", ": "), allow_nan=False)
+    fields = record.fields() if isinstance(record, Record) else record
+    text = json.dumps(_floats_to_strings(fields), separators=(", ", ": "), allow_nan=False)
     return text.encode("ascii") + b"\n"
 
 
-def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
-    """Return all whole records of a JSON-lines file, oldest first, without a torn last line; [] without a file.
+def read_records(
+    path: Path, parse: Callable[[dict[str, Any]], T], *, reverse: bool = False, containing: bytes = b""
+) -> Iterator[T]:
+    """Yield the records of a JSON-lines file, oldest first or in `reverse`; nothing without a file.
 
-    `fault_of` returns what is wrong with a record, "" for a good one. If a record has a fault, or a line is no JSON
-    object, UserError names the line.
+    `parse` makes a record of a line's JSON object, such as `LedgerEvent.model_validate`, and raises ValueError for a
+    damaged one; UserError then names the line. Lines without the text `containing` are neither parsed nor checked:
+    `b'"eval"'` finds the few evaluations in metrics.jsonl.
     """
+    for line in lines(path, reverse=reverse):
+        if containing in line.text:
+            yield parse_line(path, line, parse)
+
+
+def parse_line(path: Path, line: Line, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Return the record in a line of the file `path`; raise UserError, which names the line's number, for damage."""
+    try:
+        fields = parse_json_object(line.text)
+    except DamagedJson:
+        raise _damaged_line(path, line, "not a JSON object") from None
+    if any(name in line.text for name in _QUOTED_NON_FINITE):
+        fields = _strings_to_floats(fields)
+    try:
+        return parse(fields)
+    except ValidationError as error:
+        raise _damaged_line(path, line, first_fault(error)) from None
+    except ValueError as error:
+        raise _damaged_line(path, line, str(error)) from None
+
+
+def lines(path: Path, *, reverse: bool = False) -> Iterator[Line]:
+    """Yield the whole lines of a file, oldest first or in `reverse`, without a torn one; nothing without a file."""
     with readable(path):
         try:
-            content = read_regular(path)
+            file = open_regular(path)
         except FileNotFoundError:
-            return []
-    records = []
-    *lines, _ = content.split(b"\n")  # after the last newline comes nothing, or a torn line
-    for number, line in enumerate(lines, start=1):
-        record = parse_record(line)
-        if record is None:
-            raise damaged_line(path, number)
-        fault = fault_of(record) if fault_of is not None else ""
-        if fault:
-            raise damaged_line(path, number, fault)
-        records.append(record)
-    return records
+            return
+    with file:
+        yield from _lines_backwards(file) if reverse else _lines_forwards(file)
 
 
-def parse_record(line: bytes) -> Record | None:
-    """Return the record in a line, with "NaN" and the infinities as floats; None if it is no JSON object."""
-    record = _parse_object(line)
-    if record is None or not any(name in line for name in _QUOTED_NON_FINITE):
-        return record
-    converted: Record = _strings_to_floats(record)
-    return converted
+def _lines_forwards(file: BinaryIO) -> Iterator[Line]:
+    offset = 0
+    unfinished: list[bytes] = []  # parts of a line whose newline has not been read yet
+    while block := file.read(_FORWARD_BLOCK_BYTES):
+        *whole_lines, rest = block.split(b"\n")
+        for line in whole_lines:
+            if unfinished:
+                line = b"".join([*unfinished, line])
+                unfinished = []
+            yield Line(offset, line)
+            offset += len(line) + 1
+        unfinished.append(rest)
 
 
-def damaged_line(path: Path, number: int, fault: str = "not a JSON object") -> UserError:
-    """Return the error for a damaged line of a file; its message names the file, the line's number and the fault."""
+def _lines_backwards(file: BinaryIO) -> Iterator[Line]:
+    position = file.seek(0, os.SEEK_END)
+    later_parts: list[bytes] = []  # of the line whose first byte has not been read yet, the last part first
+    has_newline = False  # what is behind the last newline of the file is no whole line
+    while position > 0:
+        block_begin = max(0, position - _BACKWARD_BLOCK_BYTES)
+        file.seek(block_begin)
+        block = file.read(position - block_begin)
+        if len(block) < position - block_begin:
+            return  # a resume has just cut the file
+        position = block_begin
+        first_part, *whole_lines = block.split(b"\n")
+        if not whole_lines:
+            later_parts.append(first_part)
+            continue
+        whole_lines[-1] = b"".join([whole_lines[-1], *reversed(later_parts)])
+        later_parts = [first_part]
+        offset = block_begin + len(first_part) + sum(len(line) + 1 for line in whole_lines) + 1
+        for line in reversed(whole_lines):
+            offset -= len(line) + 1
+            if has_newline:
+                yield Line(offset, line)
+            has_newline = True
+    if has_newline:
+        yield Line(0, b"".join(reversed(later_parts)))
+
+
+def _damaged_line(path: Path, line: Line, fault: str) -> UserError:
+    number = _num_lines_before(path, line.offset) + 1
     return UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
 
 
-def _parse_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        return parse_json_object(line)
-    except DamagedJson:
-        return None
+def _num_lines_before(path: Path, offset: int) -> int:
+    num_newlines = 0
+    with open_regular(path) as file:
+        while offset > 0:
+            block = file.read(min(offset, _FORWARD_BLOCK_BYTES))
+            if not block:
+                break
+            num_newlines += block.count(b"\n")
+            offset -= len(block)
+    return num_newlines
 
 
 def _floats_to_strings(value: Any) -> Any:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from electra_dist.run.jsonl import Record
-from electra_dist.run.writers.text_samples import TextSample, replaced_words_table
 from electra_dist.store.failure_kinds import os_failure
 
 if TYPE_CHECKING:
@@ -122,7 +120,7 @@ class TensorBoardWriter:
                 f"metrics.jsonl has all of them"
             )
 
-    def write(self, kind: str, fields: Record) -> None:
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write the finite values of a record of kind "train" (training step) or "eval" (evaluation)."""
         if self._is_dropped:
             return
@@ -135,12 +133,12 @@ class TensorBoardWriter:
                 for tag, value in scalars(fields, SHARED_TAGS).items():
                     self._heldout.add_scalar(tag, value, step)
 
-    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write samples of held-out text, with the replaced words in bold, for TensorBoard's text tab."""
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text in Markdown about held-out rows, for TensorBoard's text tab."""
         if self._is_dropped:
             return
         with self._dropped_at_an_error():
-            self._heldout.add_text("replaced words", replaced_words_table(samples), step)
+            self._heldout.add_text(tag, text, step)
 
     def flush(self) -> None:
         """Write the buffered values to the files."""

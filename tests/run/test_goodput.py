@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_run import BOOT, BUILD, DATA, IMPORT, NOTICE, QUEUE, RESTORE, STEP, Simulation
 
-from electra_dist.analysis.optimal_save_interval import interruptions, measured_stall_s
-from electra_dist.analysis.wall_time.goodput import goodput, start_line
+from electra_dist.run.goodput import goodput, start_line
+from electra_dist.train.saving.save_schedule import interruptions, measured_stall_s
 
 NUM_STEPS = st.integers(12, 60)
 ENDINGS = st.sampled_from(["kill", "crash", "stop"])
@@ -55,30 +55,6 @@ def test_without_job_records_the_gap_between_two_starts_is_down_time():
     assert account.down == pytest.approx(run.truth["down"] + QUEUE + BOOT, abs=1e-2)
 
 
-def test_a_ledger_without_recorded_seconds_still_gives_an_account():
-    """Older ledgers lack `spent_s` and `setup_s`: the account then begins at the first event, after the setup.
-
-    Compilation and waits for rows cannot be distinguished from steps, so the useful seconds may be too many.
-    """
-    run = Simulation()
-    begin = run.now
-    run.job(20, "kill")
-    run.job(20, "stop")
-    old_ledger = []
-    for event in run.ledger:
-        old_event = dict(event)
-        old_event.pop("spent_s", None)
-        old_event.pop("setup_s", None)
-        old_ledger.append(old_event)
-
-    account = goodput(old_ledger)
-
-    first_event = begin + QUEUE + BOOT + IMPORT + BUILD + RESTORE
-    assert account.wall == pytest.approx(run.now - first_event, abs=1e-2)
-    assert account.stall == pytest.approx(run.truth["stall"])
-    assert account.useful >= run.truth["useful"]
-
-
 @pytest.mark.parametrize(("name", "step"), [("rollback", 24), ("storage", 20)])
 def test_an_event_without_recorded_seconds_does_not_hide_those_of_an_earlier_checkpoint(name: str, step: int):
     """The first job saves at steps 10 and 20 and makes 25; its last event has no `spent_s`, as after a rollback.
@@ -90,7 +66,7 @@ def test_an_event_without_recorded_seconds_does_not_hide_those_of_an_earlier_che
     run.job(25, "kill")
     end_of_first_job = datetime.fromtimestamp(run.now - NOTICE, UTC).isoformat(timespec="milliseconds")
     run.event(name, step)
-    run.ledger[-1]["time"] = end_of_first_job
+    run.ledger[-1] = run.ledger[-1].model_copy(update={"time": end_of_first_job})
     run.job(12, "stop")
 
     account = goodput(run.ledger, run.jobs)
@@ -122,9 +98,12 @@ def test_a_job_without_a_time_of_submission_counts_from_when_it_began():
     run.ledger.clear()  # the first job ended before its ranks started
     run.job(12, "stop")
     first_job, second_job = run.jobs
-    first_job["submitted"] = None
-    second_job["ledger_events"] = 0
-    first_job_began = datetime.fromisoformat(first_job["started"]).timestamp()
+    run.jobs = [
+        first_job.model_copy(update={"submitted": None}),
+        second_job.model_copy(update={"ledger_events": 0}),
+    ]
+    assert first_job.started is not None
+    first_job_began = datetime.fromisoformat(first_job.started).timestamp()
 
     account = goodput(run.ledger, run.jobs)
 
@@ -142,10 +121,10 @@ def test_an_event_that_an_abandoned_attempt_writes_late_does_not_count():
     run = Simulation()
     run.job(20, "kill")
     run.job(20, "stop")
-    first_attempt = [{**event, "attempt": 1} for event in run.ledger[:3]]
-    second_attempt = [{**event, "attempt": 2} for event in run.ledger[3:]]
+    first_attempt = [event.model_copy(update={"attempt": 1}) for event in run.ledger[:3]]
+    second_attempt = [event.model_copy(update={"attempt": 2}) for event in run.ledger[3:]]
     ledger = [*first_attempt, *second_attempt]
-    late_event = {**first_attempt[1], "time": ledger[-1]["time"], "event": "crash", "step": 9999}
+    late_event = first_attempt[1].model_copy(update={"time": ledger[-1].time, "event": "crash", "step": 9999})
 
     account = goodput([*ledger, late_event])
 
@@ -157,7 +136,7 @@ def test_the_line_of_a_start_after_a_kill_shows_the_restored_step_its_age_and_th
     run = Simulation()
     run.job(25, "kill")
     run.job(12, "kill")
-    events = [event["event"] for event in run.ledger]
+    events = [event.event for event in run.ledger]
     num_events_to_resume = events.index("resume") + 1
     ledger_at_resume = run.ledger[:num_events_to_resume]
     ledger_at_first_start = run.ledger[:1]

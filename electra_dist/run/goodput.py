@@ -26,9 +26,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from electra_dist.analysis.wall_time.queue_times import first_submission, queue_and_boot_of_starts
-from electra_dist.analysis.wall_time.run_starts import START_EVENTS, RunStart, seconds_per_step, starts_of, time_of
-from electra_dist.run.jsonl import Record
+from electra_dist.run.history import Link, Start, links, seconds_per_step, starts
+from electra_dist.run.ledger import JobRecord, LedgerEvent
 from electra_dist.run.number_formats import format_duration
 
 
@@ -75,37 +74,67 @@ class Goodput:
         return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
 
 
-def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
+def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Goodput:
     """Split the wall-clock time of a run, up to its last event, by activity.
+
     Without `jobs` (slurm/jobs.jsonl), `queue` and `boot` are 0 and the time between two starts counts as `down`.
     """
-    starts = starts_of(ledger)
-    if not starts:
+    run_starts = starts(ledger)
+    if not run_starts:
         return Goodput()
-    queue_and_boot_s = queue_and_boot_of_starts(ledger, jobs, starts)
-    useful_s, lost_s, steps_lost = _useful_and_lost(starts)
-    setups = [start.setup for start in starts]
-    spent = [start.spent for start in starts]
+    job_links = links(jobs)
+    queue_and_boot_s = _queue_and_boot_of_starts(run_starts, job_links)
+    useful_s, lost_s, steps_lost = _useful_and_lost(run_starts)
+    setups = [start.setup for start in run_starts]
+    spent = [start.spent for start in run_starts]
     parts = {
         "queue": sum(queue_s for queue_s, _ in queue_and_boot_s),
         "boot": sum(boot_s for _, boot_s in queue_and_boot_s),
         "imports": _total(setups, "import"),
         "build": _total(setups, "build"),
         "restore": _total(setups, "restore"),
-        "compile": sum(start.compile_s for start in starts),
+        "compile": sum(start.compile_s for start in run_starts),
         "data": _total(spent, "data"),
         "stall": _total(spent, "stall"),
         "eval": _total(spent, "eval"),
         "lost": lost_s,
         "useful": useful_s,
     }
-    run_began = min(starts[0].began, first_submission(jobs))
-    wall_s = starts[-1].last - run_began
+    first_submission = min((link.submitted_and_began[0] for link in job_links), default=math.inf)
+    wall_s = run_starts[-1].last - min(run_starts[0].began, first_submission)
     down_s = max(0.0, wall_s - math.fsum(parts.values()))
-    return Goodput(**parts, down=down_s, steps_lost=steps_lost, starts=len(starts))
+    return Goodput(**parts, down=down_s, steps_lost=steps_lost, starts=len(run_starts))
 
 
-def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
+def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) -> list[tuple[float, float]]:
+    """Return for each start of the run (seconds in Slurm's queue, seconds from begin of the job to the process)."""
+    queue_and_boot_s = []
+    previous_index = -1
+    previous_end = -math.inf
+    for start in starts:
+        # A job led to the first start event after the number of events that the ledger had when it began.
+        own_links = [link for link in links if previous_index < link.begin.ledger_events <= start.index]
+        queue_and_boot_s.append(_queue_and_boot(own_links, previous_end, start.began))
+        previous_index = start.index
+        previous_end = start.last
+    return queue_and_boot_s
+
+
+def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: float) -> tuple[float, float]:
+    """Return (queue seconds of all jobs that led to one start, seconds from the last job's begin to the process)."""
+    queue_s = 0.0
+    boot_s = 0.0
+    busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already
+    for link in links:
+        submitted, job_began = link.submitted_and_began
+        waiting_since = max(submitted, busy_until)
+        queue_s += max(0.0, job_began - waiting_since)
+        boot_s = max(0.0, process_began - job_began)  # replaced by each later job: only the last started the process
+        busy_until = link.begin.unix_s  # the run held the nodes of this job, so the wait for the next one began later
+    return queue_s, boot_s
+
+
+def _useful_and_lost(starts: Sequence[Start]) -> tuple[float, float, int]:
     """Return (seconds of kept steps, seconds of repeated steps, number of repeated steps).
     A step is kept if the next start resumed from a checkpoint that contains the step, or if no start followed.
     """
@@ -130,7 +159,7 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
         # Steps between the last record of its seconds and the end of this start: only the next start knows how many
         # they were. Their time is estimated, and is no longer than the gap from that record to the next start.
         num_unrecorded = max(0, next_start.repeated - num_repeated)
-        gap_s = max(0.0, next_start.began - start.spent_until)
+        gap_s = max(0.0, next_start.began - start.newest.unix_s)
         lost_s += min(num_unrecorded * step_s, gap_s)
         steps_lost += max(next_start.repeated, num_repeated)
     return useful_s, lost_s, steps_lost
@@ -140,29 +169,21 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
     return math.fsum(seconds.get(activity, 0.0) for seconds in seconds_by_activity)
 
 
-def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
+def start_line(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> str:
     """Describe a run's newest start in `ledger`: restored step, age of the checkpoint, steps lost, goodput so far."""
-    start_events = [event for event in ledger if event["event"] in START_EVENTS]
-    newest_start = start_events[-1]
+    run_starts = starts(ledger)
+    first_event = run_starts[-1].events[0]
     parts = []
-    if newest_start["event"] == "resume":
-        parts.append(f"restored step {newest_start['step']:,}")
-        age_s = _checkpoint_age_s(ledger, newest_start)
-        if age_s is not None:
-            parts.append(f"age {format_duration(age_s)}")
+    if first_event.event == "resume":
+        parts.append(f"restored step {first_event.step:,}")
+        saves = [event for event in ledger if event.event == "checkpoint" and event.step == first_event.step]
+        if saves:
+            parts.append(f"age {format_duration(first_event.unix_s - saves[-1].unix_s)}")
     else:
-        parts.append(f"start at step {newest_start['step']:,}")
-    if len(start_events) > 1:
-        parts.append(f"{newest_start.get('repeated', 0):,} steps lost")
+        parts.append(f"start at step {first_event.step:,}")
+    if len(run_starts) > 1:
+        parts.append(f"{first_event.repeated:,} steps lost")
         fraction = goodput(ledger, jobs).fraction
         if fraction is not None:
             parts.append(f"goodput {100 * fraction:.1f} %")
     return ", ".join(parts)
-
-
-def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
-    """Return the age in seconds of the checkpoint that event `resume` restored; None if its save is not recorded."""
-    saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
-    if not saves:
-        return None
-    return time_of(resume) - time_of(saves[-1])

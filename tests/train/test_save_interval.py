@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_run import BOOT, QUEUE, STALL, STEP, Simulation
 
-from electra_dist.analysis.optimal_save_interval import (
+from electra_dist.train.saving.save_schedule import (
     automatic_steps,
     mean_time_between_interruptions_s,
     measured_stall_s,
@@ -88,9 +88,7 @@ def test_the_automatic_interval_follows_the_measured_stalls_and_interruptions():
     assert steps_with_kills < 0.6 * calm_steps
 
     # Checkpoints that stop training for an hour would give a very long interval: it is limited to an hour.
-    ledger_with_slow_saves = []
-    for event in run.ledger:
-        if event["event"] == "checkpoint":
-            event = {**event, "stall_s": 3600.0}
-        ledger_with_slow_saves.append(event)
+    ledger_with_slow_saves = [
+        event.model_copy(update={"stall_s": 3600.0}) if event.event == "checkpoint" else event for event in run.ledger
+    ]
     assert automatic_steps(ledger_with_slow_saves) == round(longest_interval_s / STEP)

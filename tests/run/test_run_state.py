@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.run_records import ledger_event
 
-from electra_dist.analysis.run_classification import RunEvidence, run_state
+from electra_dist.run.history import RunEvidence, run_state
 
 
 def evidence(**fields: Any) -> RunEvidence:
@@ -36,7 +37,7 @@ def evidence(**fields: Any) -> RunEvidence:
 def test_the_state_of_a_run_follows_from_its_last_event_its_sign_of_life_and_its_jobs(
     last_event: str, evidence_fields: dict[str, Any], state: str
 ):
-    ledger = [{"event": "start", "step": 0}, {"event": last_event, "step": 5}]
+    ledger = [ledger_event("start"), ledger_event(last_event, 5)]
 
     assert run_state(ledger, evidence(**evidence_fields)) == state
 

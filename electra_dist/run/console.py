@@ -26,8 +26,8 @@ from electra_dist.console import Console as Terminal
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.run.folder import LOG_FILE
+from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.store.atomic_files import store_error
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 

@@ -1,1 +1,0 @@
-"""Writers of what a run records: metrics, TensorBoard, console and samples of text."""
