@@ -123,6 +123,7 @@ class CheckpointBench:
             shapes=shapes,
             shared={},
             versions={},
+            bit_settings={},
         )
 
     @property

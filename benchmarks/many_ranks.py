@@ -2,18 +2,17 @@
 
     python benchmarks/many_ranks.py            # a rehearsal in one process; the store is in memory
 
-For each number of ranks and the ZeRO stages 1 and 3: a commit (without rank 0's own file and its entry), the deletion
-of an older checkpoint, the reading of the manifest in a restore, and a start that finds two leftover objects of every
-rank.
+For each number of ranks and the ZeRO stages 1 and 3: a commit (without rank 0's own file), the deletion of an older
+checkpoint, the reading of the manifest in a restore, and a start that finds a leftover file of every rank.
 
-How: the manifest entries of all ranks are made from the parameters' shapes, and no tensor is written. A store counts
-its requests (`tests/support/counting_store.py`) and answers at once, so the seconds are those of the program alone.
-
-Limits: one process takes the part of rank 0 and of the leaders of the groups in turn; the seconds are rank 0's.
+How: the headers of all ranks' files are made from the parameters' shapes, and no tensor is written. A store counts its
+requests (`tests/support/counting_store.py`) and answers at once, so the seconds are those of the program alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 import time
@@ -29,13 +28,10 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    RunState,
-    TensorEntry,
     folder_name,
+    part,
 )
 from electra_dist.checkpoint.commit import begin_attempt, commit, retain
-from electra_dist.checkpoint.many_ranks.file_entries import merge_group, submit
-from electra_dist.checkpoint.many_ranks.rank_groups import led_group
 from electra_dist.config import CheckpointConfig
 from electra_dist.config_file import load_config
 from electra_dist.model.towers import ElectraTowers
@@ -74,11 +70,9 @@ def fragments(shapes: Shapes, stage: int, rank: int, num_ranks: int) -> Iterator
     """
     if stage == 3:
         for name, shape in shapes.items():
-            numel = math.prod(shape)
-            part = -(-numel // num_ranks)
-            first = min(rank * part, numel)
-            if num_elements := min(part, numel - first):
-                yield name, first, num_elements
+            first, end = part(math.prod(shape), num_ranks, rank)
+            if first < end:
+                yield name, first, end - first
         return
     total = sum(math.prod(shape) for shape in shapes.values())
     begin, end = total * rank // num_ranks, total * (rank + 1) // num_ranks
@@ -91,26 +85,39 @@ def fragments(shapes: Shapes, stage: int, rank: int, num_ranks: int) -> Iterator
         offset += numel
 
 
-def file_entry(shapes: Shapes, stage: int, rank: int, num_ranks: int) -> FileEntry:
-    """Return the manifest entry of the file of a rank, with digests of nothing."""
-    offset = 1000
-    tensors = []
-    parts = list(fragments(shapes, stage, rank, num_ranks))
-    for kind in KINDS:
-        for name, first, num_elements in parts:
-            for piece in range(0, num_elements, PIECE):
-                numel = min(PIECE, num_elements - piece)
-                tensors.append(
-                    TensorEntry(kind=kind, name=name, start=first + piece, numel=numel, offset=offset, sha256=DIGEST)
-                )
-                offset += 4 * numel
-    return FileEntry(
-        name=f"rank-{rank:05d}.safetensors",
-        size_bytes=offset,
-        header_bytes=1000,
-        header_sha256=DIGEST,
-        tensors=tuple(tensors),
-    )
+class HeaderOnly:
+    """Tensor file of a rank of which only the header exists; its size is that of the whole file."""
+
+    def __init__(self, shapes: Shapes, stage: int, rank: int, num_ranks: int) -> None:
+        table: Json = {}
+        offset = 0
+        parts = list(fragments(shapes, stage, rank, num_ranks))
+        for kind in KINDS:
+            for name, first, num_elements in parts:
+                for piece in range(0, num_elements, PIECE):
+                    numel = min(PIECE, num_elements - piece)
+                    offsets = [offset, offset + 4 * numel]
+                    table[f"{kind}|{name}|{first + piece}"] = {
+                        "dtype": "F32",
+                        "shape": [numel],
+                        "data_offsets": offsets,
+                    }
+                    offset += 4 * numel
+        tree = {"__metadata__": {"sha256": DIGEST * len(table)}, **table}
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        self._header = len(text).to_bytes(8, "little") + text
+        self.entry = FileEntry(
+            rank=rank,
+            size_bytes=len(self._header) + offset,
+            header_bytes=len(self._header),
+            header_sha256=hashlib.sha256(self._header).hexdigest(),
+        )
+
+    def __len__(self) -> int:
+        return self.entry.size_bytes
+
+    def __getitem__(self, part_of_file: slice) -> bytes:
+        return self._header[part_of_file]
 
 
 def work(phase: str, store: CountingStore, call: Callable[[], object]) -> Work:
@@ -129,11 +136,13 @@ def rehearse(shapes: Shapes, stage: int, num_ranks: int) -> tuple[list[Work], in
     service = Service()
     begin_attempt([CountingStore(service)], many_ranks.RUN)
     old = folder_name(5, 1)
-    for name in [*(f"rank-{rank:05d}.safetensors" for rank in range(num_ranks)), MANIFEST]:
+    for name in [*(checkpoints.file_name(rank) for rank in range(num_ranks)), MANIFEST]:
         service.objects[f"{old}/{name}"] = b"x"
     state = checkpoints.state_at(10, world_size=num_ranks, zero_stage=stage, shapes=shapes)
     folder = folder_name(state.step, state.attempt)
-    _submit_all(service, folder, state, shapes)
+    for rank in track(range(num_ranks), f"ZeRO {stage}, {num_ranks:,} ranks", transient=True):
+        file = HeaderOnly(shapes, stage, rank, num_ranks)
+        service.objects[f"{folder}/{file.entry.name}"] = file  # type: ignore[assignment]
     store, deletion, restore, start = (CountingStore(service, many_ranks.REQUEST_THREADS) for _ in range(4))
     saved_at = "2026-01-01T00:00:00+00:00"
     works = [work("save", store, lambda: commit(store, state, saved_at))]
@@ -142,22 +151,9 @@ def rehearse(shapes: Shapes, stage: int, num_ranks: int) -> tuple[list[Work], in
     )
     works.append(work("restore", restore, lambda: Manifest.parse(restore.read(f"{folder}/{MANIFEST}"))))
     for rank in range(num_ranks):
-        for name in (f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"):
-            service.objects[f"{folder_name(20, 1)}/{name}"] = b"x"
+        service.objects[f"{folder_name(20, 1)}/{checkpoints.file_name(rank)}"] = b"x"
     works.append(work("start", start, lambda: begin_attempt([start], many_ranks.RUN)))
     return works, len(service.objects[f"{folder}/{MANIFEST}"])
-
-
-def _submit_all(service: Service, folder: str, state: RunState, shapes: Shapes) -> None:
-    """Store the entries of all ranks, and the merged entries of their groups, as the ranks do before the commit."""
-    num_ranks = state.world_size
-    view = CountingStore(service, many_ranks.REQUEST_THREADS)
-    for rank in track(range(num_ranks), f"ZeRO {state.zero_stage}, {num_ranks:,} ranks", transient=True):
-        submit(view, folder, rank, state, file_entry(shapes, state.zero_stage, rank, num_ranks))
-    for rank in range(num_ranks):
-        group = led_group(rank, num_ranks)
-        if group is not None:
-            merge_group(view, folder, group, num_ranks, 60.0, lambda: False)
 
 
 def main(argv: Sequence[str] | None = None) -> Json:

@@ -90,6 +90,7 @@ class CheckpointWriter:
         for key in self._staging.list("step-"):
             if is_older(key, attempt):
                 self._staging.delete(key)
+        self._staging.discard_unfinished("step-", lambda key: is_older(key, attempt))
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
         """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
@@ -196,11 +197,11 @@ class CheckpointWriter:
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's file in every target. Then group leaders merge manifest entries, and rank 0 commits."""
+        """Store this rank's file in every target. Then rank 0 commits."""
         save = Save(self._rank, state, tensors, self._staging, self._targets)
-        stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
+        stages: list[Callable[[], Exception | None]] = [save.store]
         if self._rank == 0:
-            stages = [save.store, lambda: _failure_of(self.before_commit), lambda: save.commit(self._must_give_up)]
+            stages += [lambda: _failure_of(self.before_commit), lambda: save.commit(self._must_give_up)]
         with self._patience.outage() as outage:
             while True:
                 failure = _first_failure(stages)

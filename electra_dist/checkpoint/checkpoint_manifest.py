@@ -1,25 +1,21 @@
-"""Define the manifest of a checkpoint, a JSON file that is written last: without a manifest there is no checkpoint.
+"""Define the files of a checkpoint: tensor files, whose names say how to verify them, and a manifest, written last.
 
-Guarantee: every byte of a checkpoint is covered by a SHA-256 digest. A tensor file consists of a header, whose length
-and digest are in the manifest, and of tensors, whose offsets and digests are in the manifest. Header and tensors
-follow one another without a gap up to the end of the file. The manifest contains its own digest. It is accepted only
-in the exact bytes that `Manifest.dump` writes.
+Guarantee: every byte of a checkpoint is covered by a SHA-256 digest. The manifest contains its own digest and the
+names of all tensor files. The name of a tensor file contains its size, and length and digest of its header. The header
+lists the file's tensors with their offsets and digests. Header and tensors follow one another without a gap up to the
+end of the file. A manifest is accepted only in the exact bytes that `Manifest.dump` writes.
 
 How: every start of a run has a number, its "attempt". A store that receives checkpoints holds these files:
     attempts/0003.json                  written by start 3 of the run; contains the identity of the run
     step-00000400-a0003/                checkpoint after 400 steps by start 3; no other start writes to this folder
-        rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
-        rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
-        group-00000/rank-00000.json     the same entry in a run of more than 16 ranks; deleted once it is merged
-        merged-00000.json               the entries of a group, merged by its last rank; deleted after the commit
-        manifest.json                   the commit: created by rank 0, only if absent, after all entries were there
+        rank-00000.SIZE.HEADER.SHA256.safetensors
+                                        fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
+        manifest.json                   the commit: created by rank 0, only if absent, after all files were there
         manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
 
-A manifest of format 2 lists every tensor and takes about 150 bytes for each. That would be more than 3 MB in a large
-run at ZeRO stages 0 and 3, where every rank stores a part of every parameter. The manifest then has format 3: it holds
-only a run-length code of how each parameter is divided between the files (many_ranks/parameter_runs.py). The tensors
-and their digests are listed in the header of each file, and the digest of the header is in the manifest. Both formats
-are read.
+A file appears under its name when it is whole. So a listing that shows the files of all ranks in their right sizes is
+all that rank 0 needs for the manifest, except for the ranges of parameters that each file holds. At ZeRO stages 0 and
+3, `part` computes these. At stages 1 and 2, they are read from the headers and listed in the manifest.
 """
 
 from __future__ import annotations
@@ -28,14 +24,14 @@ import hashlib
 import json
 import math
 import re
-from collections import defaultdict
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
-from electra_dist.checkpoint.many_ranks.parameter_runs import Run, check_runs
 from electra_dist.config import canonical_json
-from electra_dist.errors import TornCheckpoint
+from electra_dist.errors import StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import parse_json
 from electra_dist.store.retry import Rereading
@@ -47,7 +43,22 @@ SET_ASIDE_REASON = "set-aside.txt"
 WITHDRAWN = "withdrawn: "
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Range = tuple[int, int]  # elements [start, end) of a flattened parameter
+LENGTH_BYTES = 8  # of the number that precedes the JSON of a header
+DIGEST_CHARACTERS = 64  # of a SHA-256 in hexadecimal
+
 _FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")
+_FILE = re.compile(r"rank-([0-9]{5,})\.([0-9]+)\.([0-9]+)\.([0-9a-f]{64})\.safetensors")
+_EVENLY_DIVIDED = (0, 3)  # ZeRO stages at which rank r stores `part(numel, ranks, r)` of every parameter
+
+
+def part(numel: int, world_size: int, rank: int) -> Range:
+    """Return the elements of a parameter that a rank stores if the ranks divide it evenly; empty for the last ranks.
+    All parts have the same size, except that the last ones are shorter. So DeepSpeed divides parameters at stage 3.
+    """
+    size = -(-numel // world_size)
+    start = min(rank * size, numel)
+    return start, min(start + size, numel)
 
 
 class _Frozen(BaseModel):
@@ -56,8 +67,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TensorEntry(_Frozen):
-    """Manifest entry of one fp32 tensor in a rank's file: elements [start, start + numel) of a flattened parameter."""
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Entry of one fp32 tensor in a file's header: elements [start, start + numel) of a flattened parameter."""
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -72,35 +84,39 @@ class TensorEntry(_Frozen):
         return 4 * self.numel
 
 
-class FileEntry(_Frozen):
-    """Manifest entry of one rank's safetensors file. The file consists of a header and tensors, without gaps."""
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What the name of a rank's tensor file says. The file consists of a header and tensors, without gaps."""
 
-    name: str  # file name, such as rank-00003.safetensors
+    rank: int  # that wrote it
     size_bytes: int  # of the whole file
     header_bytes: int
     header_sha256: str  # hexadecimal
-    tensors: tuple[TensorEntry, ...]  # in the order of the file; () if only the file's header lists them
 
     @property
-    def is_listed_in_header(self) -> bool:
-        """Return whether the tensors are listed in the file's header instead of this entry (manifest format 3)."""
-        return not self.tensors and self.size_bytes > self.header_bytes
+    def name(self) -> str:
+        """Return the name of the file in the checkpoint's folder."""
+        return f"rank-{self.rank:05d}.{self.size_bytes}.{self.header_bytes}.{self.header_sha256}.safetensors"
 
-    def check_layout(self) -> None:
-        """Raise TornCheckpoint unless this entry's header and tensors cover each byte of the file exactly once."""
-        end = self.header_bytes
-        for tensor in self.tensors:
-            if tensor.offset != end:
-                raise TornCheckpoint(
-                    f"{MANIFEST} is inconsistent: a tensor of {self.name} should begin at byte {end}, but begins at "
-                    f"byte {tensor.offset}"
-                )
-            end += tensor.size_bytes
-        if end != self.size_bytes:
-            raise TornCheckpoint(
-                f"{MANIFEST} is inconsistent: the tensors of {self.name} end at byte {end}, but its size is "
-                f"{self.size_bytes} bytes"
-            )
+    @classmethod
+    def parse(cls, name: str) -> FileEntry | None:
+        """Return what the name of a tensor file says; None for any other name."""
+        match = _FILE.fullmatch(name)
+        if match is None:
+            return None
+        entry = cls(rank=int(match[1]), size_bytes=int(match[2]), header_bytes=int(match[3]), header_sha256=match[4])
+        return entry if entry.name == name else None
+
+
+def _file_entry(value: Any) -> FileEntry:
+    entry = value if isinstance(value, FileEntry) else FileEntry.parse(str(value))
+    if entry is None:
+        raise ValueError(f"{value!r} is no name of a tensor file")
+    return entry
+
+
+# In JSON the name of the file, which says all.
+_FileName = Annotated[FileEntry, BeforeValidator(_file_entry), PlainSerializer(lambda entry: entry.name)]
 
 
 class LossScaleState(_Frozen):
@@ -123,40 +139,67 @@ class RunState(_Frozen):
     shapes: dict[str, list[int]]  # parameter -> shape
     shared: dict[str, str]  # second name of a shared parameter -> the name in `shapes`
     versions: dict[str, str]  # package -> version, of the process that saved
-    bit_settings: dict[str, str] = {}  # what may change the last bits (engine/bit_settings.py); {} in older versions
+    bit_settings: dict[str, str]  # what may change the last bits (engine/bit_settings.py)
     rows_seen: int = 0  # rows (packed sequences) trained on since step 0
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/receipt.py)
     skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/skip_list_file.py), ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first, for the loss guard
-    # Of the evaluation at this step, if there was one. Checkpoints of older versions have `eval_rtd_loss` only.
-    eval_rtd_loss: float | None = None  # loss of replaced-token detection
+    # Of the evaluation at this step, if there was one.
     eval_context_auc: float | None = None  # of an objective with a discriminator
-    eval_loss: float | None = None  # of an objective without a discriminator, whose only network predicts tokens
+    eval_loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens
     loss_scale: LossScaleState | None = None  # in fp16 only
     overflowed: tuple[int, ...] = ()  # steps below `step` whose gradients overflowed fp16, so no update, ascending
 
+    @property
+    def is_divided_evenly(self) -> bool:
+        """Return whether each rank stores its `part` of every parameter, so that nobody need list the ranges."""
+        return self.zero_stage in _EVENLY_DIVIDED
+
+    def parts(self, rank: int) -> dict[str, Range]:
+        """Return the ranges of parameters that a rank stores if they are divided evenly, by name; none is empty."""
+        ranges = {name: part(math.prod(shape), self.world_size, rank) for name, shape in self.shapes.items()}
+        return {name: (start, end) for name, (start, end) in ranges.items() if start < end}
+
 
 class Manifest(_Frozen):
-    """Manifest of one checkpoint: its run state and every tensor file, with a SHA-256 for each range of bytes."""
+    """Manifest of one checkpoint: its run state, its tensor files, and which ranges of parameters each file holds."""
 
-    format: Literal[2, 3] = 2
+    format: Literal[1] = 1
     saved_at: str  # UTC, ISO 8601; the same in all targets
     state: RunState
-    files: tuple[FileEntry, ...]
-    # In format 3, the run-length code of how each parameter is divided between the files; None in format 2.
-    runs: dict[str, tuple[Run, ...]] | None = None
+    files: tuple[_FileName, ...]  # in the order of the ranks that wrote them
+    # At ZeRO stages 1 and 2, parameter -> (rank, first element, element after the last) of each range, in the order of
+    # the elements; None if the parameters are divided evenly.
+    ranges: dict[str, tuple[tuple[int, int, int], ...]] | None = None
 
     @property
     def size_bytes(self) -> int:
         """Return the size of all tensor files together, headers included; the manifest is not counted."""
         return sum(file.size_bytes for file in self.files)
 
+    def ranges_of(self, rank: int) -> dict[str, Range]:
+        """Return the ranges of parameters that the file of a rank holds, by name of the parameter; none is empty."""
+        if self.ranges is None:
+            return self.state.parts(rank)
+        return {
+            name: (start, end)
+            for name, ranges in self.ranges.items()
+            for range_rank, start, end in ranges
+            if range_rank == rank
+        }
+
+    def ranks_with(self, name: str, start: int, end: int) -> Sequence[int]:
+        """Return the ranks whose files hold any of the elements [start, end) of a parameter, at least one."""
+        if self.ranges is None:
+            _, size = part(math.prod(self.state.shapes[name]), self.state.world_size, 0)
+            return range(start // size, (end - 1) // size + 1)
+        return [rank for rank, first, last in self.ranges[name] if first < end and start < last]
+
     def dump(self) -> bytes:
         """Return the manifest as canonical JSON (keys sorted, no spaces) that ends with a newline.
         The key `sha256` holds the digest of the same JSON without that key. A loss that is not finite becomes null.
         """
-        fields_of_format_3 = {"runs"} if self.runs is None else set()
-        tree = json.loads(self.model_dump_json(exclude=fields_of_format_3))  # through JSON text: NaN becomes null
+        tree = json.loads(self.model_dump_json())  # through JSON text: NaN becomes null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
@@ -187,51 +230,136 @@ class Manifest(_Frozen):
         return manifest
 
     def check_coverage(self) -> None:
-        """Raise TornCheckpoint unless the files hold every element of every parameter and its moments exactly once.
-        In format 2, the entries must also cover each byte of their files. In format 3, this is checked when the header
-        of a file is read.
-        """
-        if self.runs is not None:
-            self._check_runs(self.runs)
-            return
-        # Ranges of elements [start, end) that the files hold, by kind and parameter.
-        ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-        for file in self.files:
-            file.check_layout()
-            for tensor in file.tensors:
-                ranges[tensor.kind, tensor.name].append((tensor.start, tensor.start + tensor.numel))
-        unknown_names = {name for _, name in ranges} - set(self.state.shapes)
-        if unknown_names:
+        """Raise TornCheckpoint unless the files hold every element of each parameter and its moments exactly once."""
+        ranks = [file.rank for file in self.files]
+        if ranks != list(range(self.state.world_size)):
             raise TornCheckpoint(
-                f"{MANIFEST} is inconsistent: it lists tensors of unknown parameters {sorted(unknown_names)[:3]}"
+                f"{MANIFEST} is inconsistent: it lists {len(ranks)} files that are not those of the "
+                f"{self.state.world_size} ranks in their order"
             )
-        for kind in KINDS:
-            for name, shape in self.state.shapes.items():
-                _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
+        if self.state.is_divided_evenly != (self.ranges is None):
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: `ranges` does not fit ZeRO stage {self.state.zero_stage}"
+            )
+        if self.ranges is not None:
+            _check_ranges(self.state, self.ranges)
+        for file, numel in zip(self.files, self._elements_of_files()):
+            size_bytes = file.header_bytes + 4 * len(KINDS) * numel
+            if file.size_bytes != size_bytes:
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: header and tensors of {file.name} end at byte {size_bytes}"
+                )
 
-    def _check_runs(self, runs: dict[str, tuple[Run, ...]]) -> None:
-        if set(runs) != set(self.state.shapes):
-            names = sorted(set(runs) ^ set(self.state.shapes))[:3]
-            raise TornCheckpoint(f"{MANIFEST} is inconsistent: `runs` and `shapes` differ in the parameters {names}")
+    def _elements_of_files(self) -> list[int]:
+        """Return how many elements of parameters each file holds, each with its two moments."""
+        elements = [0] * len(self.files)
         for name, shape in self.state.shapes.items():
-            try:
-                check_runs(name, math.prod(shape), runs[name], len(self.files))
-            except TornCheckpoint as error:
-                raise TornCheckpoint(f"{MANIFEST} is inconsistent: {error}") from None
+            numel = math.prod(shape)
+            if self.ranges is not None:
+                for rank, start, end in self.ranges[name]:
+                    elements[rank] += end - start
+                continue
+            _, part_numel = part(numel, len(elements), 0)
+            for rank, start in enumerate(range(0, numel, part_numel)):
+                elements[rank] += min(part_numel, numel - start)
+        return elements
 
 
-def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None:
-    """Raise TornCheckpoint unless the ranges [start, end) cover the elements [0, numel) exactly once."""
-    covered = 0  # elements [0, covered) are in exactly one of the ranges so far
-    for start, end in sorted(ranges):
-        if start != covered:
+def _check_ranges(state: RunState, ranges: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
+    """Raise TornCheckpoint unless the ranges cover each element of each parameter exactly once."""
+    if set(ranges) != set(state.shapes):
+        names = sorted(set(ranges) ^ set(state.shapes))[:3]
+        raise TornCheckpoint(f"{MANIFEST} is inconsistent: `ranges` and `shapes` differ in the parameters {names}")
+    for name, shape in state.shapes.items():
+        covered = 0  # elements [0, covered) are in exactly one of the ranges so far
+        for rank, start, end in ranges[name]:
+            if start != covered or end <= start or not 0 <= rank < state.world_size:
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: elements {min(start, covered)} to {max(start, covered)} of {name} "
+                    f"are missing or stored twice"
+                )
+            covered = end
+        numel = math.prod(shape)
+        if covered != numel:
+            raise TornCheckpoint(f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {name}")
+
+
+def tensors_of_header(file: FileEntry, header: bytes) -> list[TensorEntry]:
+    """Return the tensors that a file's header lists, in their order. The caller has verified the header's digest.
+    Raises TornCheckpoint if header and tensors do not cover every byte of the file exactly once.
+    """
+    table = json.loads(header[LENGTH_BYTES:])
+    digests = table.pop("__metadata__")["sha256"]
+    tensors = []
+    end = file.header_bytes
+    for number, (name, description) in enumerate(table.items()):
+        kind, parameter, start = name.split("|")
+        first_byte, _ = description["data_offsets"]  # counted from the end of the header
+        tensor = TensorEntry(
+            kind=cast(Kind, kind),
+            name=parameter,
+            start=int(start),
+            numel=description["shape"][0],
+            offset=file.header_bytes + first_byte,
+            sha256=digests[number * DIGEST_CHARACTERS : (number + 1) * DIGEST_CHARACTERS],
+        )
+        if tensor.offset != end:
             raise TornCheckpoint(
-                f"{MANIFEST} is inconsistent: elements {min(start, covered)} to {max(start, covered)} of {label} are "
-                f"missing or stored twice"
+                f"the header of {file.name} is inconsistent: a tensor should begin at byte {end}, but begins at byte "
+                f"{tensor.offset}"
             )
-        covered = end
-    if covered != numel:
-        raise TornCheckpoint(f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {label}")
+        end += tensor.size_bytes
+        tensors.append(tensor)
+    if end != file.size_bytes:
+        raise TornCheckpoint(
+            f"the header of {file.name} is inconsistent: its tensors end at byte {end}, but its size is "
+            f"{file.size_bytes} bytes"
+        )
+    return tensors
+
+
+def ranges_of_tensors(file: FileEntry, tensors: Sequence[TensorEntry]) -> dict[str, Range]:
+    """Return the range of each parameter that the tensors of a file hold, by name of the parameter.
+    Raises TornCheckpoint unless weights and both moments have the same ranges, one of each parameter.
+    """
+    ranges_of_kinds: dict[str, dict[str, Range]] = {kind: {} for kind in KINDS}
+    for tensor in tensors:
+        ranges = ranges_of_kinds[tensor.kind]
+        start, end = ranges.get(tensor.name, (tensor.start, tensor.start))
+        if end != tensor.start:
+            raise TornCheckpoint(f"the header of {file.name} is inconsistent: {tensor.name} is stored with a hole")
+        ranges[tensor.name] = (start, tensor.start + tensor.numel)
+    masters = ranges_of_kinds["master"]
+    if any(ranges != masters for ranges in ranges_of_kinds.values()):
+        raise TornCheckpoint(
+            f"the header of {file.name} is inconsistent: the moments are not those of the weights that it holds"
+        )
+    return masters
+
+
+def read_tensors_of(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> tuple[list[TensorEntry], str]:
+    """Read a file's header and verify it; return the tensors that it lists, and what is wrong ("" for a good header).
+    Raises TornCheckpoint if the header is as it was written, but inconsistent.
+    """
+    key = f"{folder}/{file.name}"
+
+    def read_once() -> tuple[bytes, str]:
+        try:
+            header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
+        except StoreMissing:
+            return b"", missing(file.name)
+        found_sha256 = hashlib.sha256(header).hexdigest()
+        if found_sha256 == file.header_sha256:
+            return header, ""
+        return header, f"the header of {file.name} does not match its digest (found {found_sha256[:12]})"
+
+    header, fault = rereading.read(f"{store.url}/{key}", read_once)
+    return ([], fault) if fault else (tensors_of_header(file, header), "")
+
+
+def missing(file: str) -> str:
+    """Return the text for a missing file; callers compare with it to tell a missing file from a damaged one."""
+    return f"{file} is missing"
 
 
 def folder_name(step: int, attempt: int) -> str:

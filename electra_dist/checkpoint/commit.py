@@ -1,10 +1,10 @@
 """Commit checkpoints to a store so that a kill at any moment leaves only whole ones, and delete old ones safely.
 
 Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files. An older attempt
-whose processes still run raises `Fenced` at its next check for a newer number. Each rank stores a tensor file and a
-JSON entry with the file's digests (many_ranks/file_entries.py). Then rank 0 commits the checkpoint by creating its
-manifest, which contains all entries; the store creates it only if it is absent. Deletion removes the manifest before
-the tensor files. A kill in between leaves unused files ("leftovers"), and never a manifest whose files are missing.
+whose processes still run raises `Fenced` at its next check for a newer number. Each rank stores a tensor file, which
+appears when it is whole. When a listing shows the files of all ranks, rank 0 commits the checkpoint by creating its
+manifest; the store creates it only if it is absent. Deletion removes the manifest before the tensor files. A kill in
+between leaves unused files ("leftovers"), and never a manifest whose files are missing.
 
 How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
 older attempt may still run, for example behind a cut network link. It checks for newer numbers before its commit, and
@@ -12,14 +12,16 @@ again before it deletes anything. If the new attempt begins just after the first
 of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
 one, which still exists because the second check prevented its deletion.
 
-Limits: only rank 0, or a command outside the run, calls these functions. A commit takes rank 0 a number of requests
-that grows with the square root of the number of ranks (docs/cluster.md).
+Limits: only rank 0, or a command outside the run, calls these functions. At ZeRO stages 1 and 2, a commit reads the
+header of every file, 16 at a time (docs/cluster.md).
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -27,26 +29,30 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
     SET_ASIDE_REASON,
+    FileEntry,
     Manifest,
+    Range,
     RunState,
     committed,
     folder_name,
     parse_folder,
+    ranges_of_tensors,
     read_manifest,
+    read_tensors_of,
 )
-from electra_dist.checkpoint.many_ranks.file_entries import read_entries, wait_for
-from electra_dist.checkpoint.many_ranks.rank_groups import is_entry, keys_of_rank_0
 from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
+from electra_dist.store.retry import Rereading
 
-ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
+FILES_TIMEOUT_S = 1800.0  # how long rank 0 waits for the files of the other ranks
+_POLL_S = 0.02  # first pause between two listings; it doubles with each
+_LONGEST_POLL_S = 1.0
 _ATTEMPTS = "attempts/"
 _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
 _MOST_TRIES = 50  # to take a number; each one that fails means that another start has taken it
-_TENSORS = re.compile(r"rank-[0-9]{5,}\.safetensors")
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
@@ -161,20 +167,16 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 def leftovers(target: Store, attempt: int) -> list[str]:
     """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
-    They are the ranks' entries of finished checkpoints (committed or set aside as unusable), and all files of
-    unfinished checkpoints from starts before `attempt`. The newest start, `attempt`, may still be writing its own.
+    They are all files of unfinished checkpoints (neither committed nor set aside as unusable) from starts before
+    `attempt`. The newest start, `attempt`, may still be writing its own.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
-    leftover_keys = []
-    for key in keys:
-        folder, _, name = key.partition("/")  # step-00000400-a0003/rank-00000.json
-        is_finished = folder in finished_folders
-        is_used_entry = is_finished and is_entry(name)  # the manifest contains the entry
-        is_abandoned = not is_finished and is_older(key, attempt)  # nobody will commit this folder any more
-        if is_used_entry or (is_abandoned and _is_of_checkpoint(key)):
-            leftover_keys.append(key)
-    return leftover_keys
+    return [
+        key
+        for key in keys
+        if key.partition("/")[0] not in finished_folders and is_older(key, attempt) and _is_of_checkpoint(key)
+    ]
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
@@ -193,7 +195,7 @@ def _attempt_of(key: str) -> float:
 def _is_of_checkpoint(key: str) -> bool:
     """Return whether a key in a checkpoint folder names a file of the checkpoint, not one that a user put there."""
     _, _, name = key.partition("/")
-    return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or is_entry(name) or bool(_TENSORS.fullmatch(name))
+    return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or FileEntry.parse(name) is not None
 
 
 def is_older(key: str, attempt: int) -> bool:
@@ -206,47 +208,78 @@ def is_older(key: str, attempt: int) -> bool:
     return folder_attempt < attempt
 
 
-def commit(
-    target: Store,
-    state: RunState,
-    saved_at: str,
-    *,
-    is_repeated: bool = False,
-    give_up: Callable[[], bool] = lambda: False,
-) -> None:
-    """Commit a checkpoint on one target: wait for the manifest entries of all ranks, then create the manifest.
-    For rank 0 only. `saved_at` is UTC in ISO 8601, the same in all targets. Set `is_repeated` if this process has
-    tried before: an existing manifest is then its own.
-    Raises Fenced if a newer start exists or another process has created the manifest. (If the newer start began during
-    the commit, the checkpoint exists nevertheless.) Raises TimeoutError after `ENTRY_TIMEOUT_S` or when `give_up`
-    returns True, and TornCheckpoint if the entries do not cover every parameter once.
+def commit(target: Store, state: RunState, saved_at: str, give_up: Callable[[], bool] = lambda: False) -> None:
+    """Commit a checkpoint on one target: wait for the files of all ranks, then create the manifest.
+    For rank 0 only, which may call it again after a failure. `saved_at` is UTC in ISO 8601, the same in all targets.
+    Raises Fenced if a newer start exists or another process has written to the folder, TimeoutError after
+    `FILES_TIMEOUT_S` or when `give_up` returns True, and TornCheckpoint if the files do not hold every parameter once.
     """
     folder = folder_name(state.step, state.attempt)
-    keys = keys_of_rank_0(folder, state.world_size)
-    if is_repeated and target.exists(f"{folder}/{MANIFEST}"):
-        _delete_entries(target, state.attempt, keys)
-        return
-    prefix, _, _ = keys[0].rpartition("-")  # FOLDER/rank or FOLDER/merged
-    wait_for(target, folder, prefix, keys, ENTRY_TIMEOUT_S, give_up)
-    entries = read_entries(target, keys)
-    if entries.parts is None:
-        manifest = Manifest(saved_at=saved_at, state=state, files=entries.files)
-    else:
-        runs = {name: parts.runs for name, parts in entries.parts.items()}
-        manifest = Manifest(format=3, saved_at=saved_at, state=state, files=entries.files, runs=runs)
+    files = _wait_for_files(target, folder, state.world_size, give_up)
+    ranges = None if state.is_divided_evenly else _read_ranges(target, folder, files, state)
+    manifest = Manifest(saved_at=saved_at, state=state, files=files, ranges=ranges)
     manifest.check_coverage()
-    check_fence(target, state.attempt)  # before the commit
-    if not target.write_new(f"{folder}/{MANIFEST}", manifest.dump()):
-        raise Fenced(
-            f"{target.url}/{folder}: another process has committed this checkpoint; "
-            f"stop all processes of this run, then start it once"
-        )
-    _delete_entries(target, state.attempt, keys)
+    check_fence(target, state.attempt)
+    data = manifest.dump()
+    is_created = target.write_new(f"{folder}/{MANIFEST}", data)
+    # An earlier call of this process may have created it, although it failed afterwards.
+    if not is_created and target.read(f"{folder}/{MANIFEST}") != data:
+        raise _two_writers(target, folder, "committed this checkpoint")
 
 
-def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
-    check_fence(target, attempt)
-    target.delete_all(keys)
+def _two_writers(target: Store, folder: str, action: str) -> Fenced:
+    return Fenced(
+        f"{target.url}/{folder}: another process has {action}; stop all processes of this run, then start it once"
+    )
+
+
+def _wait_for_files(target: Store, folder: str, world_size: int, give_up: Callable[[], bool]) -> tuple[FileEntry, ...]:
+    """Wait until a listing shows the whole file of every rank; return the files in the order of the ranks.
+    A shared file system may show an earlier size for a while. Such a file is not yet counted.
+    """
+    deadline = time.monotonic() + FILES_TIMEOUT_S
+    poll_s = _POLL_S
+    while True:
+        files_of_ranks: dict[int, list[FileEntry]] = defaultdict(list)
+        for key, size_bytes in target.sizes(f"{folder}/rank-").items():
+            file = FileEntry.parse(key.removeprefix(f"{folder}/"))
+            if file is not None and file.size_bytes == size_bytes:
+                files_of_ranks[file.rank].append(file)
+        if any(len(files) > 1 for files in files_of_ranks.values()) or max(files_of_ranks, default=0) >= world_size:
+            raise _two_writers(target, folder, "written its files into this start's folder")
+        missing_ranks = set(range(world_size)) - set(files_of_ranks)
+        if not missing_ranks:
+            return tuple(files_of_ranks[rank][0] for rank in range(world_size))
+        if time.monotonic() > deadline or give_up():
+            raise TimeoutError(
+                f"checkpoint {target.url}/{folder} was not committed: the file of rank {min(missing_ranks)} was not "
+                f"written within {FILES_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in "
+                f"the output"
+            )
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def _read_ranges(
+    target: Store, folder: str, files: Sequence[FileEntry], state: RunState
+) -> dict[str, tuple[tuple[int, int, int], ...]]:
+    """Read from the headers of all files which ranges of parameters each of them holds, up to 16 files at a time."""
+    rereading = Rereading(target.reread_pauses_s)
+
+    def read(file: FileEntry) -> dict[str, Range]:
+        tensors, fault = read_tensors_of(target, folder, file, rereading)
+        if fault:
+            raise StoreError(
+                f"{target.url}/{folder}: {fault}, at every reading; check the disk or the storage service, then start "
+                f"the run again"
+            )
+        return ranges_of_tensors(file, tensors)
+
+    ranges: dict[str, list[tuple[int, int, int]]] = {name: [] for name in state.shapes}
+    for file, ranges_of_file in zip(files, in_parallel(read, files)):
+        for name, (start, end) in ranges_of_file.items():
+            ranges.setdefault(name, []).append((file.rank, start, end))
+    return {name: tuple(sorted(parts, key=lambda part: part[1])) for name, parts in ranges.items()}
 
 
 def check_fence(target: Store, attempt: int) -> None:
@@ -288,9 +321,7 @@ def held_out_score(target: Store, folder: str) -> HeldOutScore:
         raise
     except (TornCheckpoint, StoreError):
         return NOT_EVALUATED
-    loss = state.eval_rtd_loss if state.eval_loss is None else state.eval_loss
-    # Older versions recorded 0 as the discriminator's loss of an objective that has no discriminator.
-    return HeldOutScore(context_auc=state.eval_context_auc, loss=loss or None)
+    return HeldOutScore(context_auc=state.eval_context_auc, loss=state.eval_loss)
 
 
 def _attempt_key(attempt: int) -> str:

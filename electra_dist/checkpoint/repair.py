@@ -175,7 +175,7 @@ def copy_to_all(targets: Sequence[Store], folder: str) -> None:
             continue
         for file in manifest.files:
             _copy(donor, target, f"{folder}/{file.name}")
-            faults = verify_file(target, folder, file)
+            faults = verify_file(target, folder, manifest, file)
             if faults:
                 raise StoreError(f"{target.url}/{folder}: copied from {donor.url} and damaged: {faults[0]}")
         target.write_new(f"{folder}/{MANIFEST}", manifest.dump())
@@ -238,7 +238,7 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
     manifest = read_manifest(donor, folder)
     yield f"{found.url} is damaged: {'; '.join(faults)}"
     for file in manifest.files:
-        file_faults = verify_file(target, folder, file)
+        file_faults = verify_file(target, folder, manifest, file)
         if file_faults:
             yield f"{found.url}/{file.name}: restored from {donor.url}"
             if not dry_run:

@@ -12,7 +12,7 @@ from electra_dist.config import CheckpointConfig
 class HeldOutScore:
     """Scores of a checkpoint on held-out rows, from which the best checkpoint is chosen. None means no score."""
 
-    context_auc: float | None = None  # None without a discriminator, and in checkpoints of older versions
+    context_auc: float | None = None  # None without a discriminator
     loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens
 
 

@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from typing_extensions import override
 
+from electra_dist.checkpoint.checkpoint_manifest import part
 from electra_dist.version import DEEPSPEED
 
 _ADVICE = f"install deepspeed=={DEEPSPEED}"
@@ -62,7 +63,7 @@ class ZeroLayout(ABC):
     def masters(self, module: nn.Module, share: int = 0, num_shares: int = 1) -> Iterator[MasterSlice]:
         """Yield this rank's slice of each parameter's fp32 master weights, in the module's order, if not empty.
 
-        At stage 0, where each rank has whole parameters, the slice is part `share` of `num_shares` equal parts.
+        At stage 0, where each rank has whole parameters, the slice is part `share` of `num_shares` parts.
         """
         for name, parameter in module.named_parameters():
             master = self._locate(name, parameter, share, num_shares)
@@ -101,9 +102,7 @@ class Whole(ZeroLayout):
 
     @override
     def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
-        numel = parameter.numel()
-        start = numel * share // num_shares
-        end = numel * (share + 1) // num_shares  # the start of the next part
+        start, end = part(parameter.numel(), num_shares, share)
         return MasterSlice(name=name, start=start, numel=end - start, flat=parameter, offset=start)
 
     @override

@@ -159,12 +159,11 @@ def test_start_removes_unfinished_files_of_dead_attempts_and_nothing_else(target
         small.save([target], tmp_path / "staging", step)
     set_aside(target, folder_name(20, 1), "for the test")
     good = target.list("step-")
-    dead = f"{folder_name(40, 1)}/rank-00000.safetensors"
-    entry = f"{folder_name(30, 1)}/rank-00000.json"
-    own = f"{folder_name(50, 2)}/rank-00000.safetensors"
-    for key in (dead, entry, own):
+    dead = f"{folder_name(40, 1)}/{small.file_name(0)}"
+    own = f"{folder_name(50, 2)}/{small.file_name(0)}"
+    for key in (dead, own):
         target.write(key, b"x")
-    assert leftovers(target, 2) == [entry, dead]
+    assert leftovers(target, 2) == [dead]
     assert begin_attempt([target], RUN) == 2
     assert sorted(target.list("step-")) == sorted([*good, own])
 
@@ -185,20 +184,20 @@ def test_unfinished_upload_of_a_dead_attempt_is_aborted(
     target = open_s3("run")
     client, bucket = s3_server.client(*s3), target.url.split("/")[2]
     for folder in (folder_name(10, 1), folder_name(10, 2)):
-        client.create_multipart_upload(Bucket=bucket, Key=f"run/{folder}/rank-00000.safetensors")
+        client.create_multipart_upload(Bucket=bucket, Key=f"run/{folder}/{small.file_name(0)}")
     begin_attempt([target], RUN)
     assert begin_attempt([target], RUN) == 2
     left = client.list_multipart_uploads(Bucket=bucket)["Uploads"]
-    assert [upload["Key"] for upload in left] == [f"run/{folder_name(10, 2)}/rank-00000.safetensors"]
+    assert [upload["Key"] for upload in left] == [f"run/{folder_name(10, 2)}/{small.file_name(0)}"]
 
 
-def test_commit_without_the_entry_of_a_rank_fails_naming_its_file(
+def test_commit_without_the_file_of_a_rank_fails_naming_the_rank(
     target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_module, "ENTRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(commit_module, "FILES_TIMEOUT_S", 0.2)
     writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
     writer.save(small.state_at(10), small.share(small.content(10), 0, 2))
-    with pytest.raises(TimeoutError, match=r"its file rank-00001\.json was not written"):
+    with pytest.raises(TimeoutError, match="the file of rank 1 was not written"):
         writer.close()
     assert committed(target) == []
 
@@ -207,7 +206,7 @@ def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(targ
     policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_steps=(40,), keep_best=1)
     losses = {10: 0.9, 20: 0.3, 30: 0.8, 40: 0.4, 50: 0.5, 60: 0.6, 70: 0.7, 80: None}
     for step, loss in losses.items():
-        small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_rtd_loss": loss})
+        small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_loss": loss})
     assert [step for step, _, _ in committed(target)] == [20, 30, 40, 60, 70, 80]
     assert {key.partition("/")[0] for key in target.list("step-")} == {f for _, _, f in committed(target)}
 
@@ -216,11 +215,9 @@ def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(targ
     ("fields", "best"),
     [
         # The context AUC counts where there is one, whatever the loss of the discriminator is.
-        ([{"eval_context_auc": 0.6, "eval_rtd_loss": 0.2}, {"eval_context_auc": 0.7, "eval_rtd_loss": 0.9}], 20),
-        ([{"eval_rtd_loss": 0.1}, {"eval_context_auc": 0.55, "eval_rtd_loss": 0.9}], 20),  # 10: of an older version
+        ([{"eval_context_auc": 0.6, "eval_loss": 0.2}, {"eval_context_auc": 0.7, "eval_loss": 0.9}], 20),
         ([{"eval_loss": 5.0}, {"eval_loss": 6.0}], 10),
-        ([{"eval_rtd_loss": 0.0}, {"eval_loss": 6.0}], 20),  # 10: of an older version, without a discriminator
-        ([{"eval_loss": 6.0}, {"eval_context_auc": math.nan, "eval_rtd_loss": 9.0}], 10),
+        ([{"eval_context_auc": math.nan, "eval_loss": 6.0}, {"eval_context_auc": math.nan, "eval_loss": 9.0}], 10),
     ],
 )
 def test_best_is_the_context_auc_or_else_the_own_loss(
@@ -250,10 +247,16 @@ def test_files_of_the_user_in_the_folders_of_checkpoints_stay(target: Store, tmp
     for step in (10, 20):
         small.save([target], tmp_path / "staging", step)
     old, unfinished = folder_name(10, 1), folder_name(15, 1)
-    mine = [f"{old}/notes.txt", f"{old}/rank-00000.safetensors.bak", f"{unfinished}/thesis.md", "step-30/a.txt"]
+    mine = [
+        f"{old}/notes.txt",
+        f"{old}/{small.file_name(0)}.bak",
+        f"{old}/rank-00000.safetensors",
+        f"{unfinished}/thesis.md",
+        "step-30/a.txt",
+    ]
     for key in mine:
         target.write(key, b"mine")
-    target.write(f"{unfinished}/rank-00000.safetensors", b"half")
+    target.write(f"{unfinished}/{small.file_name(0)}", b"half")
     policy = CheckpointConfig(keep_last=1, keep_best=0, keep_every_steps=0)
     retain(target, policy, 0, 1, {})
     assert begin_attempt([target], RUN) == 2

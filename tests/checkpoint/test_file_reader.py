@@ -9,13 +9,12 @@ import pytest
 from support import checkpoints as small
 
 from electra_dist.checkpoint import file_reader, tensor_file
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, folder_name, read_manifest
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, folder_name, read_manifest, read_tensors_of
 from electra_dist.checkpoint.file_reader import fill, requests, verify
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
-
-FILE = "rank-00001.safetensors"
+from electra_dist.store.retry import Rereading
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
@@ -60,7 +59,8 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
         manifest = read_manifest(store, folder_name(5, 1))
         held = small.share(small.empty(), rank, world_size)
         assert fill(store, folder_name(5, 1), manifest, held, manifest.files[rank::world_size]) == []
-        headers = sum(file.header_bytes for file in manifest.files[rank::world_size])
+        # Each header is read once, and before anything else of its file.
+        headers = sum(ranges[0][1] for ranges in store.ranges.values())
         total = sum(end - start for ranges in store.ranges.values() for start, end in ranges) - headers
         needed = 4 * len(KINDS) * sum(fragment.numel for fragment in held)
         assert needed <= total <= needed + 4 * 16 * len(KINDS) * 2  # at most a piece at either end
@@ -76,9 +76,12 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
 def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 5)
-    file = read_manifest(store, folder_name(5, 1)).files[0]
-    assert [r.size_bytes for r in requests(file)] == [file.size_bytes - file.header_bytes]
-    masters = list(requests(file, lambda tensor: tensor.kind == "master"))
+    folder = folder_name(5, 1)
+    file = read_manifest(store, folder).files[0]
+    tensors, fault = read_tensors_of(store, folder, file, Rereading((0.0,)))
+    assert fault == ""
+    assert [r.size_bytes for r in requests(file, tensors)] == [file.size_bytes - file.header_bytes]
+    masters = list(requests(file, tensors, lambda tensor: tensor.kind == "master"))
     assert len(masters) == 1 and {t.kind for t in masters[0].tensors} == {"master"}
 
 
@@ -86,13 +89,14 @@ def test_verify_names_every_damaged_file(target: Store, tmp_path: Path) -> None:
     small.save([target], tmp_path / "staging", 10, world_size=3)
     folder = folder_name(10, 1)
     assert verify(target, folder)[1] == []
-    small.damage(target, f"{folder}/rank-00000.safetensors", at=20)
-    target.write(f"{folder}/{FILE}", target.read(f"{folder}/{FILE}") + b"x")
-    target.delete(f"{folder}/rank-00002.safetensors")
+    first, second, third = (small.file_of(target, 10, rank) for rank in range(3))
+    small.damage(target, first, at=20)
+    target.write(second, target.read(second) + b"x")
+    target.delete(third)
     faults = [fault.replace(",", "").partition(" (found ")[0] for fault in verify(target, folder)[1]]
+    names = [key.removeprefix(f"{folder}/") for key in (first, second, third)]
     assert faults == [
-        "the header of rank-00000.safetensors does not match its digest",
-        f"rank-00001.safetensors has {target.size(f'{folder}/{FILE}')} instead of "
-        f"{target.size(f'{folder}/{FILE}') - 1} bytes",
-        "rank-00002.safetensors is missing",
+        f"the header of {names[0]} does not match its digest",
+        f"{names[1]} has {target.size(second)} instead of {target.size(second) - 1} bytes",
+        f"{names[2]} is missing",
     ]

@@ -100,11 +100,11 @@ def test_a_wrong_body_that_lasts_longer_than_five_immediate_readings_is_waited_f
     assert small.equal(values, small.content(6))
 
 
-def test_entries_of_ranks_that_are_flipped_in_transit_are_read_again(
+def test_headers_that_are_flipped_in_transit_are_read_again_before_a_commit(
     open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path
 ) -> None:
     target = open_s3("checkpoints")
-    plan = FaultPlan(rate=1.0, faults=("flip:.json",), in_a_row=2)
+    plan = FaultPlan(rate=1.0, faults=("flip:.safetensors",), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
         small.save([open_store(target.url, proxy.endpoint_url, retry=PAUSES)], tmp_path / "staging", 5)
     assert plan.counts["flip"] >= 2

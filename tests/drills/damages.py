@@ -39,10 +39,10 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
     FileEntry,
-    Manifest,
     TensorEntry,
     committed,
     folder_name,
+    tensors_of_header,
 )
 from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.store.open_store import open_store
@@ -50,7 +50,7 @@ from electra_dist.store.open_store import open_store
 SAVED = [(10, 1), (20, 1), (30, 1), (30, 2)]  # step, attempt: oldest first
 NEWEST = folder_name(30, 2)
 SAME_STEP, OLDER = folder_name(30, 1), folder_name(20, 1)
-FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
+FILES = ["rank-00000.*.safetensors", "rank-00001.*.safetensors"]
 
 
 def write_base(folder: Path) -> None:
@@ -78,7 +78,7 @@ class Damager:
     def __init__(self, mine: Path, other: Path, draw: random.Random) -> None:
         self.mine, self.other, self.draw = mine, other, draw
         self.newest = mine / NEWEST
-        self.file = self.newest / draw.choice(FILES)
+        self.file = _only(self.newest, draw.choice(FILES))
         self.damaged, self.gone = {NEWEST}, set[str]()
 
     def header(self) -> str:
@@ -88,7 +88,9 @@ class Damager:
 
     def data(self, kind: str) -> str:
         """Change a byte of the data of `kind` of a random parameter."""
-        tensor = self.draw.choice([t for t in self._entry().tensors if t.kind == kind])
+        entry = self._entry()
+        tensors = tensors_of_header(entry, self.file.read_bytes()[: entry.header_bytes])
+        tensor = self.draw.choice([t for t in tensors if t.kind == kind])
         return f"{tensor.name}: " + self._flip(self.file, _bytes_of(tensor))
 
     def manifest(self) -> str:
@@ -100,14 +102,14 @@ class Damager:
         path = self.newest / MANIFEST
         text = path.read_text()
         tree = json.loads(text)
-        first_tensor = json.dumps(tree["files"][0]["tensors"][0], separators=(",", ":"))
+        first_file = json.dumps(tree["files"][0])
         spellings = {
             "spaces": lambda: json.dumps(tree, sort_keys=True),
             "key order": lambda: json.dumps(dict(reversed(tree.items())), separators=(",", ":")) + "\n",
             "number": lambda: text.replace('"step":30', '"step":30.0'),
             "key twice": lambda: text.replace('"step":30', '"step":29,"step":30'),
             "step": lambda: text.replace('"step":30', '"step":31'),
-            "a tensor less": lambda: text.replace(first_tensor + ",", ""),
+            "a file less": lambda: text.replace(first_file + ",", ""),
             "no digest": lambda: json.dumps({k: v for k, v in tree.items() if k != "sha256"}, separators=(",", ":")),
         }
         name = self.draw.choice(list(spellings))
@@ -161,7 +163,7 @@ class Damager:
 
     def swapped_ranks(self) -> str:
         """Exchange the files of the two ranks."""
-        _swap(*(self.newest / name for name in FILES))
+        _swap(*(_only(self.newest, name) for name in FILES))
         return "files of rank 0 and 1"
 
     def swapped_steps(self) -> str:
@@ -179,7 +181,7 @@ class Damager:
             shutil.rmtree(self.newest)
             shutil.copytree(self.other / NEWEST, self.newest)
             return "everything"
-        shutil.copy(self.other / NEWEST / name, self.newest / name)
+        shutil.copy(_only(self.other / NEWEST, name), _only(self.newest, name))
         return str(name)
 
     def _swapped_with(self, folder: str) -> str:
@@ -188,14 +190,15 @@ class Damager:
         if name is None:
             _swap(newest, other)
         else:
-            _swap(newest / name, other / name)
+            _swap(_only(newest, name), _only(other, name))
         self.damaged.add(folder)
         return f"{name or 'everything'} with {folder}"
 
     def _entry(self) -> FileEntry:
         """Return the manifest's entry of `self.file`."""
-        manifest = Manifest.parse((self.newest / MANIFEST).read_bytes())
-        return next(file for file in manifest.files if file.name == self.file.name)
+        entry = FileEntry.parse(self.file.name)
+        assert entry is not None
+        return entry
 
     def _any(self) -> Path:
         """Return `self.file` or the manifest, at random."""
@@ -343,6 +346,12 @@ def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Dri
         if asked[kind]
     ]
     return [*verdicts, *(DrillVerdict("ACCEPTED", False, text) for text in bad)]
+
+
+def _only(folder: Path, name: str) -> Path:
+    """Return the only file of a folder whose name has the pattern `name`."""
+    [file] = folder.glob(name)
+    return file
 
 
 def _bytes_of(tensor: TensorEntry) -> range:

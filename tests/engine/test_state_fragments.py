@@ -79,6 +79,7 @@ def state_of(engine: Engine, step: int) -> RunState:
         shapes=parameter_shapes(engine.deepspeed.module),
         shared={"tied.weight": "word.weight"},
         versions={},
+        bit_settings={},
     )
 
 

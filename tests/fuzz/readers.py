@@ -284,7 +284,7 @@ TARGETS = (
         newest=True,
     ),
     Target(
-        "run/checkpoints/step-*/rank-00000.safetensors",
+        "run/checkpoints/step-*/rank-00000.*.safetensors",
         "safetensors",
         (Reader("checkpoint", function=_checkpoint), VERIFY_CHECKPOINTS, EXPORT, REPAIR),
         newest=True,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, Kind, RunState
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, FileEntry, Kind, RunState, folder_name, part
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
@@ -45,11 +45,36 @@ def equal(a: Content, b: Content) -> bool:
     return all(torch.equal(a[n][k].view(torch.int32), b[n][k].view(torch.int32)) for n in SHAPES for k in KINDS)
 
 
+def file_name(rank: int) -> str:
+    """Return the name of a tensor file that no save has written."""
+    return FileEntry(rank=rank, size_bytes=1, header_bytes=1, header_sha256="0" * 64).name
+
+
+def file_of(store: Store, step: int, rank: int = 1, attempt: int = 1) -> str:
+    """Return the key of the tensor file of a rank in a store's checkpoint."""
+    folder = folder_name(step, attempt)
+    [key] = [
+        key for key in store.list(f"{folder}/rank-{rank:05d}.") if FileEntry.parse(key.removeprefix(f"{folder}/"))
+    ]
+    return key
+
+
 def damage(store: Store, key: str, at: int | None = None) -> None:
     """Flip one bit of an object, in the byte `at` or, by default, in its middle byte."""
     data = bytearray(store.read(key))
     data[len(data) // 2 if at is None else at] ^= 1
     store.write(key, bytes(data))
+
+
+def even_share(values: Content, rank: int, world_size: int) -> list[Fragment]:
+    """Return one rank's fragments as ZeRO stages 0 and 3 divide parameters: a part of each one."""
+    fragments = []
+    for name, shape in SHAPES.items():
+        start, end = part(prod(shape), world_size, rank)
+        if start < end:
+            views = {kind: tensor[start:end] for kind, tensor in values[name].items()}
+            fragments.append(Fragment(name=name, start=start, numel=end - start, views=views))
+    return fragments
 
 
 def share(values: Content, rank: int, world_size: int) -> list[Fragment]:
@@ -82,6 +107,7 @@ def state_at(step: int, attempt: int = 1, world_size: int = 2, **fields: Any) ->
         "shapes": SHAPES,
         "shared": {"tied.weight": "word.weight"},
         "versions": {"torch": torch.__version__},
+        "bit_settings": {},
         "rows_seen": 16 * step,
         "rows_digest": (2**64 - 1) // (step + 1),
         "recent_losses": (1.5, 0.1 + step),
@@ -105,7 +131,8 @@ def save(
     state = state_at(step, attempt, world_size, **fields)
     writers = [CheckpointWriter(targets, staging, rank, attempt, policy) for rank in range(world_size)]
     for rank, writer in enumerate(writers):
-        writer.save(state, share(values, rank, world_size))
+        fragments = even_share if state.is_divided_evenly else share
+        writer.save(state, fragments(values, rank, world_size))
     for writer in writers:
         writer.close()
     return state

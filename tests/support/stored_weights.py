@@ -19,7 +19,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 def damage(run: Path, step: int) -> None:
     """Flip a bit of the first weight in a tensor file of a checkpoint."""
-    file = checkpoint(run, step) / "rank-00001.safetensors"
+    [file] = checkpoint(run, step).glob("rank-00001.*.safetensors")
     data = bytearray(file.read_bytes())
     header_bytes = int.from_bytes(data[:8], "little")
     data[8 + header_bytes] ^= 1

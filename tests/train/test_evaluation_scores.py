@@ -32,10 +32,10 @@ EVALUATION = EvalRecord(
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
-        ("rtd", {"eval_context_auc": 0.6, "eval_rtd_loss": 2.0}),
-        ("rtd_masked_only", {"eval_context_auc": 0.6, "eval_rtd_loss": 2.0}),
-        ("adversarial", {"eval_context_auc": 0.6, "eval_rtd_loss": 2.0}),
-        ("electric", {"eval_context_auc": 0.6, "eval_rtd_loss": 2.0}),
+        ("rtd", {"eval_context_auc": 0.6, "eval_loss": 2.0}),
+        ("rtd_masked_only", {"eval_context_auc": 0.6, "eval_loss": 2.0}),
+        ("adversarial", {"eval_context_auc": 0.6, "eval_loss": 2.0}),
+        ("electric", {"eval_context_auc": 0.6, "eval_loss": 2.0}),
         ("mlm", {"eval_loss": 1.0}),
         ("replace_mlm", {"eval_loss": 3.0}),
         ("all_tokens_mlm", {"eval_loss": 3.0}),

@@ -94,7 +94,7 @@ class TrainState:
 def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
     """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
     if not objective.facts.predicts_tokens:
-        return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
+        return {"eval_context_auc": evaluation.context_auc, "eval_loss": evaluation.rtd_loss}
     if not objective.facts.has_generator:
         return {"eval_loss": evaluation.mlm_loss}
     return {"eval_loss": evaluation.token_loss}

@@ -37,8 +37,8 @@ _DIVERGED = "diverge"  # in the error line of a run that the guard has given up
 _KILLED = -9
 _MOST_RESTARTS = 3  # after the planned starts
 _COMPARED_STATE = (
-    "step", "rows_seen", "rows_digest", "skipped", "recent_losses", "overflowed", "loss_scale", "eval_rtd_loss",
-    "eval_context_auc", "eval_loss",
+    "step", "rows_seen", "rows_digest", "skipped", "recent_losses", "overflowed", "loss_scale", "eval_context_auc",
+    "eval_loss",
 )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ def chosen_kills(
 
 def sort_of_file(file: str) -> str:
     """Return the name of a file without the numbers of steps, attempts, ranks and parts, for the table."""
-    return re.sub(r" part \d+$", "", re.sub(r"\d{4,}", "N", file))
+    name = re.sub(r"[0-9a-f]{64}", "SHA256", file)
+    return re.sub(r" part \d+$", "", re.sub(r"\d{4,}", "N", name))
 
 
 def print_table(title: str, results: Sequence[KillResult], key: Callable[[KillResult], str]) -> None:

@@ -29,6 +29,7 @@ NOT_COMPARED = {
     "gpu_temperature_c", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_throttle", "slow_ranks",
 }  # fmt: skip
 _NUMBER = re.compile(r"\d{4,}")
+_TENSORS = re.compile(r"(rank-\d+)\.\d+\.\d+\.[0-9a-f]{64}")
 _CHECKPOINT = re.compile(r"step-(\d{8})-a\d{4}")
 
 
@@ -123,6 +124,7 @@ def _names(trial: Trial, s3: Any) -> list[str]:
     uploads = s3.list_multipart_uploads(Bucket=trial.bucket.removeprefix("s3://"), Prefix=f"{trial.name}/")
     names += [f"unfinished upload of {upload['Key']}" for upload in uploads.get("Uploads", [])]
     names = [_CHECKPOINT.sub(_age, name) for name in names if "checkpoints/attempts/" not in name]
+    names = [_TENSORS.sub(r"\1", name) for name in names]
     return [_NUMBER.sub("N", name) for name in names]
 
 

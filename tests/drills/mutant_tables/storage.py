@@ -248,7 +248,7 @@ STORAGE = (
     Mutant(
         name="checkpoint: a replaced start of the run commits all the same",
         file="electra_dist/checkpoint/commit.py",
-        original="    check_fence(target, state.attempt)  # before the commit\n",
+        original="    check_fence(target, state.attempt)\n",
         mutated="",
         test="tests/checkpoint/test_commit.py::test_replaced_attempt_cannot_commit_and_deletes_nothing",
     ),
@@ -306,8 +306,8 @@ STORAGE = (
     Mutant(
         name="checkpoint: a file with bytes that no tensor covers is accepted",
         file="electra_dist/checkpoint/checkpoint_manifest.py",
-        original="        if end != self.size_bytes:\n",
-        mutated="        if end > self.size_bytes:\n",
+        original="            if file.size_bytes != size_bytes:\n",
+        mutated="            if file.size_bytes < size_bytes:\n",
         test="tests/checkpoint/test_checkpoint_manifest.py::test_manifest_whose_tensors_do_not_cover_a_file_is_refused",
     ),
     Mutant(
@@ -359,31 +359,32 @@ STORAGE = (
     Mutant(
         name="checkpoint: a hole in the middle of a parameter is accepted",
         file="electra_dist/checkpoint/checkpoint_manifest.py",
-        original="if start != covered:",
-        mutated="if start < covered:",
+        original="if start != covered or end <= start",
+        mutated="if start < covered or end <= start",
         test="tests/checkpoint/test_checkpoint_manifest.py::"
         "test_manifest_with_a_hole_or_an_overlap_in_a_parameter_is_refused",
     ),
     Mutant(
         name="checkpoint: elements of a parameter may be stored twice",
         file="electra_dist/checkpoint/checkpoint_manifest.py",
-        original="if start != covered:",
-        mutated="if start > covered:",
+        original="if start != covered or end <= start",
+        mutated="if start > covered or end <= start",
         test="tests/checkpoint/test_checkpoint_manifest.py::"
         "test_manifest_with_a_hole_or_an_overlap_in_a_parameter_is_refused",
     ),
     Mutant(
-        name="checkpoint: a tensor file is not synced to the disk",
+        name="checkpoint: a tensor file has its name before it is whole",
         file="electra_dist/checkpoint/tensor_file.py",
-        original="            os.fsync(file.fileno())\n",
-        mutated="",
-        test="tests/checkpoint/test_tensor_file.py::test_a_whole_file_and_then_its_folder_are_synced_to_the_disk",
+        original="        with replacing(path) as out:\n",
+        mutated='        with path.open("wb") as out:\n',
+        test="tests/checkpoint/test_tensor_file.py::"
+        "test_a_file_gets_its_name_when_it_is_whole_and_synced_and_then_its_folder_is_synced",
     ),
     Mutant(
-        name="checkpoint: the folder of a tensor file is not synced to the disk",
-        file="electra_dist/checkpoint/tensor_file.py",
-        original="        sync_folder(path.parent)\n",
-        mutated="",
-        test="tests/checkpoint/test_tensor_file.py::test_a_whole_file_and_then_its_folder_are_synced_to_the_disk",
+        name="checkpoint: a file counts before a listing shows its whole size",
+        file="electra_dist/checkpoint/commit.py",
+        original="if file is not None and file.size_bytes == size_bytes:",
+        mutated="if file is not None:",
+        test="tests/checkpoint/test_many_ranks.py::test_a_file_counts_when_a_listing_shows_its_whole_size",
     ),
 )

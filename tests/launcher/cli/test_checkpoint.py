@@ -25,7 +25,7 @@ from electra_dist.store.open_store import open_store
 from launcher.cli.main import app
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
-FILE = "rank-00001.safetensors"
+FILE = small.file_name(1)  # of an unfinished save
 
 
 def call(*arguments: str, code: int = 0) -> str:
@@ -67,7 +67,7 @@ def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) ->
 def test_list_verify_and_diff_print_json_for_other_programs(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     set_aside(targets[0], folder_name(10, 1), "its file rusted")
-    small.damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
+    small.damage(targets[1], small.file_of(targets[1], 20))
 
     def tree(*arguments: str, code: int) -> Any:
         result = CliRunner().invoke(app, ["checkpoint", *arguments, "--json"])
@@ -98,7 +98,7 @@ def test_list_of_an_empty_folder_prints_no_checkpoints(tmp_path: Path) -> None:
 def test_verify_reads_every_checkpoint_and_names_the_damaged_one(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     assert "6 of 6 checkpoints are good" in call("verify", path)
-    small.damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
+    small.damage(targets[1], small.file_of(targets[1], 20))
     text = call("verify", path, code=1)
     assert f"BAD  {targets[1].url}/{folder_name(20, 1)}" in text and "does not match its digest" in text
     assert "5 of 6 checkpoints are good" in text and f"repair {path}" in text
@@ -135,7 +135,7 @@ def test_diff_prints_the_largest_difference_of_each_parameter(tmp_path: Path) ->
 def test_diff_of_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 10)
-    small.damage(store, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(store, small.file_of(store, 10))
     with pytest.raises(UserError, match="does not match its digest"):
         call("diff", str(tmp_path), str(tmp_path))
 
@@ -143,9 +143,9 @@ def test_diff_of_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_repair_restores_every_kind_of_damage_from_the_other_target(run: tuple[str, list[Store]]) -> None:
     path, (near, far) = run
     good = {key: near.read(key) for key in near.list("step-")}
-    small.damage(near, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(near, small.file_of(near, 10))
     small.damage(far, f"{folder_name(20, 1)}/{MANIFEST}")
-    near.delete(f"{folder_name(30, 1)}/{FILE}")
+    near.delete(small.file_of(near, 30))
     set_aside(near, folder_name(30, 1), "a load found it so")
     near.write(f"{folder_name(5, 0)}/{FILE}", b"of a dead attempt")
     changed = {store: store.list() for store in (near, far)}
@@ -153,7 +153,7 @@ def test_repair_restores_every_kind_of_damage_from_the_other_target(run: tuple[s
     assert {store: store.list() for store in (near, far)} == changed and "a dry run" in plan
     text = call("repair", path)
     assert text.splitlines() == plan.splitlines()[:-1]
-    for key, source in ((f"10-a0001/{FILE}", far), (f"20-a0001/{MANIFEST}", near), (f"30-a0001/{MANIFEST}", far)):
+    for key, source in (("10-a0001/rank-00001.", far), (f"20-a0001/{MANIFEST}", near), (f"30-a0001/{MANIFEST}", far)):
         assert any(key in line and f"restored from {source.url}" in line for line in text.splitlines())
     for store in (near, far):
         assert {key: store.read(key) for key in store.list("step-")} == good
@@ -163,7 +163,7 @@ def test_repair_restores_every_kind_of_damage_from_the_other_target(run: tuple[s
 def test_repair_sets_aside_a_checkpoint_that_is_damaged_in_all_targets(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     for store in targets:
-        small.damage(store, f"{folder_name(30, 1)}/{FILE}")
+        small.damage(store, small.file_of(store, 30))
     assert call("repair", path).count("set aside, no other target has a good copy") == 2
     for store in targets:
         assert [step for step, _, _ in committed(store)] == [10, 20]
@@ -173,7 +173,7 @@ def test_repair_sets_aside_a_checkpoint_that_is_damaged_in_all_targets(run: tupl
 def test_repair_restores_from_a_folder_given_by_the_option_from(tmp_path: Path) -> None:
     damaged, source = open_store(str(tmp_path / "damaged")), open_store(str(tmp_path / "source"))
     small.save([damaged, source], tmp_path / "staging", 10)
-    small.damage(damaged, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(damaged, small.file_of(damaged, 10))
     assert "restored from" in call("repair", damaged.url, "--from", source.url)
     assert verify(damaged, folder_name(10, 1))[1] == []
 
@@ -194,8 +194,8 @@ def test_repair_copies_nothing_from_a_checkpoint_of_another_run(tmp_path: Path) 
     own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
     small.save([own], tmp_path / "staging", 10)
     small.save([other], tmp_path / "staging", 10, run=1, fields={"identity_sha256": "1" * 64})
-    for damaged_file in (FILE, MANIFEST):
-        small.damage(own, f"{folder_name(10, 1)}/{damaged_file}")
+    for damaged_file in (small.file_of(own, 10), f"{folder_name(10, 1)}/{MANIFEST}"):
+        small.damage(own, damaged_file)
         before = {key: own.read(key) for key in own.list()}
         with pytest.raises(UserError, match=r"is no copy of .* another config .* nothing was changed") as refusal:
             call("repair", own.url, "--from", other.url)
@@ -213,10 +213,10 @@ def test_repair_takes_only_an_exact_copy_of_a_checkpoint_of_the_same_run(tmp_pat
     own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
     small.save([own], tmp_path / "staging", 10)
     small.save([other], tmp_path / "staging", 10, run=1)
-    small.damage(own, f"{folder_name(10, 1)}/{FILE}")
-    tensors = own.read(f"{folder_name(10, 1)}/{FILE}")
+    small.damage(own, small.file_of(own, 10))
+    tensors = own.read(small.file_of(own, 10))
     assert "no other target has a good copy" in call("repair", own.url, "--from", other.url)
-    assert own.read(f"{folder_name(10, 1)}/{FILE}") == tensors
+    assert own.read(small.file_of(own, 10)) == tensors
 
 
 def test_repair_does_not_restore_what_was_given_up_when_the_run_began_again(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_repair_does_not_restore_what_was_given_up_when_the_run_began_again(tmp_
     for step in (10, 20, 30):
         small.save([target, backup], tmp_path / "staging", step)
     set_aside(target, folder_name(10, 1), "a load found it so")
-    small.damage(target, f"{folder_name(30, 1)}/{FILE}")
+    small.damage(target, small.file_of(target, 30))
     set_all_aside([target])
     keys = target.list()
     assert "nothing to do" in call("repair", target.url, "--from", backup.url)

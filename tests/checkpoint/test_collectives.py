@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parent / "collectives_worker.py"
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 
 Counts = dict[str, dict[str, int]]
 
