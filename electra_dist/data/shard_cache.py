@@ -25,7 +25,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,17 @@ class ShardCache:
             f"{changed.path}: rows were changed {_READINGS} times in a row after they were verified; test the memory "
             "and the disk of this node"
         )
+
+    def whole_shards(self, shard_indices: Iterable[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield for each shard its index and copies of all of its rows, [rows, seq_len].
+
+        Each shard is closed before the next one is opened, so that the node's cache may delete its file.
+        `shard_indices` is consumed one by one, so that a progress bar may wrap it.
+        """
+        for index in shard_indices:
+            num_rows = self.corpora.shards[index].entry.rows
+            yield index, self.read_rows(np.full(num_rows, index), np.arange(num_rows))
+            self.keep_only([])
 
     def _verify_again(self, index: int, shard: Shard, row: int) -> None:
         """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""

@@ -95,14 +95,8 @@ def write_counts(file: Path, count_V: np.ndarray) -> None:
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return how often each token id occurs in the shards with the numbers `shards`, int64 [V].
-
-    A shard is closed as soon as it is counted, so that the cache may delete its file.
-    """
+    """Return how often each token id occurs in the shards with the numbers `shards`, int64 [V]."""
     count_V = np.zeros(vocab_size, np.int64)
-    for shard in shards:
-        num_rows = cache.corpora.shards[shard].entry.rows
-        ids_RS = cache.read_rows(np.full(num_rows, shard), np.arange(num_rows))
+    for _, ids_RS in cache.whole_shards(shards):
         count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
-        cache.keep_only([])  # closes the shard
     return count_V

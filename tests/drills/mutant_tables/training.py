@@ -393,9 +393,9 @@ TRAINING = (
     ),
     Mutant(
         name="train: tokens of a shard are counted in its first row only",
-        file="electra_dist/train/token_counts.py",
-        original="cache.read_rows(np.full(num_rows, shard), np.arange(num_rows))",
-        mutated="cache.read_rows(np.full(1, shard), np.arange(1))",
+        file="electra_dist/data/shard_cache.py",
+        original="self.read_rows(np.full(num_rows, index), np.arange(num_rows))",
+        mutated="self.read_rows(np.full(1, index), np.arange(1))",
         test="tests/train/test_token_counts.py::test_every_id_of_every_row_is_counted_once_and_the_counts_are_stored",
     ),
 )
