@@ -14,10 +14,9 @@ from electra_dist.data.corpora import Corpora
 
 
 def rows_of_shards(corpora: Corpora, shards: Iterable[int]) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield for each shard (number in `corpora`, verified token ids [rows of the shard, seq_len]), one after another.
+    """Yield for each shard its number in `corpora` and its verified token ids, [rows of the shard, seq_len].
 
-    A shard on S3 is downloaded to a temporary folder and deleted when the next one is read. `shards` is consumed one
-    by one, so a progress bar may wrap it.
+    A shard on S3 is in a temporary folder until the next one is read. A progress bar may wrap `shards`.
     """
     from electra_dist.data.shard_cache import ShardCache  # It imports torch, which takes seconds.
 
