@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import resource
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
 
 _READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
+_OTHER_FILES = 512  # Files and connections of a process besides its open shards.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
 
@@ -266,6 +268,13 @@ class ShardCache:
         return shard
 
 
+def _allow_open_files(num_files: int) -> None:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < num_files:
+        new_limit = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
+
+
 def _close_result(future: Future[Shard]) -> None:
     if future.exception() is None:
         future.result().close()
@@ -275,8 +284,10 @@ def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGrou
     """Return a new cache of the shards of `corpora` for this process, which the caller must close.
 
     All ranks of the node share `folder`; corpora in local folders do not use it. `peers` are other nodes: a shard is
-    requested from them first, and from the store only if they lack it.
+    requested from them first, and from the store only if they lack it. This process may open more files afterwards if
+    its limit is too low for two shuffle windows.
     """
+    _allow_open_files(2 * data.shuffle_window_shards + _OTHER_FILES)
     limit_bytes = None
     if data.cache_limit_gb is not None:
         limit_bytes = round(data.cache_limit_gb * 1e9)

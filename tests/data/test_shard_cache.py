@@ -7,6 +7,7 @@ import fcntl
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -429,6 +431,38 @@ def test_a_download_reserves_its_room_on_a_nearly_full_disk(
         left_over.truncate(free_bytes)
     cache.ensure(StoredShard(store, second), verify=False)
     assert files(tmp_path) == {f"{first.sha256}.tar", f"{second.sha256}.tar"}
+
+
+def test_a_shard_whose_prefetch_failed_is_tried_again_when_it_is_needed(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full while the shards of the window before were open."""
+    free_bytes = [0]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free_bytes[0]))
+    with closing(ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)) as cache:
+        cache.prefetch([0, 1])
+        failed = cache._shards[1]
+        assert isinstance(failed, Future)
+        assert isinstance(failed.exception(timeout=30), StoreAway)
+        free_bytes[0] = 10**12
+        assert len(cache.open(1).rows(np.array([0]))) == 1
+        assert remote.fetched == [corpus.manifest.shards[1].name]
+        free_bytes[0] = 0
+        with pytest.raises(StoreAway, match="disk full"):
+            cache.open(2)
+
+
+def test_a_process_may_open_the_shards_of_two_windows(corpus: Any, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (700, before[1]))
+        for window_shards, least_files in ((64, 640), (120, 752)):
+            data = DataConfig(corpus="c", shuffle_window_shards=window_shards)
+            open_cache(corpus.corpora, data, tmp_path).close()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(700, least_files), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_shard_that_is_refused_is_closed(corpus: Any, remote: Remote, tmp_path: Path) -> None:
