@@ -50,7 +50,7 @@ _SHARD_SUFFIX = ".tar"
 _SHARD_NAME = re.compile(r"[0-9a-f]{64}\.tar")
 _UNVERIFIED_SUFFIX = ".unverified"
 # A reservation, which may also hold what has arrived, or a temporary file in which the bytes arrive.
-_UNFINISHED_NAME = re.compile(r"\.?([0-9a-f]{64})\.unverified(\..*)?")
+_UNFINISHED_NAME = re.compile(r"([0-9a-f]{64})\.unverified|\.([0-9a-f]{64})\.unverified\.[0-9a-f]{8}\.tmp")
 _BLOCK_BYTES = 512  # unit of `st_blocks`
 
 
@@ -156,9 +156,10 @@ class NodeCache:
         if self._excess_bytes(needed_bytes) <= 0:
             return
         self._delete_unfinished_of_killed()
-        for path in (None, *self._eviction_order(wanted=self.wanted)):
-            if path is not None:
-                _delete_unless_in_use(path)
+        if self._excess_bytes(needed_bytes) <= 0:
+            return
+        for path in self._eviction_order(wanted=self.wanted):
+            _delete_unless_in_use(path)
             if self._excess_bytes(needed_bytes) <= 0:
                 return
         if self._free_bytes() >= needed_bytes:
@@ -184,8 +185,8 @@ class NodeCache:
         """Yield the digest of the shard and the path of each file of an unfinished download."""
         for path in _files(self._directory):
             match = _UNFINISHED_NAME.fullmatch(path.name)
-            if match is not None and (match[2] is None or is_temporary(path.name)):
-                yield match[1], path
+            if match is not None:
+                yield match[1] or match[2], path
 
     def _delete_unfinished_of_killed(self) -> None:
         """Delete unfinished downloads of processes that have ended: nobody holds the locks of their shards."""

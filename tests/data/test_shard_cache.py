@@ -304,6 +304,7 @@ def test_a_cache_deletes_only_names_of_its_own(corpus: Any, remote: Remote, tmp_
     """Also inside the folder of the shards, a file of another name than the cache gives stays."""
     sha256 = corpus.manifest.shards[0].sha256
     names = ["thesis-backup.tar", f"my-{sha256}.tar", f"{sha256}.tar.txt", f".{sha256}.tar"]
+    names += [f".{sha256}.unverified", f"{sha256}.unverified.12345678.tmp", f".{sha256}.unverified.tmp"]
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / f"{'b' * 64}.tar").mkdir()
