@@ -14,7 +14,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
 from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_meeting, check_port, rank_place, whole_number
 from electra_dist.errors import UserError
-from electra_dist.run.marked_processes import MARK
+from electra_dist.run.processes import MARK
 
 # All ranks wait for the node whose preflight takes longest; imports and the first collective then get ten minutes.
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)

@@ -1,8 +1,16 @@
-"""Write and read heartbeats: each rank records its phase and step, so that a supervisor notices a hang quickly.
+"""Heartbeats: each rank records its phase and step, so that its supervisor notices soon that it hangs.
 
 Guarantee: each rank has one file, such as RUN/heartbeats/rank-00000.json, with one JSON object of fixed length. A beat
-overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none.
-`analysis/hung_ranks.py` decides from these files which ranks hang. Imports no torch.
+overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none. `hung` is a pure
+function: a rank is hung if its last heartbeat is older than the limit of its phase. The limit of a step is a multiple
+of the rank's own step time, which is measured during the run; the other phases have fixed limits. A jump of a wall
+clock, on this node or another, shifts no time of `HeartbeatTimes` by more than the interval between two calls for the
+same rank. Imports no torch.
+
+How: heartbeats have Unix times. The supervisor, which must not be misled by a wall clock that jumps, first translates
+them to its own clock, which never jumps: a new heartbeat was sent between the previous call for its rank, which got an
+older heartbeat, and the call that gets the new one. Within these two calls, the translated time is that of the new
+call minus the age of the heartbeat by the wall clock.
 
 Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
 its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes
@@ -13,21 +21,24 @@ should watch its own ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
 
+from electra_dist.config import ClusterConfig
 from electra_dist.errors import StoreError
 from electra_dist.run.folder import HEARTBEAT_DIR
-from electra_dist.run.node_strikes import node_name
+from electra_dist.run.processes import node_name
 from electra_dist.run.records import Count, Number
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
@@ -40,6 +51,8 @@ LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
 _TRIES = 5  # how often a torn record is read: it is a write in progress, which takes microseconds
 _TRY_AGAIN_S = 0.002  # between two of these reads
+# Added to the patience with storage: a try of an S3 request that has begun may end after the patience does.
+STORAGE_MARGIN_S = 300.0
 
 Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # storage: it waits for storage
 
@@ -200,3 +213,188 @@ def _read(path: Path) -> Beat | None:
                 return beat
             time.sleep(_TRY_AGAIN_S)
     return None
+
+
+class HeartbeatTimes:
+    """Converter of Unix times in heartbeats to times of `clock`. Make a new one each time the ranks are started."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._began = clock()
+        self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as translated
+        self._looked: dict[int, float] = {}  # rank -> time of the last call for this rank, by `clock`
+
+    def translate(self, beats: Iterable[Beat]) -> list[Beat]:
+        """Convert `time` and `phase_since` of heartbeats to seconds of `clock`. Call it just after reading them."""
+        return [self._translate(beat) for beat in beats]
+
+    def _translate(self, beat: Beat) -> Beat:
+        now = self._clock()
+        # The first heartbeat of a rank is taken to be younger than this object.
+        last_look = self._looked.get(beat.rank, self._began)
+        self._looked[beat.rank] = now
+        earlier, translated = self._seen.get(beat.rank, (None, None))
+        if earlier == beat and translated is not None:
+            return translated
+
+        sent = self._when(beat.time, last_look, now)
+        if beat.phase_since == beat.time:
+            phase_since = sent
+        elif earlier is not None and translated is not None and _is_same_phase(earlier, beat):
+            phase_since = translated.phase_since
+        else:
+            just_before = math.nextafter(sent, -math.inf)  # equal times would mean that the phase has just begun
+            phase_since = self._when(beat.phase_since, last_look, just_before)
+        translated = dataclasses.replace(beat, time=sent, phase_since=phase_since)
+        self._seen[beat.rank] = (beat, translated)
+        return translated
+
+    def _when(self, unix_time: float, earliest: float, latest: float) -> float:
+        """Convert a Unix time to a time of `clock`; a result outside of `earliest` to `latest` becomes that limit."""
+        age_s = self._wall_clock() - unix_time
+        return min(latest, max(earliest, self._clock() - age_s))
+
+
+def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
+    """Return whether a rank was the same process, in the same phase of its work, at both heartbeats."""
+    return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangLimits:
+    """Seconds without a heartbeat, in each phase, after which a rank counts as hung."""
+
+    setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
+    step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
+    step_floor_s: float = 30.0  # ... but at least this, because a step may wait for a shard
+    checkpoint_s: float = 600.0
+    eval_s: float = 600.0
+    storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
+
+    def of(self, beat: Beat) -> float:
+        """Return the seconds for which a rank may be silent after heartbeat `beat`; infinity if the rank is done."""
+        if beat.phase == "done":
+            return float("inf")
+        if beat.phase == "storage":
+            return self.storage_s
+        if beat.phase == "checkpoint":
+            return self.checkpoint_s
+        if beat.phase == "eval":
+            return self.eval_s
+        if beat.phase == "step" and beat.step_s is not None:
+            return max(self.step_floor_s, self.step_factor * beat.step_s)
+        return self.setup_s
+
+    def of_its_collective(self, beat: Beat) -> float:
+        """Return the seconds that a collective of all ranks may take, given the newest heartbeat of one rank.
+        The first step after a checkpoint or evaluation gets the longest limit: others may still be busy with these.
+        """
+        if _is_first_of_step_phase(beat) and beat.step_s is not None:
+            return max(self.of(beat), self.checkpoint_s, self.eval_s)
+        return self.of(beat)
+
+
+def hang_limits(cluster: ClusterConfig) -> HangLimits:
+    """Return the limits that the config sets in section `cluster`: keys `hang_...` and `storage_patience_s`."""
+    return HangLimits(
+        setup_s=cluster.hang_setup_s,
+        step_factor=cluster.hang_step_factor,
+        step_floor_s=cluster.hang_step_floor_s,
+        checkpoint_s=cluster.hang_checkpoint_s,
+        eval_s=cluster.hang_eval_s,
+        storage_s=cluster.storage_patience_s + STORAGE_MARGIN_S,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung:
+    """Silence of a rank, and the limit for it; the function `hung` returns only silences above their limit."""
+
+    rank: int
+    host: str  # "" if the rank never sent a heartbeat
+    phase: Phase
+    step: int  # optimizer steps done
+    quiet_s: float  # seconds without a heartbeat
+    limit_s: float  # the limit that they exceed
+
+    @property
+    def is_too_long(self) -> bool:
+        """Return whether the rank has been silent for longer than its limit allows."""
+        return self.quiet_s > self.limit_s
+
+
+def hung(
+    heartbeats: Iterable[Beat],
+    now: float,
+    limits: HangLimits,
+    *,
+    started: float = 0.0,
+    ranks: Iterable[int] = (),
+    read_all_beats: Callable[[], Iterable[Beat]] = tuple,
+    not_before: float = float("-inf"),
+) -> list[Hung]:
+    """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
+    Other ranks usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
+    made no more steps, or that wait for storage. It counts as hung only if all these ranks have been silent, too, for
+    the longest of their limits. For this check `read_all_beats` returns the heartbeats of all nodes; it is called at
+    most once, and only if a rank exceeds its own limit.
+    Heartbeats before `started` are ignored; a rank of `ranks` without a newer one counts as in setup since `started`.
+    Time before `not_before`, until which no heartbeat could be written, does not count as silence.
+    """
+    beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
+    own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
+    has_silent_rank = any(silence.is_too_long for silence in own_silences.values())
+    all_beats = list(read_all_beats()) if has_silent_rank else []
+    silences = []
+    for rank, silence in own_silences.items():
+        if silence.is_too_long:
+            silence = _silence_among_others(beat_of_rank[rank], all_beats, now, limits, not_before)
+        silences.append(silence)
+    for rank in ranks:
+        if rank not in beat_of_rank:
+            quiet_s = now - max(started, not_before)
+            missing_rank = Hung(rank=rank, host="", phase="setup", step=0, quiet_s=quiet_s, limit_s=limits.setup_s)
+            silences.append(missing_rank)
+    hung_ranks = [silence for silence in silences if silence.is_too_long]
+    return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
+
+
+def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) -> Hung:
+    return _silence_among_others(beat, (), now, limits, not_before)
+
+
+def _silence_among_others(
+    beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
+) -> Hung:
+    """Return how long a rank and all ranks that it may wait for have all been silent, and their longest limit."""
+    waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
+    considered = [beat, *waited_for]
+    silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
+    limit_s = max(limits.of(considered_beat) for considered_beat in considered)
+    return Hung(
+        rank=beat.rank,
+        host=beat.host,
+        phase=beat.phase,
+        step=beat.step,
+        quiet_s=now - max(silent_since, not_before),
+        limit_s=limit_s,
+    )
+
+
+def _may_wait_for(beat: Beat, other: Beat) -> bool:
+    """Return whether a rank may wait for rank `other`, which waits for storage itself or is neither done nor ahead."""
+    # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
+    return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
+
+
+def _silent_since(beat: Beat) -> float:
+    # A rank that waits for storage goes on sending heartbeats: only the length of the wait shows that it hangs.
+    return beat.phase_since if beat.phase == "storage" else beat.time
+
+
+def _is_first_of_step_phase(beat: Beat) -> bool:
+    """Return whether the rank has completed no step since it entered the phase "step"."""
+    return beat.phase == "step" and beat.time == beat.phase_since

@@ -44,7 +44,7 @@ from electra_dist.run.folder import (
     move_records_aside,
     run_identity,
 )
-from electra_dist.run.lease.run_lease import RunLease, hold_lease
+from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.train.health.error_relay import report_once, reported_exit_code

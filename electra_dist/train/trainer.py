@@ -31,9 +31,9 @@ from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import Schedules
-from electra_dist.run.lease.run_lease import LeaseLost
-from electra_dist.run.node_strikes import node_name
+from electra_dist.run.lease import LeaseLost
 from electra_dist.run.number_formats import format_duration
+from electra_dist.run.processes import node_name
 from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.error_relay import reported_exit_code

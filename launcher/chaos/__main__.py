@@ -28,8 +28,8 @@ from pathlib import Path
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
-from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.metrics import iter_steps
+from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.run.records import encode
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot

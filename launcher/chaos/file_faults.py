@@ -18,8 +18,8 @@ from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed
 from electra_dist.errors import UserError
+from electra_dist.run import lease_file
 from electra_dist.run.folder import LEASE_DIR, LEDGER_FILE, METRICS_FILE
-from electra_dist.run.lease import lease_file
 from electra_dist.store.local_store import LocalStore
 from launcher.chaos.victim import Act, Victim, kill_everything
 

@@ -2,7 +2,7 @@
 
 Guarantee: only processes of that run are found. A process belongs to the run if it is the supervisor that the drill
 started, or if its environment has the variable that a supervisor sets for all processes that it starts, with a value
-that names exactly this run folder (run/marked_processes.py).
+that names exactly this run folder (run/processes.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.config import CHECKPOINTS_DIR
-from electra_dist.run.marked_processes import mark_of, marked_pids
+from electra_dist.run.processes import mark_of, marked_pids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from electra_dist.config_sections.secrets import whole_overrides
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.node_strikes import add_strike, node_name
+from electra_dist.run.processes import node_name
+from electra_dist.run.strikes import add_strike
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of

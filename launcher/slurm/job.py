@@ -24,7 +24,7 @@ from electra_dist.escapes import printable
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.history import links, newest_checkpoint
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
-from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
 from launcher.slurm.job_verdict import JobEnd, decide

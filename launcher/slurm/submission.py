@@ -29,7 +29,7 @@ from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import append_job, read_ledger
-from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
 from electra_dist.store.open_store import without_tilde
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script

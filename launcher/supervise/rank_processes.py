@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from electra_dist.run.marked_processes import MARK, is_alive, marked_pids, status_field
+from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
 from launcher.supervise.rank_main import STACK_SIGNAL
 from launcher.supervise.supervisor_watch import is_state_folder_of, write_owner
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
 from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S
 from electra_dist.errors import (
@@ -37,12 +36,12 @@ from electra_dist.errors import (
     StorageLost,
 )
 from electra_dist.escapes import printable
-from electra_dist.run.heartbeat import delete_preflight_heartbeat
+from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits
 from electra_dist.run.history import newest_checkpoint
-from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
+from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import LedgerEvent, read_ledger
-from electra_dist.run.marked_processes import mark_of, marked_pids
-from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
+from electra_dist.run.processes import mark_of, marked_pids, node_name
+from electra_dist.run.strikes import add_strike, read_strikes
 from electra_dist.store.patience import Patience
 from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.run.folder import MEETING_DIR
-from electra_dist.run.node_strikes import node_name
+from electra_dist.run.processes import node_name
 from electra_dist.store.atomic_files import writable
 
 

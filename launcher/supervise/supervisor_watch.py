@@ -22,7 +22,7 @@ from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.escapes import printable
-from electra_dist.run.process_identity import ProcessIdentity, is_running, this_process
+from electra_dist.run.processes import ProcessIdentity, is_running, this_process
 from electra_dist.store.atomic_files import is_private
 
 _GRACE_S = 120.0  # how long the rank may take to save and end

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.folder import supervise_log
-from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.run.heartbeat import HangLimits, HeartbeatTimes, Hung, hung, read_heartbeats
 from launcher.supervise.hangs.folder_watch import FolderWatch, probe_folder
 from launcher.supervise.hangs.hang_report import HangReport, request_nccl_traces
-from launcher.supervise.heartbeat_times import HeartbeatTimes
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous

@@ -40,10 +40,10 @@ from electra_dist.library.corpus import open_corpus
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.lease.lease_file import find_newest
-from electra_dist.run.lease.run_lease import read_owner
+from electra_dist.run.lease import read_owner
+from electra_dist.run.lease_file import find_newest
 from electra_dist.run.metrics import MetricsWriter
-from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import check_inputs
 from electra_dist.train.skip_list_file import SkipList

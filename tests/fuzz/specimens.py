@@ -32,10 +32,10 @@ from electra_dist.finetune.seed_results import Result
 from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
-from electra_dist.run.lease.lease_file import create
+from electra_dist.run.lease_file import create
 from electra_dist.run.ledger import append_job
-from electra_dist.run.node_strikes import Strike, add_strike
 from electra_dist.run.records import JsonlFile
+from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.train.token_counts import write_counts

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 from support.real_runs import kill_session, quick_command, session_pids, step_records, wait_until
 
+from electra_dist.run import lease_file
 from electra_dist.run.folder import IDENTITY_FILE
-from electra_dist.run.lease import lease_file
-from electra_dist.run.lease.run_lease import read_owner
+from electra_dist.run.lease import read_owner
 
 MakeConfig = Callable[..., Path]
 LONG = {"train.num_steps": 100_000, "checkpoint.every_steps": 50_000, "data.heldout": None}

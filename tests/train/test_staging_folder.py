@@ -12,7 +12,7 @@ from support.counting_store import CountingStore, Service
 from support.real_runs import tiny_tree
 
 from electra_dist.config import Config
-from electra_dist.run.process_identity import identity_of, this_process
+from electra_dist.run.processes import identity_of, this_process
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.patience import Patience
 from electra_dist.train.saving import staging_folder as module

@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
-from electra_dist.run.heartbeat import Heartbeat, Phase
-from electra_dist.run.lease.run_lease import RunLease
-from electra_dist.run.node_strikes import Strike, add_strike, node_name
+from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
+from electra_dist.run.lease import RunLease
+from electra_dist.run.processes import node_name
+from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler
 

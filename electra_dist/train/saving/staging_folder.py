@@ -24,8 +24,7 @@ from pydantic import TypeAdapter
 from electra_dist.config import Config
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.folder import STAGING_DIR
-from electra_dist.run.node_strikes import node_name
-from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
+from electra_dist.run.processes import ProcessIdentity, is_of_this_machine, is_running, node_name, this_process
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json

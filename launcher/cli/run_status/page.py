@@ -9,7 +9,7 @@ from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.goodput import goodput
 from electra_dist.run.history import Link, links, since_submission
 from electra_dist.run.number_formats import format_duration
-from electra_dist.run.process_identity import is_running
+from electra_dist.run.processes import is_running
 from launcher.cli.run_status.explanation import next_commands, reason_of_state
 from launcher.cli.run_status.ranks import hung_rank_lines, storage_lines
 from launcher.cli.run_status.snapshot import RunSnapshot

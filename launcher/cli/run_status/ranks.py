@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_dist.analysis.hung_ranks import Hung, hang_limits, hung
 from electra_dist.config import ClusterConfig
-from electra_dist.run.heartbeat import Beat
+from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung
 from electra_dist.run.number_formats import format_duration
 
 _RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait for it.

@@ -8,19 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from electra_dist.analysis.hung_ranks import Hung, hang_limits
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR
-from electra_dist.run.heartbeat import Beat, read_heartbeats
+from electra_dist.run.heartbeat import Beat, Hung, hang_limits, read_heartbeats
 from electra_dist.run.history import STARTS, RunEvidence, State, links, run_state
-from electra_dist.run.lease.lease_file import LeaseOwner
-from electra_dist.run.lease.run_lease import read_owner
+from electra_dist.run.lease import read_owner
+from electra_dist.run.lease_file import LeaseOwner
 from electra_dist.run.ledger import JobRecord, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
-from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
+from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.regular_files import read_regular
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage

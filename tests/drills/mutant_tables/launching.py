@@ -172,10 +172,10 @@ LAUNCHING = (
     ),
     Mutant(
         name="supervise: a heartbeat is dated by the wall clock of its node",
-        file="launcher/supervise/heartbeat_times.py",
+        file="electra_dist/run/heartbeat.py",
         original="return min(latest, max(earliest, self._clock() - age_s))",
         mutated="return self._clock() - age_s",
-        test="tests/launcher/supervise/test_heartbeat_times.py::"
+        test="tests/run/test_heartbeat_times.py::"
         "test_a_heartbeat_is_dated_within_one_look_whatever_the_wall_clocks_do",
     ),
     Mutant(

@@ -367,17 +367,17 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: a rank that is done counts as hung",
-        file="electra_dist/analysis/hung_ranks.py",
+        file="electra_dist/run/heartbeat.py",
         original='        if beat.phase == "done":\n            return float("inf")\n',
         mutated="",
-        test="tests/analysis/test_hung_ranks.py::test_a_rank_that_is_done_is_never_hung",
+        test="tests/run/test_hung_ranks.py::test_a_rank_that_is_done_is_never_hung",
     ),
     Mutant(
         name="analysis: a stuck rank is excused by ranks that are ahead of it",
-        file="electra_dist/analysis/hung_ranks.py",
+        file="electra_dist/run/heartbeat.py",
         original="other.step <= beat.step",
         mutated="other.step >= beat.step",
-        test="tests/analysis/test_hung_ranks.py::test_a_stuck_rank_is_not_excused_by_ranks_that_are_ahead_of_it_or_done",
+        test="tests/run/test_hung_ranks.py::test_a_stuck_rank_is_not_excused_by_ranks_that_are_ahead_of_it_or_done",
     ),
     Mutant(
         name="analysis: Young's interval lacks its factor of two",

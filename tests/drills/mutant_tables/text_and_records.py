@@ -223,14 +223,14 @@ TEXT_AND_RECORDS = (
         file="electra_dist/run/records.py",
         original="            self._cut_torn_line()\n",
         mutated="",
-        test="tests/run/test_jsonl.py::test_a_torn_last_line_is_ignored_by_readers_and_removed_before_the_next_record",
+        test="tests/run/test_records.py::test_a_torn_last_line_is_ignored_by_readers_and_removed_before_the_next_record",
     ),
     Mutant(
         name="run: minus infinity is stored as infinity",
         file="electra_dist/run/records.py",
         original='return "Infinity" if value > 0 else "-Infinity"',
         mutated='return "Infinity"',
-        test="tests/run/test_jsonl.py::test_every_float_is_read_back_bit_for_bit_from_lines_of_strict_json",
+        test="tests/run/test_records.py::test_every_float_is_read_back_bit_for_bit_from_lines_of_strict_json",
     ),
     Mutant(
         name="run: records whose sync failed are not written again",
@@ -255,26 +255,26 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="run: a strike of yesterday excludes a node for ever",
-        file="electra_dist/run/node_strikes.py",
+        file="electra_dist/run/strikes.py",
         original="if -_MOST_AHEAD_S < now - strike.time < expires_s)",
         mutated="if -_MOST_AHEAD_S < now - strike.time)",
-        test="tests/run/test_node_strikes.py::"
+        test="tests/run/test_strikes.py::"
         "test_only_strikes_that_have_not_expired_count_towards_the_exclusion_of_a_node",
     ),
     Mutant(
         name="run: a lease that another start has taken is renewed",
-        file="electra_dist/run/lease/run_lease.py",
+        file="electra_dist/run/lease.py",
         original="                self._lost = self._find_loss(newest)\n",
         mutated="                pass\n",
-        test="tests/run/lease/test_run_lease.py::"
+        test="tests/run/test_run_lease.py::"
         "test_an_owner_that_was_replaced_notices_it_and_leaves_the_lease_of_the_other",
     ),
     Mutant(
         name="run: the lease of an owner on another host is taken at once",
-        file="electra_dist/run/lease/run_lease.py",
+        file="electra_dist/run/lease.py",
         original="if has_ended or is_expired:",
         mutated="if has_ended is not False or is_expired:",
-        test="tests/run/lease/test_run_lease.py::"
+        test="tests/run/test_run_lease.py::"
         "test_an_owner_on_another_host_of_the_same_name_is_waited_for_and_then_replaced",
     ),
     Mutant(
@@ -286,24 +286,24 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="run: a node's name is the host name in a Slurm job, too",
-        file="electra_dist/run/node_strikes.py",
+        file="electra_dist/run/processes.py",
         original='name = environ.get("SLURMD_NODENAME") or socket.gethostname()',
         mutated="name = socket.gethostname()",
-        test="tests/run/test_node_strikes.py::test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name",
+        test="tests/run/test_processes.py::test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name",
     ),
     Mutant(
         name="run: a strike is not synced to the disk",
-        file="electra_dist/run/node_strikes.py",
+        file="electra_dist/run/strikes.py",
         original="            os.fsync(descriptor)\n",
         mutated="",
-        test="tests/run/test_node_strikes.py::test_a_strike_is_synced_to_the_disk_when_it_is_added",
+        test="tests/run/test_strikes.py::test_a_strike_is_synced_to_the_disk_when_it_is_added",
     ),
     Mutant(
         name="run: a lease expires although it is renewed",
-        file="electra_dist/run/lease/run_lease.py",
+        file="electra_dist/run/lease.py",
         original="is_expired = now - seen_since > LEASE_S",
         mutated="is_expired = now - begin > LEASE_S",
-        test="tests/run/lease/test_run_lease.py::"
+        test="tests/run/test_run_lease.py::"
         "test_a_lease_expires_after_its_last_renewal_and_not_after_the_begin_of_the_wait",
     ),
     Mutant(

@@ -21,8 +21,8 @@ from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED
 
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Beat
-from electra_dist.run.lease.run_lease import LeaseLost, take_lease
-from electra_dist.run.marked_processes import MARK, mark_of
+from electra_dist.run.lease import LeaseLost, take_lease
+from electra_dist.run.processes import MARK, mark_of
 from electra_dist.run.records import encode
 from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences

@@ -21,10 +21,11 @@ from electra_dist.config import ClusterConfig
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.lease.run_lease import take_lease
+from electra_dist.run.lease import take_lease
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.run.node_strikes import Strike, add_strike, node_name
+from electra_dist.run.processes import node_name
 from electra_dist.run.records import Record, encode
+from electra_dist.run.strikes import Strike, add_strike
 from launcher.cli.main import app
 from launcher.cli.run_status import snapshot
 from launcher.cli.run_status.json_object import json_object

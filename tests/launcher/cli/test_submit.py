@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.run.ledger import Ledger, read_jobs
-from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.run.strikes import Strike, add_strike
 from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]

@@ -16,7 +16,7 @@ from support.real_runs import REPOSITORY, write_corpus
 
 from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Beat, read_heartbeats
-from electra_dist.run.node_strikes import read_strikes
+from electra_dist.run.strikes import read_strikes
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
 from launcher.preflight import node_check

@@ -19,7 +19,7 @@ from support.fake_nvml import pynvml as fake
 from support.real_runs import REPOSITORY
 
 from electra_dist import nvml
-from electra_dist.run.node_strikes import read_strikes
+from electra_dist.run.strikes import read_strikes
 from launcher.preflight import rank_checks, rank_measurements
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import Speed

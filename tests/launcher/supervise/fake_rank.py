@@ -26,7 +26,7 @@ from electra_dist.errors import EXIT_DONE, EXIT_STOPPED
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.run.marked_processes import is_alive
+from electra_dist.run.processes import is_alive
 from electra_dist.train.health.stop_request import StopRequest
 from launcher import pretrain
 from launcher.supervise import rank_main

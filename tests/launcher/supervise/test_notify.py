@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, supervised
 
-from electra_dist.run.marked_processes import is_alive
+from electra_dist.run.processes import is_alive
 from launcher.supervise.notify import event_of, notify
 
 WRITE_ALL = 'echo "$ELECTRA_DIST_EVENT $ELECTRA_DIST_EXIT_CODE $ELECTRA_DIST_RUN_DIR $ELECTRA_DIST_REASON" >> '

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.run.marked_processes import MARK, is_alive, mark_of, marked_pids
+from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
 from launcher.supervise import rank_processes
 from launcher.supervise.rank_processes import RankProcesses, condensed, delete_old_state_folders
 from launcher.supervise.supervisor_watch import write_owner

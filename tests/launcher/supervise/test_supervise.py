@@ -14,8 +14,9 @@ import pytest
 from support.real_runs import read_losses
 from support.supervised_runs import FAKE, FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
-from electra_dist.run.lease.run_lease import read_owner
-from electra_dist.run.node_strikes import node_name, read_strikes
+from electra_dist.run.lease import read_owner
+from electra_dist.run.processes import node_name
+from electra_dist.run.strikes import read_strikes
 from launcher.preflight.node_check import preflight
 
 MakeConfig = Callable[..., Path]

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.run.lease import lease_file, run_lease
-from electra_dist.run.lease.lease_file import create, find_newest
-from electra_dist.run.lease.run_lease import LeaseLost, RunLease, join_lease, read_owner, take_lease
+from electra_dist.run import lease as run_lease
+from electra_dist.run import lease_file
+from electra_dist.run.lease import LeaseLost, RunLease, join_lease, read_owner, take_lease
+from electra_dist.run.lease_file import create, find_newest
 
 FOREVER_S = 1e9
 FORK = multiprocessing.get_context("fork")

@@ -13,9 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from electra_dist.run.folder import STRIKES_FILE
@@ -37,12 +36,6 @@ class Strike(Record):
     device: str  # "GPU 3", or "" for the node as a whole
     reason: str
     by: str  # the part that found it: "preflight", "supervise", ...
-
-
-def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
-    name = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return os.fsencode(name).decode(errors="replace")  # The kernel accepts host names of any bytes.
 
 
 def add_strike(run_dir: Path, strike: Strike) -> None:

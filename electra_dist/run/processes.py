@@ -1,4 +1,6 @@
-"""Name a process so that it cannot be mistaken for a later one with the same number, and find out whether it lives.
+"""Name this node, find the processes of a run on it, and tell a process from a later one with the same number.
+
+The processes of a run are found by an environment variable that their supervisor sets.
 
 Limits: Linux only, because it reads /proc. Processes of another pid namespace, hence of another container, are not
 visible.
@@ -8,12 +10,58 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from electra_dist.run.marked_processes import is_alive
+MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets for all processes that it starts
 
 _START_FIELD = 19  # of /proc/PID/stat, counted from the field after the command's name, which stands in parentheses
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
+    name = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.fsencode(name).decode(errors="replace")  # The kernel accepts host names of any bytes.
+
+
+def mark_of(run_dir: Path, node: int) -> str:
+    """Return the text, such as "/runs/large#0", by which all processes of a run on a node are found.
+
+    A supervisor passes it in the variable `MARK` to all processes that it starts. They keep it if the supervisor dies.
+    """
+    return f"{Path(run_dir).absolute()}#{node}"
+
+
+def marked_pids(mark: str) -> list[int]:
+    """Return the ids of this user's living processes whose variable `MARK` is `mark`, except the calling process."""
+    entry = f"{MARK}={mark}".encode()
+    pids = []
+    for process_folder in Path("/proc").glob("[0-9]*"):
+        pid = int(process_folder.name)
+        with contextlib.suppress(OSError):  # The process has ended, or is another user's.
+            # /proc/PID/environ holds NAME=VALUE entries that end with a NUL byte.
+            entries = (process_folder / "environ").read_bytes().split(b"\0")
+            if entry in entries and pid != os.getpid():
+                pids.append(pid)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie (dead, but not yet collected by its parent)."""
+    state = status_field(pid, "State")[:1]  # the first letter of, for example, "S (sleeping)"
+    return state not in ("", "Z", "X")
+
+
+def status_field(pid: int, name: str) -> str:
+    """Return a field of /proc/PID/status, such as "S (sleeping)" for "State"; "" if process or field is missing."""
+    with contextlib.suppress(OSError):
+        # The name of a process may hold any byte; the kernel escapes line feeds in it, and no other line break.
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            if line.startswith(f"{name}:".encode()):
+                return line.partition(b":")[2].strip().decode(errors="replace")
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
-from electra_dist.run.heartbeat import Beat
+from electra_dist.run.heartbeat import Beat, HangLimits, Hung, hung
 
 LIMITS = HangLimits(setup_s=100.0, step_factor=5.0, step_floor_s=10.0, checkpoint_s=60.0, eval_s=40.0)
 

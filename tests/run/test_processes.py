@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from electra_dist.run.marked_processes import is_alive, status_field
-from electra_dist.run.node_strikes import node_name
-from electra_dist.run.process_identity import identity_of, is_running
+from electra_dist.run.processes import identity_of, is_alive, is_running, node_name, status_field
 
 
 @pytest.fixture(params=[r"\377\376", r"\013State:\tZ", r"a) Z 1", r"\302\205State:\tZ"])
@@ -35,3 +33,11 @@ def test_the_name_of_a_node_can_be_printed_and_stored(monkeypatch: pytest.Monkey
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setattr("socket.gethostname", lambda: b"n\xff".decode(errors="surrogateescape"))
     assert node_name({}).encode() == "n\N{REPLACEMENT CHARACTER}".encode()
+
+
+def test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name():
+    assert node_name({"SLURMD_NODENAME": "gpu-017"}) == "gpu-017"
+
+    name_without_slurm = node_name({})
+    assert name_without_slurm != ""
+    assert node_name({"SLURMD_NODENAME": ""}) == name_without_slurm

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.analysis.hung_ranks import HangLimits, hung
-from electra_dist.run.heartbeat import Beat, Phase
-from launcher.supervise.heartbeat_times import HeartbeatTimes
+from electra_dist.run.heartbeat import Beat, HangLimits, HeartbeatTimes, Phase, hung
 
 LOOK_S = 0.5
 DAY_S = 86_400.0

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.run.folder import LEASE_DIR, STOP_FILE, is_run_folder
-from electra_dist.run.lease.lease_file import (
+from electra_dist.run.lease_file import (
     FoundLease,
     LeaseOwner,
     create,

@@ -26,8 +26,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from electra_dist.errors import StoreError
-from electra_dist.run.node_strikes import node_name
-from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
+from electra_dist.run.processes import ProcessIdentity, is_of_this_machine, is_running, node_name, this_process
 from electra_dist.store.atomic_files import is_temporary, replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.regular_files import read_regular

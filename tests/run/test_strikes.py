@@ -12,7 +12,7 @@ import pytest
 
 from electra_dist.errors import StoreError, UserError
 from electra_dist.run.folder import STRIKES_FILE
-from electra_dist.run.node_strikes import Strike, add_strike, excluded_nodes, node_name, read_strikes
+from electra_dist.run.strikes import Strike, add_strike, excluded_nodes, read_strikes
 
 DAY_S = 24 * 3600.0
 
@@ -42,7 +42,7 @@ def test_no_strike_is_lost_or_torn_if_eight_processes_add_them_at_once(tmp_path:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from electra_dist.run.node_strikes import Strike, add_strike\n"
+        "from electra_dist.run.strikes import Strike, add_strike\n"
         "for number in range(25):\n"
         "    strike = Strike(time=float(number), node=sys.argv[2], device='', reason='x' * 280, by='test')\n"
         "    add_strike(Path(sys.argv[1]), strike)\n"
@@ -118,14 +118,6 @@ def test_only_strikes_that_have_not_expired_count_towards_the_exclusion_of_a_nod
     assert excluded_nodes([strike("n1", 366 * DAY_S), strike("n2", 2 * DAY_S)], DAY_S) == ["n2"]
 
     assert excluded_nodes([], 0.0) == []
-
-
-def test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name():
-    assert node_name({"SLURMD_NODENAME": "gpu-017"}) == "gpu-017"
-
-    name_without_slurm = node_name({})
-    assert name_without_slurm != ""
-    assert node_name({"SLURMD_NODENAME": ""}) == name_without_slurm
 
 
 def test_a_strike_is_synced_to_the_disk_when_it_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
