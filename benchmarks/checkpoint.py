@@ -40,7 +40,8 @@ import torch.distributed as dist
 from measure import REPOSITORY, TOY, ResultLine, finish, parser, print_table
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.checkpoint import checkpoints
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
@@ -200,7 +201,7 @@ def measure(bench: CheckpointBench, rounds: int) -> dict[str, dict[str, Any]]:
                 seconds[name].append(way())
             os.sync()  # Pages that the kernel has not yet written would slow the next way.
             print(f"round {number + 1}: {name:10} {seconds[name][-1]:7.3f} s", file=sys.stderr, flush=True)
-    committed_steps = [step for step, _, _ in committed(bench.store)]
+    committed_steps = [checkpoint.step for checkpoint in checkpoints([bench.store])]
     assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
     return {
         name: {

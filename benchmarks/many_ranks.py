@@ -23,15 +23,15 @@ import torch
 from measure import REPOSITORY, Json, ResultLine, finish, parser, print_table
 from rich.progress import track
 
-from electra_dist.checkpoint.checkpoint_manifest import (
+from electra_dist.checkpoint.commit import begin_attempt, commit
+from electra_dist.checkpoint.manifest import (
     KINDS,
     MANIFEST,
     FileEntry,
     Manifest,
-    folder_name,
     part,
 )
-from electra_dist.checkpoint.commit import begin_attempt, commit, retain
+from electra_dist.checkpoint.retention import retain
 from electra_dist.config import CheckpointConfig
 from electra_dist.config_file import load_config
 from electra_dist.model.towers import ElectraTowers
@@ -135,11 +135,11 @@ def rehearse(shapes: Shapes, stage: int, num_ranks: int) -> tuple[list[Work], in
     """
     service = Service()
     begin_attempt([CountingStore(service)], many_ranks.RUN)
-    old = folder_name(5, 1)
+    old = checkpoints.folder_name(5, 1)
     for name in [*(checkpoints.file_name(rank) for rank in range(num_ranks)), MANIFEST]:
         service.objects[f"{old}/{name}"] = b"x"
     state = checkpoints.state_at(10, world_size=num_ranks, zero_stage=stage, shapes=shapes)
-    folder = folder_name(state.step, state.attempt)
+    folder = checkpoints.folder_name(state.step, state.attempt)
     for rank in track(range(num_ranks), f"ZeRO {stage}, {num_ranks:,} ranks", transient=True):
         file = HeaderOnly(shapes, stage, rank, num_ranks)
         service.objects[f"{folder}/{file.entry.name}"] = file  # type: ignore[assignment]
@@ -151,7 +151,7 @@ def rehearse(shapes: Shapes, stage: int, num_ranks: int) -> tuple[list[Work], in
     )
     works.append(work("restore", restore, lambda: Manifest.parse(restore.read(f"{folder}/{MANIFEST}"))))
     for rank in range(num_ranks):
-        service.objects[f"{folder_name(20, 1)}/{checkpoints.file_name(rank)}"] = b"x"
+        service.objects[f"{checkpoints.folder_name(20, 1)}/{checkpoints.file_name(rank)}"] = b"x"
     works.append(work("start", start, lambda: begin_attempt([start], many_ranks.RUN)))
     return works, len(service.objects[f"{folder}/{MANIFEST}"])
 

@@ -22,10 +22,11 @@ from pathlib import Path
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState
-from electra_dist.checkpoint.commit import is_older, retain
+from electra_dist.checkpoint.checkpoint import Checkpoint
+from electra_dist.checkpoint.commit import is_older
 from electra_dist.checkpoint.free_space import save_folders, shortage
-from electra_dist.checkpoint.retention import HeldOutScore
+from electra_dist.checkpoint.manifest import KINDS, RunState
+from electra_dist.checkpoint.retention import HeldOutScore, retain
 from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor
 from electra_dist.config import CheckpointConfig
@@ -82,7 +83,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._deletion: threading.Thread | None = None  # of old checkpoints, on rank 0
         self._error: BaseException | None = None  # of the writing or the deleting thread, until `wait` raises it
-        self._scores: list[dict[str, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
+        self._scores: list[dict[Checkpoint, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
         if clears_staging:
             self._patience.call(lambda: self._clear_staging(attempt))
 

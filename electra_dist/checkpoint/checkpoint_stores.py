@@ -4,7 +4,7 @@ Guarantee: whoever reads the checkpoints of a run folder outside a start of the 
 that begins with the weights, a verification, a repair) compares their identity and corpus with the folder first. A
 checkpoint of another run is refused in one line, and nothing is changed.
 
-Limits: a start compares more, and sets aside what is not its own (`restore_state.check_belongs`). A run folder without
+Limits: a start compares more, and sets aside what is not its own (`restore.check_belongs`). A run folder without
 identity.json does not say which corpus it used, so nothing is compared.
 """
 
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
+from electra_dist.checkpoint.checkpoint import checkpoints
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import FIRST_NUMERICS, Config
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
@@ -95,13 +96,12 @@ class Owner:
 
     def check_all(self, targets: Iterable[Store]) -> None:
         """Raise OtherRun if another run wrote a checkpoint in these stores; skip damaged manifests."""
-        for target in targets:
-            for _, _, folder in committed(target):
-                try:
-                    state = read_manifest(target, folder).state
-                except (TornCheckpoint, StoreMissing):
-                    continue
-                self.check(state, target.url)
+        for checkpoint in checkpoints(targets):
+            try:
+                state = checkpoint.manifest().state
+            except (TornCheckpoint, StoreMissing):
+                continue
+            self.check(state, checkpoint.store.url)
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:

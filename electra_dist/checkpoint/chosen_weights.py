@@ -19,12 +19,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
 from electra_dist.checkpoint.checkpoint_stores import Owner
-from electra_dist.checkpoint.commit import held_out_score
-from electra_dist.checkpoint.restore_state import assemble
-from electra_dist.checkpoint.retention import CheckpointInfo, best_first
-from electra_dist.errors import StoreError, UserError
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.reader import CheckpointReader
+from electra_dist.checkpoint.retention import best_first, held_out_score
+from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
 # Called after each checkpoint that was read, with the number read so far and the number to read.
@@ -66,7 +67,7 @@ def read_chosen(
     progress(1, num_averaged)
     if num_averaged == 1:
         return ChosenWeights(state, weights, (state.step,), damaged)
-    older_steps = [step for step in _newest_first(targets) if step < state.step]
+    older_steps = [step for step in _steps(checkpoints(targets)) if step < state.step]
     averaged_steps = [state.step]
     sums = {name: weight.double() for name, weight in weights.items()}
     for older_state, older_weights in _read_good(targets, older_steps, damaged, owner):
@@ -116,16 +117,62 @@ def _read_good(
 
 
 def _best_first(targets: Sequence[Store]) -> list[int]:
-    checkpoints = []
-    for target in targets:
-        for step, attempt, folder in committed(target):
-            score = held_out_score(target, folder)
-            checkpoints.append(CheckpointInfo(step=step, attempt=attempt, folder=folder, score=score))
-    return list(dict.fromkeys(checkpoint.step for checkpoint in best_first(checkpoints)))
+    found = checkpoints(targets)
+    return _steps(best_first(found, {checkpoint: held_out_score(checkpoint) for checkpoint in found}))
 
 
-def _newest_first(targets: Sequence[Store]) -> list[int]:
-    return sorted({step for target in targets for step, _, _ in committed(target)}, reverse=True)
+def _steps(found: Iterable[Checkpoint]) -> list[int]:
+    """Return the steps of checkpoints in their order, each step once."""
+    return list(dict.fromkeys(checkpoint.step for checkpoint in found))
+
+
+def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+    """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
+    Returns run state, weights by parameter name, and a line for each damaged checkpoint, which is passed over. Nothing
+    is written. Earlier `targets` are preferred. Raises UserError if there is no good checkpoint.
+    """
+    damaged: list[str] = []
+    for checkpoint in checkpoints(targets):
+        if step is not None and checkpoint.step != step:
+            continue
+        try:
+            state, weights = _read_weights(checkpoint)
+        except (TornCheckpoint, StoreMissing) as error:
+            damaged.append(f"checkpoint {checkpoint.url} is damaged: {error}")
+            continue
+        return state, weights, damaged
+    raise _no_checkpoint_error(targets, step, damaged)
+
+
+def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
+    urls = _urls(targets)
+    if damaged:
+        return UserError(
+            f"{urls}: no checkpoint to read: none is good ({'; '.join(damaged)}); run `electra-dist checkpoint "
+            f"repair`, or name another run"
+        )
+    if step is not None:
+        return UserError(
+            f"{urls}: no checkpoint to read: there is none of step {step:,}; choose a step that `electra-dist "
+            f"checkpoint list` shows"
+        )
+    return UserError(
+        f"{urls}: no checkpoint to read: there is none yet; train until the first checkpoint, or name another run"
+    )
+
+
+def _read_weights(checkpoint: Checkpoint) -> tuple[RunState, dict[str, torch.Tensor]]:
+    reader = CheckpointReader(checkpoint)
+    state = reader.manifest.state
+    weights = {name: torch.empty(shape) for name, shape in state.shapes.items()}
+    fragments = [
+        Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
+        for name, weight in weights.items()
+    ]
+    faults = reader.fill(fragments, check=reader.manifest.files)
+    if faults:
+        raise TornCheckpoint(faults[0])
+    return state, weights
 
 
 def _urls(targets: Sequence[Store]) -> str:

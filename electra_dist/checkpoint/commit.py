@@ -25,24 +25,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from electra_dist.checkpoint.checkpoint_manifest import (
-    MANIFEST,
-    SET_ASIDE,
-    SET_ASIDE_REASON,
-    FileEntry,
-    Manifest,
-    Range,
-    RunState,
-    committed,
-    folder_name,
-    parse_folder,
-    ranges_of_tensors,
-    read_manifest,
-    read_tensors_of,
-)
-from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
-from electra_dist.config import CheckpointConfig, canonical_json
-from electra_dist.errors import OtherNumerics, StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, parse_folder
+from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Range, RunState, ranges_of_tensors
+from electra_dist.config import canonical_json
+from electra_dist.errors import OtherNumerics, StoreError, StoreMissing, UserError
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
 from electra_dist.store.retry import Rereading
@@ -175,7 +161,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
     return [
         key
         for key in keys
-        if key.partition("/")[0] not in finished_folders and is_older(key, attempt) and _is_of_checkpoint(key)
+        if key.partition("/")[0] not in finished_folders and is_older(key, attempt) and is_of_checkpoint(key)
     ]
 
 
@@ -192,7 +178,7 @@ def _attempt_of(key: str) -> float:
     return int(name["number"]) if name is not None else math.inf
 
 
-def _is_of_checkpoint(key: str) -> bool:
+def is_of_checkpoint(key: str) -> bool:
     """Return whether a key in a checkpoint folder names a file of the checkpoint, not one that a user put there."""
     _, _, name = key.partition("/")
     return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or FileEntry.parse(name) is not None
@@ -214,26 +200,26 @@ def commit(target: Store, state: RunState, saved_at: str, give_up: Callable[[], 
     Raises Fenced if a newer start exists or another process has written to the folder, TimeoutError after
     `FILES_TIMEOUT_S` or when `give_up` returns True, and TornCheckpoint if the files do not hold every parameter once.
     """
-    folder = folder_name(state.step, state.attempt)
-    files = _wait_for_files(target, folder, state.world_size, give_up)
-    ranges = None if state.is_divided_evenly else _read_ranges(target, folder, files, state)
+    checkpoint = Checkpoint(state.step, state.attempt, target)
+    files = _wait_for_files(checkpoint, state.world_size, give_up)
+    ranges = None if state.is_divided_evenly else _read_ranges(checkpoint, files, state)
     manifest = Manifest(saved_at=saved_at, state=state, files=files, ranges=ranges)
     manifest.check_coverage()
     check_fence(target, state.attempt)
     data = manifest.dump()
-    is_created = target.write_new(f"{folder}/{MANIFEST}", data)
+    is_created = target.write_new(checkpoint.key(MANIFEST), data)
     # An earlier call of this process may have created it, although it failed afterwards.
-    if not is_created and target.read(f"{folder}/{MANIFEST}") != data:
-        raise _two_writers(target, folder, "committed this checkpoint")
+    if not is_created and target.read(checkpoint.key(MANIFEST)) != data:
+        raise _two_writers(checkpoint, "committed this checkpoint")
 
 
-def _two_writers(target: Store, folder: str, action: str) -> Fenced:
+def _two_writers(checkpoint: Checkpoint, action: str) -> Fenced:
     return Fenced(
-        f"{target.url}/{folder}: another process has {action}; stop all processes of this run, then start it once"
+        f"{checkpoint.url}: another process has {action}; stop all processes of this run, then start it once"
     )
 
 
-def _wait_for_files(target: Store, folder: str, world_size: int, give_up: Callable[[], bool]) -> tuple[FileEntry, ...]:
+def _wait_for_files(checkpoint: Checkpoint, world_size: int, give_up: Callable[[], bool]) -> tuple[FileEntry, ...]:
     """Wait until a listing shows the whole file of every rank; return the files in the order of the ranks.
     A shared file system may show an earlier size for a while. Such a file is not yet counted.
     """
@@ -241,18 +227,18 @@ def _wait_for_files(target: Store, folder: str, world_size: int, give_up: Callab
     poll_s = _POLL_S
     while True:
         files_of_ranks: dict[int, list[FileEntry]] = defaultdict(list)
-        for key, size_bytes in target.sizes(f"{folder}/rank-").items():
-            file = FileEntry.parse(key.removeprefix(f"{folder}/"))
+        for key, size_bytes in checkpoint.store.sizes(checkpoint.key("rank-")).items():
+            file = FileEntry.parse(key.removeprefix(checkpoint.key("")))
             if file is not None and file.size_bytes == size_bytes:
                 files_of_ranks[file.rank].append(file)
         if any(len(files) > 1 for files in files_of_ranks.values()) or max(files_of_ranks, default=0) >= world_size:
-            raise _two_writers(target, folder, "written its files into this start's folder")
+            raise _two_writers(checkpoint, "written its files into this start's folder")
         missing_ranks = set(range(world_size)) - set(files_of_ranks)
         if not missing_ranks:
             return tuple(files_of_ranks[rank][0] for rank in range(world_size))
         if time.monotonic() > deadline or give_up():
             raise TimeoutError(
-                f"checkpoint {target.url}/{folder} was not committed: the file of rank {min(missing_ranks)} was not "
+                f"checkpoint {checkpoint.url} was not committed: the file of rank {min(missing_ranks)} was not "
                 f"written within {FILES_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in "
                 f"the output"
             )
@@ -261,16 +247,16 @@ def _wait_for_files(target: Store, folder: str, world_size: int, give_up: Callab
 
 
 def _read_ranges(
-    target: Store, folder: str, files: Sequence[FileEntry], state: RunState
+    checkpoint: Checkpoint, files: Sequence[FileEntry], state: RunState
 ) -> dict[str, tuple[tuple[int, int, int], ...]]:
     """Read from the headers of all files which ranges of parameters each of them holds, up to 16 files at a time."""
-    rereading = Rereading(target.reread_pauses_s)
+    rereading = Rereading(checkpoint.store.reread_pauses_s)
 
     def read(file: FileEntry) -> dict[str, Range]:
-        tensors, fault = read_tensors_of(target, folder, file, rereading)
+        tensors, fault = checkpoint.tensors(file, rereading)
         if fault:
             raise StoreError(
-                f"{target.url}/{folder}: {fault}, at every reading; check the disk or the storage service, then start "
+                f"{checkpoint.url}: {fault}, at every reading; check the disk or the storage service, then start "
                 f"the run again"
             )
         return ranges_of_tensors(file, tensors)
@@ -290,38 +276,6 @@ def check_fence(target: Store, attempt: int) -> None:
             f"{target.url}: start {attempt} of this run must not write any more, because start {newest} has replaced "
             f"it; this process ends, and no action is needed: let start {newest} go on"
         )
-
-
-def retain(
-    target: Store, policy: CheckpointConfig, rollback_steps: int, attempt: int, scores: dict[str, HeldOutScore]
-) -> None:
-    """Delete the checkpoints of a target that the retention policy does not keep (see `superfluous`). Rank 0 only.
-    Checkpoints that were set aside stay. `scores` caches scores by folder; if the policy has `keep_best`, missing ones
-    are read from the manifests. Raises Fenced if a newer start of the run exists; nothing was deleted then.
-    """
-    checkpoints = []
-    for step, writing_attempt, folder in committed(target):
-        if policy.keep_best and folder not in scores:
-            scores[folder] = held_out_score(target, folder)
-        score = scores.get(folder, NOT_EVALUATED)
-        checkpoints.append(CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, score=score))
-    check_fence(target, attempt)
-    for checkpoint in superfluous(checkpoints, policy, rollback_steps):
-        target.delete(f"{checkpoint.folder}/{MANIFEST}")
-        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if _is_of_checkpoint(key)])
-
-
-def held_out_score(target: Store, folder: str) -> HeldOutScore:
-    """Read a checkpoint's scores on held-out rows from its manifest; `NOT_EVALUATED` if absent or unreadable.
-    Raises StoreAway if the store does not respond, so that a good checkpoint does not count as one without scores.
-    """
-    try:
-        state = read_manifest(target, folder).state
-    except StoreAway:
-        raise
-    except (TornCheckpoint, StoreError):
-        return NOT_EVALUATED
-    return HeldOutScore(context_auc=state.eval_context_auc, loss=state.eval_loss)
 
 
 def _attempt_key(attempt: int) -> str:

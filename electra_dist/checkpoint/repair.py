@@ -15,23 +15,15 @@ import contextlib
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from electra_dist.checkpoint.checkpoint_manifest import (
-    MANIFEST,
-    SET_ASIDE,
-    SET_ASIDE_REASON,
-    WITHDRAWN,
-    Manifest,
-    parse_folder,
-    read_manifest,
-    set_aside,
-)
+from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, WITHDRAWN, Checkpoint, parse_folder
 from electra_dist.checkpoint.checkpoint_stores import OtherRun, Owner
 from electra_dist.checkpoint.commit import leftovers, newest_attempt, run_of_attempt, sweep
-from electra_dist.checkpoint.file_reader import verify, verify_file
+from electra_dist.checkpoint.manifest import MANIFEST, Manifest
+from electra_dist.checkpoint.reader import CheckpointReader, verify
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 
@@ -42,18 +34,10 @@ Status = Literal["committed", "damaged", "of another run", "set aside", "leftove
 class Found:
     """A checkpoint folder found in a store. Its tensor files were not read: a "committed" one may be damaged."""
 
-    target: Store  # the store
-    folder: str  # name of the folder in the store
-    step: int
-    attempt: int  # number of the start of the run that wrote it
+    checkpoint: Checkpoint
     status: Status  # "committed": the manifest is good; "damaged": it is not; "leftover": there is no manifest
     manifest: Manifest | None = None  # only if the status is "committed" or "of another run"
     note: str = ""  # what is wrong with it, or why it was set aside
-
-    @property
-    def url(self) -> str:
-        """Return the URL of the checkpoint's folder, for messages."""
-        return f"{self.target.url}/{self.folder}"
 
 
 def survey(target: Store, owner: Owner | None = None) -> list[Found]:
@@ -61,40 +45,32 @@ def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     It costs one listing, and one request for each checkpoint that is committed or set aside. Without `owner`,
     checkpoints of other runs are not recognized.
     """
-    names_by_folder: dict[str, set[str]] = {}
+    names_of_checkpoints: dict[tuple[int, int], set[str]] = {}
     for key in target.list("step-"):
-        folder, _, name = key.partition("/")  # step-00000400-a0003/rank-00000.safetensors
-        names_by_folder.setdefault(folder, set()).add(name)
-    checkpoints = []
-    for folder in names_by_folder:
+        folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
         step_and_attempt = parse_folder(folder)
         if step_and_attempt is not None:
-            checkpoints.append((*step_and_attempt, folder))
+            names_of_checkpoints.setdefault(step_and_attempt, set()).add(name)
     return [
-        _inspect(target, folder, step, attempt, names_by_folder[folder], owner)
-        for step, attempt, folder in sorted(checkpoints)
+        _inspect(Checkpoint(step, attempt, target), names, owner)
+        for (step, attempt), names in sorted(names_of_checkpoints.items())
     ]
 
 
-def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str], owner: Owner | None) -> Found:
+def _inspect(checkpoint: Checkpoint, names: set[str], owner: Owner | None) -> Found:
     """Determine the status of a checkpoint folder from the names of its files and from its manifest."""
-    status: Status
-    manifest = None
-    note = ""
     if MANIFEST in names:
         try:
-            manifest = read_manifest(target, folder)
-            note = owner.fault(manifest.state) if owner is not None else ""
-            status = "of another run" if note else "committed"
+            manifest = checkpoint.manifest()
         except (TornCheckpoint, StoreMissing) as error:
-            status = "damaged"
-            note = str(error)
-    elif SET_ASIDE in names:
-        status = "set aside"
-        note = target.read(f"{folder}/{SET_ASIDE_REASON}").decode(errors="replace").strip()
-    else:
-        status = "leftover"
-    return Found(target=target, folder=folder, step=step, attempt=attempt, status=status, manifest=manifest, note=note)
+            return Found(checkpoint=checkpoint, status="damaged", note=str(error))
+        note = owner.fault(manifest.state) if owner is not None else ""
+        status: Status = "of another run" if note else "committed"
+        return Found(checkpoint=checkpoint, status=status, manifest=manifest, note=note)
+    if SET_ASIDE in names:
+        note = checkpoint.store.read(checkpoint.key(SET_ASIDE_REASON)).decode(errors="replace").strip()
+        return Found(checkpoint=checkpoint, status="set aside", note=note)
+    return Found(checkpoint=checkpoint, status="leftover")
 
 
 def repair(
@@ -128,7 +104,7 @@ def repair(
 
 def _owner_of(found: Found) -> Owner | None:
     """Return which run wrote a checkpoint, from attempts/*.json or else its manifest; None if both are lost."""
-    run = run_of_attempt(found.target, found.attempt)
+    run = run_of_attempt(found.checkpoint.store, found.checkpoint.attempt)
     manifest = _own_manifest(found)
     if run is None and manifest is not None:
         state = manifest.state
@@ -142,43 +118,50 @@ def _own_manifest(found: Found) -> Manifest | None:
     """Return the manifest of a checkpoint, also of one that was set aside; None if it is damaged or missing."""
     if found.status == "set aside":
         with contextlib.suppress(TornCheckpoint):
-            return Manifest.parse(found.target.read(f"{found.folder}/{SET_ASIDE}"))
+            return Manifest.parse(found.checkpoint.store.read(found.checkpoint.key(SET_ASIDE)))
     return found.manifest
+
+
+def _manifest_in(store: Store, checkpoint: Checkpoint) -> Manifest | None:
+    """Return the manifest of the checkpoint of the same name in another store; None if it is damaged or missing."""
+    with contextlib.suppress(TornCheckpoint, StoreMissing):
+        return replace(checkpoint, store=store).manifest()
+    return None
 
 
 def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
     """Raise OtherRun if another run than `owner` wrote a checkpoint, or its supposed copy in a donor (a store)."""
+    checkpoint = found.checkpoint
     if found.manifest is not None:
-        owner.check(found.manifest.state, found.target.url)
+        owner.check(found.manifest.state, checkpoint.store.url)
     for donor in donors:
-        try:
-            state = read_manifest(donor, found.folder).state
-        except (TornCheckpoint, StoreMissing):
-            continue
-        fault = owner.fault(state)
+        manifest = _manifest_in(donor, checkpoint)
+        fault = owner.fault(manifest.state) if manifest is not None else ""
         if fault:
             raise OtherRun(
-                f"{donor.url}/{found.folder} is no copy of {found.url}, because {fault}; nothing was changed; give a "
-                f"place with copies of this run's checkpoints"
+                f"{donor.url}/{checkpoint.folder} is no copy of {checkpoint.url}, because {fault}; nothing was "
+                f"changed; give a place with copies of this run's checkpoints"
             )
 
 
-def copy_to_all(targets: Sequence[Store], folder: str) -> None:
+def copy_to_all(targets: Sequence[Store], step: int, attempt: int) -> None:
     """Copy a checkpoint to each target that lacks it, for example after a kill between two commits.
     At least one target must have the checkpoint, verified by the caller. The manifest is copied last.
     """
-    has_it = [target.exists(f"{folder}/{MANIFEST}") for target in targets]
-    donor = targets[has_it.index(True)]
-    manifest = read_manifest(donor, folder)
-    for target, is_complete in zip(targets, has_it):
+    copies = [Checkpoint(step, attempt, target) for target in targets]
+    is_there = [copy.store.exists(copy.key(MANIFEST)) for copy in copies]
+    donor = copies[is_there.index(True)]
+    manifest = donor.manifest()
+    for copy, is_complete in zip(copies, is_there):
         if is_complete:
             continue
+        reader = CheckpointReader(copy, manifest)
         for file in manifest.files:
-            _copy(donor, target, f"{folder}/{file.name}")
-            faults = verify_file(target, folder, manifest, file)
+            _copy(donor.store, copy.store, copy.key(file.name))
+            faults = reader.faults(file)
             if faults:
-                raise StoreError(f"{target.url}/{folder}: copied from {donor.url} and damaged: {faults[0]}")
-        target.write_new(f"{folder}/{MANIFEST}", manifest.dump())
+                raise StoreError(f"{copy.url}: copied from {donor.store.url} and damaged: {faults[0]}")
+        copy.store.write_new(copy.key(MANIFEST), manifest.dump())
 
 
 def _repair_checkpoint(
@@ -191,34 +174,32 @@ def _repair_checkpoint(
     """Verify a checkpoint; restore a damaged one from a good copy or, without one, set it aside. Yield log lines."""
     if found.status == "leftover" or found.note.startswith(WITHDRAWN):
         return
+    checkpoint = found.checkpoint
     is_set_aside = found.status == "set aside"
-    if is_set_aside:
-        faults = [found.note]
-    else:
-        _, faults = verify(found.target, found.folder, advance)
+    faults = [found.note] if is_set_aside else verify(checkpoint, advance)[1]
     if not faults:
         return
     for store in other_stores:
-        if _is_copy(store, found, owner) and _is_good(store, found.folder, advance):
-            yield from _restore(found, store, faults, dry_run)
+        copy = replace(checkpoint, store=store)
+        if _is_copy(copy, found, owner) and not verify(copy, advance)[1]:
+            yield from _restore(found, copy, faults, dry_run)
             return
     if is_set_aside:
         return  # there is nothing more to do without a good copy
     yield (
-        f"{found.url}: set aside, no other target has a good copy ({faults[0]}); if a copy exists elsewhere, run "
+        f"{checkpoint.url}: set aside, no other target has a good copy ({faults[0]}); if a copy exists elsewhere, run "
         f"the repair with --from URL"
     )
     if not dry_run:
-        set_aside(found.target, found.folder, faults[0])
+        checkpoint.set_aside(faults[0])
 
 
-def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
-    """Return whether a store has a copy of `found`: the same manifest or, if the manifest is lost, the same run.
+def _is_copy(copy: Checkpoint, found: Found, owner: Owner | None) -> bool:
+    """Return whether `copy` is one of `found`: the same manifest or, if the manifest is lost, the same run.
     The manifests of copies are equal, because a save writes the same files, digests and time to all targets.
     """
-    try:
-        manifest = read_manifest(store, found.folder)
-    except (TornCheckpoint, StoreMissing):
+    manifest = _manifest_in(copy.store, copy)
+    if manifest is None:
         return False
     own_manifest = _own_manifest(found)
     if own_manifest is not None:
@@ -226,35 +207,29 @@ def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
     return owner is not None and not owner.fault(manifest.state)
 
 
-def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
-    manifest, faults = verify(target, folder, advance)
-    return manifest is not None and not faults
-
-
-def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
+def _restore(found: Found, donor: Checkpoint, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
     """Copy the damaged files from a donor, then the manifest, so that the checkpoint exists only when all are good."""
-    target = found.target
-    folder = found.folder
-    manifest = read_manifest(donor, folder)
-    yield f"{found.url} is damaged: {'; '.join(faults)}"
+    checkpoint = found.checkpoint
+    manifest = donor.manifest()
+    yield f"{checkpoint.url} is damaged: {'; '.join(faults)}"
+    reader = CheckpointReader(checkpoint, manifest)
     for file in manifest.files:
-        file_faults = verify_file(target, folder, manifest, file)
-        if file_faults:
-            yield f"{found.url}/{file.name}: restored from {donor.url}"
+        if reader.faults(file):
+            yield f"{checkpoint.url}/{file.name}: restored from {donor.store.url}"
             if not dry_run:
-                _copy(donor, target, f"{folder}/{file.name}")
+                _copy(donor.store, checkpoint.store, checkpoint.key(file.name))
     if found.status != "committed":
-        yield f"{found.url}/{MANIFEST}: restored from {donor.url}"
+        yield f"{checkpoint.url}/{MANIFEST}: restored from {donor.store.url}"
         if not dry_run:
-            target.write(f"{folder}/{MANIFEST}", manifest.dump())
-            target.delete(f"{folder}/{SET_ASIDE}")
-            target.delete(f"{folder}/{SET_ASIDE_REASON}")
+            checkpoint.store.write(checkpoint.key(MANIFEST), manifest.dump())
+            checkpoint.store.delete(checkpoint.key(SET_ASIDE))
+            checkpoint.store.delete(checkpoint.key(SET_ASIDE_REASON))
     if dry_run:
         return
-    _, remaining_faults = verify(target, folder)
+    _, remaining_faults = verify(checkpoint)
     if remaining_faults:
         raise StoreError(
-            f"{found.url}: still damaged after it was restored: {remaining_faults[0]}; "
+            f"{checkpoint.url}: still damaged after it was restored: {remaining_faults[0]}; "
             f"check the disk or the storage service, then run the repair again"
         )
 

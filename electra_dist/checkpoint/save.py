@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
+from electra_dist.checkpoint.checkpoint import Checkpoint
 from electra_dist.checkpoint.commit import commit
 from electra_dist.checkpoint.free_space import nearest_folder
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
 from electra_dist.errors import StoreAway
 from electra_dist.store.failure_kinds import is_worth_waiting_for
@@ -58,7 +59,7 @@ class Save:
         self._state = state
         self._file = TensorFile(rank, tensors)
         self._staging = staging
-        self._key = f"{folder_name(state.step, state.attempt)}/{self._file.entry.name}"
+        self._key = Checkpoint(state.step, state.attempt, staging).key(self._file.entry.name)
         self._saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         copies = [_Copy(target=target) for target in targets]
         # The file is written into a local target, so that only one copy of it takes space on this node.

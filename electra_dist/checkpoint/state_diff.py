@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, Kind, Manifest, RunState
-from electra_dist.checkpoint.file_reader import fill
+from electra_dist.checkpoint.manifest import KINDS, Kind, RunState
+from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store.interface import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,29 +22,6 @@ class Difference:
     name: str  # of the parameter
     largest: dict[Kind, float]  # kind (weights or a moment) -> largest absolute difference; NaN if either has a NaN
     equal: bool  # bit for bit, weights and both moments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two checkpoints of a comparison: its store, its folder in the store, and its manifest."""
-
-    store: Store
-    folder: str
-    manifest: Manifest
-
-    def read(self, name: str) -> dict[Kind, torch.Tensor]:
-        """Read and verify a whole parameter and its moments, as flat fp32 CPU tensors.
-        Raises TornCheckpoint if a part is damaged or missing.
-        """
-        numel = prod(self.manifest.state.shapes[name])
-        views = {kind: torch.empty(numel) for kind in KINDS}
-        fragment = Fragment(name=name, start=0, numel=numel, views=views)
-        faults = fill(self.store, self.folder, self.manifest, [fragment], check=())
-        if faults:
-            raise TornCheckpoint(
-                f"{self.store.url}/{self.folder} is damaged: {faults[0]}; run `electra-dist checkpoint repair`"
-            )
-        return views
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
@@ -59,16 +35,26 @@ def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
+def parameter_differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference]:
     """Compare every parameter that both checkpoints have in the same shape, in the order of `a`, one at a time.
     Raises TornCheckpoint if a parameter of either side is damaged.
     """
     for name, shape in a.manifest.state.shapes.items():
         if b.manifest.state.shapes.get(name) != shape:
             continue
-        left = a.read(name)
-        right = b.read(name)
+        left = _read(a, name)
+        right = _read(b, name)
         largest = {kind: float((left[kind] - right[kind]).abs().max()) for kind in KINDS}
         # Bits are compared as integers: as floats a NaN would differ from itself, and -0 would equal 0.
         is_equal = all(torch.equal(left[kind].view(torch.int32), right[kind].view(torch.int32)) for kind in KINDS)
         yield Difference(name=name, largest=largest, equal=is_equal)
+
+
+def _read(reader: CheckpointReader, name: str) -> dict[Kind, torch.Tensor]:
+    """Read and verify a whole parameter and its moments, as flat fp32 CPU tensors."""
+    numel = prod(reader.manifest.state.shapes[name])
+    views = {kind: torch.empty(numel) for kind in KINDS}
+    faults = reader.fill([Fragment(name=name, start=0, numel=numel, views=views)], check=())
+    if faults:
+        raise TornCheckpoint(f"{reader.checkpoint.url} is damaged: {faults[0]}; run `electra-dist checkpoint repair`")
+    return views

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import LENGTH_BYTES, FileEntry, Kind
+from electra_dist.checkpoint.manifest import LENGTH_BYTES, FileEntry, Kind
 from electra_dist.store.atomic_files import replacing
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB

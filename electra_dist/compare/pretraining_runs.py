@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
-from electra_dist.checkpoint.checkpoint_manifest import committed
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.run.heartbeat import read_heartbeats
@@ -32,11 +32,7 @@ _POLL_S = 0.5  # seconds between checks of a run
 
 def saved_steps(cell: Cell) -> set[int]:
     """Return the steps at which a run has a complete checkpoint in at least one of its checkpoint stores."""
-    steps = set()
-    for target in open_targets(cell.config):
-        for step, _, _ in committed(target):
-            steps.add(step)
-    return steps
+    return {checkpoint.step for checkpoint in checkpoints(open_targets(cell.config))}
 
 
 class Pretrainings:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from electra_dist.checkpoint.checkpoint_manifest import LossScaleState
+from electra_dist.checkpoint.manifest import LossScaleState
 
 INITIAL_SCALE = 2.0**16
 STEPS_UNTIL_GROWTH = 1000

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from typing_extensions import override
 
-from electra_dist.checkpoint.checkpoint_manifest import part
+from electra_dist.checkpoint.manifest import part
 from electra_dist.version import DEEPSPEED
 
 _ADVICE = f"install deepspeed=={DEEPSPEED}"

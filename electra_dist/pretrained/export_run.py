@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, report_nothing
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable

@@ -15,10 +15,15 @@ from typing import NamedTuple
 import torch
 from pydantic import ValidationError
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
-from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, read_chosen, report_nothing
-from electra_dist.checkpoint.restore_state import assemble
+from electra_dist.checkpoint.chosen_weights import (
+    CheckpointProgress,
+    Choice,
+    assemble,
+    read_chosen,
+    report_nothing,
+)
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.checkpoint.checkpoint_manifest import committed
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import TrainConfig
 from electra_dist.errors import ManifestMismatch, UserError
@@ -109,7 +109,7 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
 
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
     """Return whether `train.init_from` is set and no checkpoint store of the run holds a committed checkpoint yet."""
-    return bool(train.init_from) and not any(committed(target) for target in targets)
+    return bool(train.init_from) and not checkpoints(targets)
 
 
 def begin_with_source(

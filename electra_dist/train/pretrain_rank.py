@@ -14,9 +14,9 @@ import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
 
-from electra_dist.checkpoint.checkpoint_manifest import committed
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
-from electra_dist.checkpoint.restore_state import set_all_aside
+from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_checks import keys_without_effect
@@ -196,7 +196,7 @@ def _train(
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if from_scratch:
         notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config)))
-    begins = from_scratch or not any(committed(target) for target in open_targets(config))
+    begins = from_scratch or not checkpoints(open_targets(config))
     notes = notes + from_rank_0(lambda: wait(lambda: remarks_on_corpora(config, inputs.corpora, begins)))
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)

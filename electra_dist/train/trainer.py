@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import SaveTiming
-from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.commit import Fenced
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader

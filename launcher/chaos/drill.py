@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from electra_dist.checkpoint.checkpoint_manifest import committed
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.run.folder import LEDGER_FILE, supervise_log
@@ -224,8 +224,8 @@ class Drill:
         return Victim(run_dir=self._run_dir, supervisor=supervisor_pid, disk=self._disk)
 
     def _num_checkpoints(self) -> int:
-        checkpoints = committed(LocalStore(self._victim().checkpoints))
-        return len([step for step, _attempt, _folder in checkpoints if step >= self._first_step])
+        found = checkpoints([LocalStore(self._victim().checkpoints)])
+        return len([checkpoint for checkpoint in found if checkpoint.step >= self._first_step])
 
     def _start(self) -> subprocess.Popen[bytes]:
         # A child inherits ignored signals: with the default action, the fault `hup` works in a drill under `nohup`,

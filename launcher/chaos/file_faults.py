@@ -16,7 +16,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed
+from electra_dist.checkpoint.checkpoint import checkpoints
+from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.errors import UserError
 from electra_dist.run import lease_file
 from electra_dist.run.folder import LEASE_DIR, LEDGER_FILE, METRICS_FILE
@@ -106,10 +107,7 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
     A checkpoint is complete once it has a manifest (list of its files); the run ignores folders without one. Raises
     IndexError if there is no complete checkpoint.
     """
-    newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
-    _step, _attempt, folder_name = newest_checkpoint
-    folder = victim.checkpoints / folder_name
-    # Not the files that the ranks submit for the manifest: if a kill has left one, nothing reads it.
+    folder = victim.checkpoints / checkpoints([LocalStore(victim.checkpoints)])[0].folder
     files = sorted(folder.glob("*.safetensors"))
     if with_manifest:
         files.append(folder / MANIFEST)

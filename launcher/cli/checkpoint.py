@@ -17,7 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
+from electra_dist.checkpoint.checkpoint import Checkpoint
+from electra_dist.checkpoint.manifest import KINDS
 from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
 from launcher.cli.checkpoint_paths import find_checkpoint, find_owner, find_targets
@@ -25,8 +26,9 @@ from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 
 if TYPE_CHECKING:  # These modules import torch; only the subcommands that read tensors load them.
+    from electra_dist.checkpoint.reader import CheckpointReader
     from electra_dist.checkpoint.repair import Found
-    from electra_dist.checkpoint.state_diff import Difference, Side
+    from electra_dist.checkpoint.state_diff import Difference
 
 app = typer.Typer(
     help="List, verify, compare and repair the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -56,28 +58,28 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
         )
         return
     out = open_console(soft_wrap=False)
-    for target, checkpoints in surveys:
-        if not checkpoints:
+    for target, found in surveys:
+        if not found:
             out.print(f"{target.url}: no checkpoints")
             continue
         table = Table(
             "step", "attempt", "saved (UTC)", "ranks", "ZeRO", "size", "rows seen", "state", title=target.url
         )
-        for checkpoint in checkpoints:
-            table.add_row(*_table_row(checkpoint))
+        for each in found:
+            table.add_row(*_table_row(each))
         out.print(table)
 
 
-def _json_tree(checkpoint: Found) -> dict[str, Any]:
+def _json_tree(found: Found) -> dict[str, Any]:
     """Return a checkpoint as a JSON object for `list --json`; values from a missing or damaged manifest are null."""
-    manifest = checkpoint.manifest
+    manifest = found.manifest
     state = manifest.state if manifest else None
     return {
-        "url": checkpoint.url,
-        "step": checkpoint.step,
-        "attempt": checkpoint.attempt,
-        "status": checkpoint.status,
-        "note": checkpoint.note,
+        "url": found.checkpoint.url,
+        "step": found.checkpoint.step,
+        "attempt": found.checkpoint.attempt,
+        "status": found.status,
+        "note": found.note,
         "saved_at": manifest.saved_at if manifest else None,
         "size_bytes": manifest.size_bytes if manifest else None,
         "ranks": state.world_size if state else None,
@@ -86,14 +88,14 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
     }
 
 
-def _table_row(checkpoint: Found) -> list[str | Text]:
+def _table_row(found: Found) -> list[str | Text]:
     """Return a checkpoint's row in the table of `list`; cells with values from a missing manifest are empty."""
-    step = f"{checkpoint.step:,}"
-    attempt = str(checkpoint.attempt)
-    manifest = checkpoint.manifest
-    status: str | Text = checkpoint.status
-    if checkpoint.note or manifest is None:
-        status = styled((checkpoint.status, "red"), f" {checkpoint.note}" if checkpoint.note else "")
+    step = f"{found.checkpoint.step:,}"
+    attempt = str(found.checkpoint.attempt)
+    manifest = found.manifest
+    status: str | Text = found.status
+    if found.note or manifest is None:
+        status = styled((found.status, "red"), f" {found.note}" if found.note else "")
     if manifest is None:
         return [step, attempt, "", "", "", "", "", status]
     return [
@@ -120,20 +122,20 @@ def verify(
     Leftovers of unfinished saves and checkpoints that were set aside are not read. Exit codes: 0 all checkpoints are
     good, 1 at least one is not, 78 there is none, or PATH is a run folder and another run has written one.
     """
-    checkpoints = _checkpoints_to_verify(path, step, endpoint_url)
-    total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
+    chosen = _checkpoints_to_verify(path, step, endpoint_url)
+    total_bytes = sum(found.manifest.size_bytes for found in chosen if found.manifest)
     verified: list[Verified] = []
     with _progress_of_bytes(total_bytes, to_stderr=as_json) as (out, advance):
-        for checkpoint in checkpoints:
-            verified.append(_verify(checkpoint, advance))
+        for found in chosen:
+            verified.append(_verify(found.checkpoint, advance))
             if not as_json:
                 _print_verified(verified[-1], out)
     num_good = sum(not one.faults for one in verified)
     if as_json:
         print_json({"good": num_good, "checkpoints": [asdict(one) for one in verified]})
     else:
-        out.print(f"{num_good} of {len(checkpoints)} checkpoints are good")
-    if num_good < len(checkpoints):
+        out.print(f"{num_good} of {len(chosen)} checkpoints are good")
+    if num_good < len(chosen):
         if not as_json:
             out.print(f"next: electra-dist checkpoint repair {path}")
         raise typer.Exit(EXIT_CRASH)
@@ -144,21 +146,21 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
     from electra_dist.checkpoint.repair import survey
 
     owner = find_owner(path)
-    checkpoints = []
+    chosen = []
     for target in find_targets(path, endpoint_url):
-        for checkpoint in survey(target):
-            if owner is not None and checkpoint.manifest is not None:
-                owner.check(checkpoint.manifest.state, target.url)
-            has_manifest = checkpoint.status in ("committed", "damaged")
-            is_wanted_step = step is None or checkpoint.step == step
+        for found in survey(target):
+            if owner is not None and found.manifest is not None:
+                owner.check(found.manifest.state, target.url)
+            has_manifest = found.status in ("committed", "damaged")
+            is_wanted_step = step is None or found.checkpoint.step == step
             if has_manifest and is_wanted_step:
-                checkpoints.append(checkpoint)
-    if not checkpoints:
+                chosen.append(found)
+    if not chosen:
         wanted = "" if step is None else f" of step {step}"
         raise UserError(
             f"{path}: no checkpoint{wanted} to verify; run `electra-dist checkpoint list {path}` to see what there is"
         )
-    return checkpoints
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +174,11 @@ class Verified:
     faults: list[str]
 
 
-def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
-    from electra_dist.checkpoint.file_reader import verify as verify_files
+def _verify(checkpoint: Checkpoint, advance: Callable[[int], None]) -> Verified:
+    from electra_dist.checkpoint.reader import verify as verify_files
 
     begin = time.perf_counter()
-    manifest, faults = verify_files(checkpoint.target, checkpoint.folder, advance)
+    manifest, faults = verify_files(checkpoint, advance)
     elapsed_s = time.perf_counter() - begin
     return Verified(
         url=checkpoint.url,
@@ -223,7 +225,9 @@ def diff(
         raise typer.Exit(EXIT_CRASH)
 
 
-def _print_diff(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
+def _print_diff(
+    left: CheckpointReader, right: CheckpointReader, different: list[Difference], num_compared: int
+) -> None:
     """Print the differences of two checkpoints as tables, and a last line with the verdict."""
     out = open_console(soft_wrap=False)
     state_table = _state_table(left, right)
@@ -239,7 +243,9 @@ def _print_diff(left: Side, right: Side, different: list[Difference], num_compar
     out.print(f"different: {len(different)} of {num_compared} parameters{note}")
 
 
-def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
+def _print_diff_json(
+    left: CheckpointReader, right: CheckpointReader, different: list[Difference], num_compared: int
+) -> None:
     """Print a JSON object with all parameters and fields of the run state that differ between two checkpoints."""
     from electra_dist.checkpoint.state_diff import state_differences
 
@@ -247,8 +253,8 @@ def _print_diff_json(left: Side, right: Side, different: list[Difference], num_c
     same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
     print_json(
         {
-            "a": f"{left.store.url}/{left.folder}",
-            "b": f"{right.store.url}/{right.folder}",
+            "a": left.checkpoint.url,
+            "b": right.checkpoint.url,
             "equal": same_shapes and not different,
             "compared": num_compared,
             "same_shapes": same_shapes,
@@ -258,7 +264,7 @@ def _print_diff_json(left: Side, right: Side, different: list[Difference], num_c
     )
 
 
-def _compare_parameters(left: Side, right: Side) -> list[Difference]:
+def _compare_parameters(left: CheckpointReader, right: CheckpointReader) -> list[Difference]:
     """Compare the parameters that have the same shape in both checkpoints; show a progress bar on stderr."""
     from electra_dist.checkpoint.state_diff import parameter_differences
 
@@ -271,11 +277,11 @@ def _compare_parameters(left: Side, right: Side) -> list[Difference]:
         raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
 
 
-def _state_table(left: Side, right: Side) -> Table:
+def _state_table(left: CheckpointReader, right: CheckpointReader) -> Table:
     """Return a table of those fields of the run state, such as step and ranks, that differ between two checkpoints."""
     from electra_dist.checkpoint.state_diff import state_differences
 
-    table = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
+    table = Table("field", f"A {left.checkpoint.folder}", f"B {right.checkpoint.folder}", title="state")
     for field, left_value, right_value in state_differences(left.manifest.state, right.manifest.state):
         table.add_row(field, str(left_value)[:_MAX_VALUE_CHARS], str(right_value)[:_MAX_VALUE_CHARS])
     return table
@@ -319,19 +325,19 @@ def repair(
         out.print("a dry run: nothing was changed; run it again without --dry-run")
 
 
-def _open_side(path: str, endpoint_url: str | None) -> Side:
+def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     """Find one of the two checkpoints to compare and read its manifest; UserError if a step of this fails."""
-    from electra_dist.checkpoint.state_diff import Side
+    from electra_dist.checkpoint.reader import CheckpointReader
 
-    store, folder = find_checkpoint(path, endpoint_url)
+    checkpoint = find_checkpoint(path, endpoint_url)
     try:
-        manifest = read_manifest(store, folder)
+        reader = CheckpointReader(checkpoint)
     except (TornCheckpoint, StoreMissing) as error:
-        raise UserError(f"{store.url}/{folder}: {error}; give another checkpoint") from None
+        raise UserError(f"{checkpoint.url}: {error}; give another checkpoint") from None
     owner = find_owner(path)
     if owner is not None:
-        owner.check(manifest.state, store.url)
-    return Side(store=store, folder=folder, manifest=manifest)
+        owner.check(reader.manifest.state, checkpoint.store.url)
+    return reader
 
 
 @contextmanager

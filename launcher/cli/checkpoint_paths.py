@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint_manifest import committed, parse_folder
+from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
 from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
@@ -37,25 +37,19 @@ def find_owner(path: str) -> Owner | None:
     return owner_of(open_run(Path(path)), read_identity(Path(path)))
 
 
-def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """Find the checkpoint `path` itself, or the newest complete one below `path`; return its store and folder name.
+def find_checkpoint(path: str, endpoint_url: str | None = None) -> Checkpoint:
+    """Return the checkpoint `path` itself, or the newest complete one below `path`.
 
     A checkpoint is complete if it has a manifest; whether the folder `path` itself has a manifest is not checked. If
     several stores hold the newest checkpoint, the first of these stores is taken.
     """
     parent, _, name = path.rstrip("/").rpartition("/")
-    is_checkpoint_folder = parse_folder(name) is not None
-    if is_checkpoint_folder:
-        return open_store(parent or ".", endpoint_url), name
-    newest = None
-    newest_step_and_attempt = (-1, -1)
-    for store in find_targets(path, endpoint_url):
-        for step, attempt, folder in committed(store):
-            if (step, attempt) > newest_step_and_attempt:
-                newest = (store, folder)
-                newest_step_and_attempt = (step, attempt)
-    if newest is None:
+    step_and_attempt = parse_folder(name)
+    if step_and_attempt is not None:
+        return Checkpoint(*step_and_attempt, open_store(parent or ".", endpoint_url))
+    found = checkpoints(find_targets(path, endpoint_url))
+    if not found:
         raise UserError(
             f"{path}: no committed checkpoint; run `electra-dist checkpoint list {path}` to see what there is"
         )
-    return newest
+    return found[0]

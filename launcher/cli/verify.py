@@ -15,8 +15,9 @@ import typer
 from rich.progress import Progress
 
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.data.corpora import Corpora, open_corpora, steps_of_phases
@@ -127,20 +128,18 @@ def _num_starts(run: Path) -> int:
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
     """Return (URL, run state) of each complete, undamaged checkpoint of the run, and a line for each damaged one."""
     owner = owner_of(config, read_identity(Path(config.run_dir)))
-    checkpoints = []
+    states = []
     damaged = []
-    for store in open_targets(config):
-        for _, _, folder in committed(store):
-            url = f"{store.url}/{folder}"
-            try:
-                state = read_manifest(store, folder).state
-                if owner is not None:
-                    owner.check(state, store.url)
-                checkpoints.append((url, state))
-            except TornCheckpoint as error:
-                advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
-                damaged.append(f"checkpoint {url} is damaged ({error}); {advice}")
-    return checkpoints, damaged
+    for checkpoint in checkpoints(open_targets(config)):
+        try:
+            state = checkpoint.manifest().state
+            if owner is not None:
+                owner.check(state, checkpoint.store.url)
+            states.append((checkpoint.url, state))
+        except TornCheckpoint as error:
+            advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
+            damaged.append(f"checkpoint {checkpoint.url} is damaged ({error}); {advice}")
+    return states, damaged
 
 
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
+from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
 from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
-from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
+from electra_dist.checkpoint.reader import verify as verify_checkpoint
 from electra_dist.console import Console
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpora import open_corpora
@@ -151,9 +151,8 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         with contextlib.suppress(UserError):  # a damaged corpus is a part of its own, and so is one that has changed
             found_corpus = open_corpora(config.data).fingerprint
             owner = Owner(owner.identities, owner.corpora | {found_corpus})
-    for target in open_targets(config):
-        for _, _, folder in committed(target):
-            yield _checkpoint_part(target, folder, owner)
+    for checkpoint in checkpoints(open_targets(config)):
+        yield _checkpoint_part(checkpoint, owner)
 
 
 def _token_counts_part(file: Path, vocab_size: int) -> Part:
@@ -263,19 +262,19 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
     return size_bytes, digest.hexdigest()
 
 
-def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
+def _checkpoint_part(checkpoint: Checkpoint, owner: Owner | None) -> Part:
     """Return the part to read for a checkpoint, which counts as bad if another run than `owner` has written it."""
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read
-        manifest = read_manifest(target, folder)
+        manifest = checkpoint.manifest()
         size_bytes = manifest.size_bytes
         other_run = owner.fault(manifest.state) if owner is not None else ""
     if other_run:
-        return Part(url=f"{target.url}/{folder}", kind="checkpoint", size_bytes=0, faults=lambda advance: [other_run])
+        return Part(url=checkpoint.url, kind="checkpoint", size_bytes=0, faults=lambda advance: [other_run])
     return Part(
-        url=f"{target.url}/{folder}",
+        url=checkpoint.url,
         kind="checkpoint",
         size_bytes=size_bytes,
-        faults=lambda advance: verify_checkpoint(target, folder, advance)[1],
+        faults=lambda advance: verify_checkpoint(checkpoint, advance)[1],
     )

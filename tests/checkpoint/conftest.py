@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support import checkpoints as small
+from support.checkpoints import folder_name
 from support.s3_fixtures import bucket, open_s3, two_targets
 from support.s3_fixtures import moto as s3
 
-from electra_dist.checkpoint.checkpoint_manifest import folder_name
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 

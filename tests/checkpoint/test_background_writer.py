@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from support import checkpoints as small
+from support.checkpoints import committed, folder_name, verify
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import committed, folder_name
-from electra_dist.checkpoint.file_reader import verify
-from electra_dist.checkpoint.restore_state import assemble
+from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.errors import StorageLost, StoreAway, StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore

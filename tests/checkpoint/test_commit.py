@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from support import checkpoints as small
 from support import s3_server
+from support.checkpoints import checkpoint_in, committed, folder_name, verify
 
 from electra_dist.checkpoint import commit as commit_module
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed, folder_name, set_aside
-from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt, retain
-from electra_dist.checkpoint.file_reader import verify
+from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt
+from electra_dist.checkpoint.manifest import MANIFEST
+from electra_dist.checkpoint.retention import retain
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
@@ -157,7 +158,7 @@ def test_start_removes_unfinished_files_of_dead_attempts_and_nothing_else(target
     begin_attempt([target], RUN)
     for step in (10, 20, 30):
         small.save([target], tmp_path / "staging", step)
-    set_aside(target, folder_name(20, 1), "for the test")
+    checkpoint_in(target, folder_name(20, 1)).set_aside("for the test")
     good = target.list("step-")
     dead = f"{folder_name(40, 1)}/{small.file_name(0)}"
     own = f"{folder_name(50, 2)}/{small.file_name(0)}"

@@ -11,8 +11,8 @@ from support import checkpoints as small
 from support.fault_server import FaultPlan, running_faults
 from support.s3_server import S3Server
 
-from electra_dist.checkpoint import file_reader
-from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.checkpoint import reader
+from electra_dist.checkpoint.restore import load_newest
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -26,7 +26,7 @@ PAUSES = RetryPolicy(reread_pauses_s=(0.01, 0.01, 0.01, 0.01))
 def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(file_reader, "THREADS", 1)  # so that the schedule of faults is the same each time
+    monkeypatch.setattr(reader, "THREADS", 1)  # so that the schedule of faults is the same each time
     target = open_s3("checkpoints")
     small.save([target], tmp_path / "staging", 5)
     # Each object is flipped twice before a read of it succeeds, whatever the seed.
@@ -108,4 +108,4 @@ def test_headers_that_are_flipped_in_transit_are_read_again_before_a_commit(
     with running_faults(s3.endpoint_url, plan) as proxy:
         small.save([open_store(target.url, proxy.endpoint_url, retry=PAUSES)], tmp_path / "staging", 5)
     assert plan.counts["flip"] >= 2
-    assert file_reader.verify(target, "step-00000005-a0001")[1] == []
+    assert small.verify(target, "step-00000005-a0001")[1] == []

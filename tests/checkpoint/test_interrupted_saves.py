@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from support import checkpoints as small
+from support.checkpoints import committed, folder_name, verify
 from support.real_runs import tiny_tree
 
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed, folder_name
 from electra_dist.checkpoint.checkpoint_stores import check_targets
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.file_reader import verify
+from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.config import Config
 from electra_dist.errors import UserError
@@ -30,7 +30,7 @@ def test_a_checkpoint_of_one_target_is_copied_to_the_other(
 ) -> None:
     small.save([two_targets[kept]], tmp_path, step=3)
     folder = folder_name(3, 1)
-    copy_to_all(two_targets, folder)
+    copy_to_all(two_targets, 3, 1)
     for target in two_targets:
         manifest, faults = verify(target, folder)
         assert manifest is not None

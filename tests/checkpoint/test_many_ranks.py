@@ -14,23 +14,15 @@ import pytest
 import torch
 from support import checkpoints as small
 from support import many_ranks
+from support.checkpoints import checkpoint_in, committed, folder_name, read_manifest, verify
 from support.counting_store import CountingStore, Service
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import (
-    KINDS,
-    FileEntry,
-    Manifest,
-    RunState,
-    committed,
-    folder_name,
-    part,
-    read_manifest,
-)
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, commit
-from electra_dist.checkpoint.file_reader import fill, verify
+from electra_dist.checkpoint.manifest import KINDS, FileEntry, Manifest, RunState, part
+from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.repair import repair
-from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.checkpoint.restore import load_newest
 from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
 from electra_dist.config import CheckpointConfig
@@ -119,7 +111,8 @@ def test_requests_of_a_restore_do_not_grow_with_the_ranks(world_size: int, tmp_p
         store = CountingStore(service)
         values = small.empty()
         fragments = many_ranks.fragments_of(state, values, rank)
-        assert fill(store, FOLDER, read_manifest(store, FOLDER), fragments, manifest.files[rank : rank + 1]) == []
+        reader = CheckpointReader(checkpoint_in(store, FOLDER))
+        assert reader.fill(fragments, check=manifest.files[rank : rank + 1]) == []
         expected = many_ranks.fragments_of(state, small.content(10), rank)
         for fragment, wanted in zip(fragments, expected, strict=True):
             assert all(bool((fragment.views[kind] == wanted.views[kind]).all()) for kind in wanted.views)

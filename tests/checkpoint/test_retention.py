@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.checkpoint.checkpoint_manifest import folder_name
-from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
+from electra_dist.checkpoint.checkpoint import Checkpoint
+from electra_dist.checkpoint.retention import NOT_EVALUATED, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig
+from electra_dist.store.local_store import LocalStore
 
 CHECKPOINTS = st.lists(
     st.tuples(
@@ -23,13 +25,18 @@ CHECKPOINTS = st.lists(
 )
 
 
-def is_better(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+def is_better(one: HeldOutScore, other: HeldOutScore, is_newer: bool) -> bool:
     """Whether `one` was evaluated and is better than `other`: by context AUC, then by loss, then by age."""
-    if one.score.context_auc != other.score.context_auc:
-        return (one.score.context_auc or 0) > (other.score.context_auc or 0)
-    if one.score.context_auc is None and one.score.loss != other.score.loss:
-        return (one.score.loss or math.inf) < (other.score.loss or math.inf)
-    return one.score != NOT_EVALUATED and (one.step, one.attempt) > (other.step, other.attempt)
+    if one.context_auc != other.context_auc:
+        return (one.context_auc or 0) > (other.context_auc or 0)
+    if one.context_auc is None and one.loss != other.loss:
+        return (one.loss or math.inf) < (other.loss or math.inf)
+    return one != NOT_EVALUATED and is_newer
+
+
+def age(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return what sorts checkpoints, the oldest first."""
+    return checkpoint.step, checkpoint.attempt
 
 
 @given(
@@ -51,25 +58,28 @@ def is_better(one: CheckpointInfo, other: CheckpointInfo) -> bool:
 def test_retention_keeps_exactly_the_checkpoints_that_the_policy_names(
     saved: list[tuple[int, int, float | None, float | None]], rollback_steps: int, policy: dict[str, Any]
 ) -> None:
-    checkpoints = [
-        CheckpointInfo(step, attempt, folder_name(step, attempt), HeldOutScore(context_auc=auc, loss=loss))
+    store = LocalStore(Path("target"))
+    scores = {
+        Checkpoint(step, attempt, store): HeldOutScore(context_auc=auc, loss=loss)
         for step, attempt, auc, loss in saved
-    ]
-    to_delete = set(superfluous(checkpoints, CheckpointConfig(**policy), rollback_steps))
+    }
+    checkpoints = sorted(scores, key=age)
+    to_delete = set(superfluous([*scores], CheckpointConfig(**policy), rollback_steps, scores))
     newest_step = max((c.step for c in checkpoints), default=0)
-    old_enough = max((c for c in checkpoints if c.step + rollback_steps <= newest_step), default=None)
+    old_enough = max((c for c in checkpoints if c.step + rollback_steps <= newest_step), default=None, key=age)
     for checkpoint in checkpoints:
         step = checkpoint.step
-        num_newer = sum((c.step, c.attempt) > (step, checkpoint.attempt) for c in checkpoints)
-        num_better = sum(is_better(other, checkpoint) for other in checkpoints)
+        num_newer = sum(age(other) > age(checkpoint) for other in checkpoints)
+        num_better = sum(
+            is_better(scores[other], scores[checkpoint], age(other) > age(checkpoint)) for other in checkpoints
+        )
         is_kept = (
             num_newer < policy["keep_last"]
             or step in policy["keep_steps"]
             or checkpoint == old_enough
             or (policy["keep_every_steps"] > 0 and step % policy["keep_every_steps"] == 0)
-            or (checkpoint.score != NOT_EVALUATED and num_better < policy["keep_best"])
+            or (scores[checkpoint] != NOT_EVALUATED and num_better < policy["keep_best"])
         )
         assert (checkpoint not in to_delete) == is_kept
     if checkpoints:
-        newest = max(checkpoints, key=lambda c: (c.step, c.attempt))
-        assert newest not in to_delete
+        assert checkpoints[-1] not in to_delete

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support import checkpoints as small
 
 from electra_dist.checkpoint import tensor_file
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, MANIFEST, Manifest, tensors_of_header
+from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest, tensors_of_header
 from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
 
 

@@ -32,19 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 import torch.distributed as dist
 from rich.progress import Progress
 from support import checkpoints as small
+from support.checkpoints import committed, folder_name
 from support.real_runs import DrillVerdict, print_verdicts
 
-from electra_dist.checkpoint.checkpoint_manifest import (
-    KINDS,
-    MANIFEST,
-    SET_ASIDE,
-    FileEntry,
-    TensorEntry,
-    committed,
-    folder_name,
-    tensors_of_header,
-)
-from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.checkpoint.checkpoint import SET_ASIDE
+from electra_dist.checkpoint.manifest import KINDS, MANIFEST, FileEntry, TensorEntry, tensors_of_header
+from electra_dist.checkpoint.restore import load_newest
 from electra_dist.store.open_store import open_store
 
 SAVED = [(10, 1), (20, 1), (30, 1), (30, 2)]  # step, attempt: oldest first

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import RunState
-from electra_dist.checkpoint.restore_state import assemble, load_newest
+from electra_dist.checkpoint.chosen_weights import assemble
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.restore import load_newest
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine

@@ -15,9 +15,9 @@ from unittest import mock
 import numpy as np
 from fuzz.specimens import check_manifest, newest_checkpoint, progress_parameters
 from rich.console import Console
+from support.checkpoints import verify
 from support.real_runs import VOCAB_SIZE
 
-from electra_dist.checkpoint.file_reader import verify
 from electra_dist.compare.criterion import record_criterion
 from electra_dist.config_file import load_config, load_section
 from electra_dist.corpus.prepare.preparation import check, finished_report

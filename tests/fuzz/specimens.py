@@ -15,7 +15,7 @@ import pyarrow
 import yaml
 from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
 
-from electra_dist.checkpoint.checkpoint_manifest import Manifest
+from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config_file import load_section
 from electra_dist.corpus.origins.origin_files import put_origins, write_origins
 from electra_dist.corpus.origins.origin_table import Origin, table_of_examples

@@ -29,8 +29,8 @@ from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraFo
 from typer.testing import CliRunner
 
 import electra_dist as ed
-from electra_dist.checkpoint.checkpoint_manifest import Manifest
 from electra_dist.checkpoint.checkpoint_stores import OtherRun
+from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config_file import load_config
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.build_report import make_report, write_report

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
-from electra_dist.checkpoint.restore_state import assemble
+from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.data.order import CorpusOrder, RowOrder

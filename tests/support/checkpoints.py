@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from electra_dist.checkpoint import reader
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, FileEntry, Kind, RunState, folder_name, part
+from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
+from electra_dist.checkpoint.manifest import KINDS, FileEntry, Kind, Manifest, RunState, part
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
@@ -43,6 +45,33 @@ def empty() -> Content:
 def equal(a: Content, b: Content) -> bool:
     """Return whether two contents are equal bit for bit."""
     return all(torch.equal(a[n][k].view(torch.int32), b[n][k].view(torch.int32)) for n in SHAPES for k in KINDS)
+
+
+def folder_name(step: int, attempt: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step:08d}-a{attempt:04d}"
+
+
+def checkpoint_in(store: Store, folder: str) -> Checkpoint:
+    """Return the checkpoint of a folder."""
+    step_and_attempt = parse_folder(folder)
+    assert step_and_attempt is not None
+    return Checkpoint(*step_and_attempt, store)
+
+
+def committed(store: Store) -> list[tuple[int, int, str]]:
+    """Return (step, attempt, folder) of every checkpoint with a manifest in a store, the newest last."""
+    return [(found.step, found.attempt, found.folder) for found in reversed(checkpoints([store]))]
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """Return the manifest of the checkpoint of a folder."""
+    return checkpoint_in(store, folder).manifest()
+
+
+def verify(store: Store, folder: str) -> tuple[Manifest | None, list[str]]:
+    """Verify every byte of the checkpoint of a folder."""
+    return reader.verify(checkpoint_in(store, folder))
 
 
 def file_name(rank: int) -> str:

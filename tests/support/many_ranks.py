@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support import checkpoints as small
+from support.checkpoints import folder_name
 from support.counting_store import CountingStore, Service
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
-from electra_dist.checkpoint.commit import retain
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.retention import retain
 from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
 from electra_dist.config import CheckpointConfig

@@ -14,7 +14,7 @@ from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
 
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.restore_state import check_belongs
+from electra_dist.checkpoint.restore import check_belongs
 from electra_dist.config import NUMERICS, REFERENCE_MASKING_NUMERICS
 from electra_dist.config_file import load_config
 from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import go_back, step_records
 
-from electra_dist.checkpoint.restore_state import assemble
+from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.planning.plan_tables import plan_sections
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.pretrained.frozen_generator import with_generator_digest

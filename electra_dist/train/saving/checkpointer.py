@@ -13,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
-from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
 from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.commit import begin_attempt, retain
+from electra_dist.checkpoint.commit import begin_attempt
+from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.repair import copy_to_all
-from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.retention import retain
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig, ObjectiveConfig
@@ -230,7 +231,7 @@ class Checkpointer:
 
         def complete() -> None:
             # Copy it to the targets that lack it, and delete those that are no longer kept.
-            copy_to_all(self._targets, folder_name(last.step, last.attempt))
+            copy_to_all(self._targets, last.step, last.attempt)
             for target in self._targets:
                 retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
 

@@ -25,9 +25,9 @@ from drills.campaign.draws import placed, tree_of
 from drills.campaign.forked_starts import read_lines, run_command, start
 from drills.kill_matrix.comparison import NOT_COMPARED
 from drills.kill_matrix.short_run import DONE, STOPPED
+from support.checkpoints import committed, read_manifest
 from support.real_runs import write_corpus
 
-from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.errors import EXIT_USER_ERROR
 from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SAMPLES_FILE, SKIPPED_STEPS_FILE
 from electra_dist.store.local_store import LocalStore

@@ -18,12 +18,12 @@ from drills.faults.forked_run import ForkedDrill, run_uninterrupted
 from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedFault, PlannedLeg
 from drills.faults.progress import Leg, Progress
 from drills.kill_matrix.short_run import fork
+from support.checkpoints import committed
 from support.fault_server import FaultPlan, FaultProxy
 from support.real_runs import free_port, step_records, write_corpus, write_tiny_config
 from support.s3_server import make_bucket, running_s3
 from support.small_disks import small_disk
 
-from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_STOPPED
 from electra_dist.run.folder import SKIPPED_STEPS_FILE

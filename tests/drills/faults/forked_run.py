@@ -28,7 +28,7 @@ from support.real_runs import free_port
 
 import launcher.pretrain
 import launcher.supervise.__main__
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST
+from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.run.processes import MARK
 from electra_dist.train.trainer import Trainer
 from launcher.chaos.drill import Drill

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drills.kill_matrix.short_run import NUM_STEPS, SPIKES, Trial, object_keys
-
-from electra_dist.checkpoint.checkpoint_manifest import committed
-from electra_dist.checkpoint.file_reader import verify
+from support.checkpoints import committed, verify
 
 # Of a machine or a moment, or of the requests to a store that were repeated after a kill.
 NOT_COMPARED = {

@@ -41,7 +41,8 @@ import electra_dist.store.s3.multipart_upload
 import electra_dist.store.s3.s3_store
 import launcher.pretrain
 from electra_dist.checkpoint.background_writer import CheckpointWriter
-from electra_dist.checkpoint.commit import Fenced, retain
+from electra_dist.checkpoint.commit import Fenced
+from electra_dist.checkpoint.retention import retain
 from electra_dist.config import CheckpointConfig
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection

@@ -254,11 +254,11 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: old files are deleted before the manifest that lists them",
-        file="electra_dist/checkpoint/commit.py",
-        original='        target.delete(f"{checkpoint.folder}/{MANIFEST}")\n'
-        '        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if _is_of_checkpoint(key)])',
+        file="electra_dist/checkpoint/retention.py",
+        original="        target.delete(checkpoint.key(MANIFEST))\n"
+        '        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if is_of_checkpoint(key)])',
         mutated='        target.delete_all(target.list(f"{checkpoint.folder}/rank"))\n'
-        '        target.delete(f"{checkpoint.folder}/{MANIFEST}")',
+        "        target.delete(checkpoint.key(MANIFEST))",
         test="tests/checkpoint/test_commit.py::test_retention_deletes_the_manifest_first",
     ),
     Mutant(
@@ -298,39 +298,39 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: a manifest with a changed byte is accepted",
-        file="electra_dist/checkpoint/checkpoint_manifest.py",
+        file="electra_dist/checkpoint/manifest.py",
         original="if recorded_digest != _sha256(tree):",
         mutated="if recorded_digest is None:",
         test="tests/checkpoint/test_checkpoint_manifest.py::test_every_changed_byte_of_a_manifest_is_detected",
     ),
     Mutant(
         name="checkpoint: a file with bytes that no tensor covers is accepted",
-        file="electra_dist/checkpoint/checkpoint_manifest.py",
+        file="electra_dist/checkpoint/manifest.py",
         original="            if file.size_bytes != size_bytes:\n",
         mutated="            if file.size_bytes < size_bytes:\n",
         test="tests/checkpoint/test_checkpoint_manifest.py::test_manifest_whose_tensors_do_not_cover_a_file_is_refused",
     ),
     Mutant(
         name="checkpoint: the bytes of a tensor are not compared with their digest",
-        file="electra_dist/checkpoint/file_reader.py",
+        file="electra_dist/checkpoint/reader.py",
         original="if len(part) == tensor.size_bytes and found_sha256 == tensor.sha256:",
         mutated="if len(part) == tensor.size_bytes:",
-        test="tests/checkpoint/test_restore_state.py::"
+        test="tests/checkpoint/test_restore.py::"
         "test_newest_good_checkpoint_is_loaded_and_a_damaged_newer_one_is_set_aside",
     ),
     Mutant(
         name="checkpoint: a part of a tensor is copied to the wrong place",
-        file="electra_dist/checkpoint/file_reader.py",
+        file="electra_dist/checkpoint/reader.py",
         original="values[begin - tensor.start : end - tensor.start]",
         mutated="values[: end - begin]",
-        test="tests/checkpoint/test_file_reader.py::test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit",
+        test="tests/checkpoint/test_reader.py::test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit",
     ),
     Mutant(
         name="checkpoint: newly skipped steps make older checkpoints useless",
-        file="electra_dist/checkpoint/restore_state.py",
+        file="electra_dist/checkpoint/restore.py",
         original="for step in expected.skipped if step < found.step)",
         mutated="for step in expected.skipped)",
-        test="tests/checkpoint/test_restore_state.py::test_checkpoint_before_newly_skipped_steps_is_loaded",
+        test="tests/checkpoint/test_restore.py::test_checkpoint_before_newly_skipped_steps_is_loaded",
     ),
     Mutant(
         name="checkpoint: a save stores the values of a later step",
@@ -350,15 +350,15 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: an older step is loaded while the newest one cannot be read",
-        file="electra_dist/checkpoint/restore_state.py",
+        file="electra_dist/checkpoint/restore.py",
         original="            break  # no further target",
         mutated="            pass  # no further target",
-        test="tests/checkpoint/test_restore_state.py::"
+        test="tests/checkpoint/test_restore.py::"
         "test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_be_read",
     ),
     Mutant(
         name="checkpoint: a hole in the middle of a parameter is accepted",
-        file="electra_dist/checkpoint/checkpoint_manifest.py",
+        file="electra_dist/checkpoint/manifest.py",
         original="if start != covered or end <= start",
         mutated="if start < covered or end <= start",
         test="tests/checkpoint/test_checkpoint_manifest.py::"
@@ -366,7 +366,7 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: elements of a parameter may be stored twice",
-        file="electra_dist/checkpoint/checkpoint_manifest.py",
+        file="electra_dist/checkpoint/manifest.py",
         original="if start != covered or end <= start",
         mutated="if start > covered or end <= start",
         test="tests/checkpoint/test_checkpoint_manifest.py::"

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from support import checkpoints as small
 from support import s3_server
+from support.checkpoints import checkpoint_in, committed, folder_name, verify
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner, Result
 
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
+from electra_dist.checkpoint.checkpoint import SET_ASIDE
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.file_reader import verify
-from electra_dist.checkpoint.restore_state import set_all_aside
+from electra_dist.checkpoint.manifest import MANIFEST
+from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.run.folder import run_identity
@@ -55,7 +56,7 @@ def run(
 
 def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) -> None:
     path, targets = run
-    set_aside(targets[0], folder_name(20, 1), "its file rusted")
+    checkpoint_in(targets[0], folder_name(20, 1)).set_aside("its file rusted")
     small.damage(targets[1], f"{folder_name(30, 1)}/{MANIFEST}")
     targets[0].write(f"{folder_name(40, 1)}/{FILE}", b"x")
     text = call("list", path)
@@ -66,7 +67,7 @@ def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) ->
 
 def test_list_verify_and_diff_print_json_for_other_programs(run: tuple[str, list[Store]]) -> None:
     path, targets = run
-    set_aside(targets[0], folder_name(10, 1), "its file rusted")
+    checkpoint_in(targets[0], folder_name(10, 1)).set_aside("its file rusted")
     small.damage(targets[1], small.file_of(targets[1], 20))
 
     def tree(*arguments: str, code: int) -> Any:
@@ -146,7 +147,7 @@ def test_repair_restores_every_kind_of_damage_from_the_other_target(run: tuple[s
     small.damage(near, small.file_of(near, 10))
     small.damage(far, f"{folder_name(20, 1)}/{MANIFEST}")
     near.delete(small.file_of(near, 30))
-    set_aside(near, folder_name(30, 1), "a load found it so")
+    checkpoint_in(near, folder_name(30, 1)).set_aside("a load found it so")
     near.write(f"{folder_name(5, 0)}/{FILE}", b"of a dead attempt")
     changed = {store: store.list() for store in (near, far)}
     plan = call("repair", path, "--dry-run")
@@ -224,7 +225,7 @@ def test_repair_does_not_restore_what_was_given_up_when_the_run_began_again(tmp_
     begin_attempt([target], RUN)
     for step in (10, 20, 30):
         small.save([target, backup], tmp_path / "staging", step)
-    set_aside(target, folder_name(10, 1), "a load found it so")
+    checkpoint_in(target, folder_name(10, 1)).set_aside("a load found it so")
     small.damage(target, small.file_of(target, 30))
     set_all_aside([target])
     keys = target.list()
@@ -257,5 +258,5 @@ def test_a_run_folder_whose_checkpoints_another_run_has_written_is_refused(
 
 def test_the_reason_of_another_why_a_checkpoint_is_set_aside_is_shown_escaped(run: tuple[str, list[Store]]) -> None:
     path, targets = run
-    set_aside(targets[0], folder_name(20, 1), HOSTILE)
+    checkpoint_in(targets[0], folder_name(20, 1)).set_aside(HOSTILE)
     assert_shown(call("list", path))

@@ -19,20 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint_manifest import (
-    SET_ASIDE,
-    SET_ASIDE_REASON,
-    WITHDRAWN,
-    RunState,
-    committed,
-    read_manifest,
-    set_aside,
-)
+from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, WITHDRAWN, Checkpoint, checkpoints
 from electra_dist.checkpoint.checkpoint_stores import Owner
-from electra_dist.checkpoint.file_reader import fill
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
@@ -44,19 +36,6 @@ _FURTHER_FIELDS_OF_A_RUN = {
     "shapes": "other parameter shapes",
     "shared": "other shared parameters",
 }
-
-
-class _Candidate(NamedTuple):
-    """A committed checkpoint in one store that a load may try. It has not been verified yet."""
-
-    step: int
-    attempt: int  # number of the start of the run that wrote it
-    target_index: int  # position of its store in the list of stores
-    folder: str
-
-    def is_copy_of(self, candidate: _Candidate) -> bool:
-        """Return whether two candidates are the same checkpoint, possibly in two stores."""
-        return self.step == candidate.step and self.attempt == candidate.attempt
 
 
 class _Discarded(TornCheckpoint):
@@ -88,34 +67,43 @@ def load_newest(
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StoreAway, on all ranks, if the call may be repeated later.
     """
-    rejected: list[tuple[_Candidate, _Fault]] = []  # each checkpoint that cannot be used, and why
-    unreadable: _Candidate | None = None
+    rejected: list[tuple[Checkpoint, _Fault]] = []  # each checkpoint that cannot be used, and why
+    unreadable: Checkpoint | None = None
     unreadable_fault: _Fault | None = None
-    candidates: list[list[Any]] = from_rank_0(lambda: [list(candidate) for candidate in _newest_first(targets)])
-    for fields in candidates:
-        candidate = _Candidate(*fields)
-        if unreadable is not None and not candidate.is_copy_of(unreadable):
+    for checkpoint in _candidates(targets):
+        if unreadable is not None and not checkpoint.is_copy_of(unreadable):
             break  # no further target has a copy; an older checkpoint would lose steps
-        target = targets[candidate.target_index]
-        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected, older_identities, stopped)
+        state, own_fault = _read_own_part(checkpoint, fragments, expected, older_identities, stopped)
         # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
         own_fields: list[Any] | None = None if own_fault is None else list(own_fault)
         faults = [_Fault(*fields) for fields in gather(own_fields) if fields is not None]
         if not faults:
             assert state is not None
-            return state, [_set_aside(targets, unusable, fault, state.step, target) for unusable, fault in rejected]
+            return state, [_set_aside(unusable, fault, checkpoint) for unusable, fault in rejected]
         damages = [fault for fault in faults if fault.proves_damage]
         if damages:
-            rejected.append((candidate, damages[0]))
+            rejected.append((checkpoint, damages[0]))
         else:
-            unreadable = candidate
+            unreadable = checkpoint
             unreadable_fault = faults[0]
     if unreadable_fault is not None:
         error_class = StoreAway if unreadable_fault.is_away else StoreError
         raise error_class(unreadable_fault.text)
     if not all(fault.is_discarded for _, fault in rejected):
-        raise _none_is_good(targets, rejected)
-    return None, [_set_aside(targets, discarded, fault, 0, None) for discarded, fault in rejected]
+        raise _none_is_good(rejected)
+    return None, [_set_aside(discarded, fault, None) for discarded, fault in rejected]
+
+
+def _candidates(targets: Sequence[Store]) -> list[Checkpoint]:
+    """Return the checkpoints that rank 0 finds in the targets, in the order in which a load tries them. Collective."""
+
+    def find() -> list[list[int]]:
+        return [
+            [checkpoint.step, checkpoint.attempt, targets.index(checkpoint.store)]
+            for checkpoint in checkpoints(targets)
+        ]
+
+    return [Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)]
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
@@ -130,59 +118,10 @@ def set_all_aside(targets: Sequence[Store]) -> list[str]:
             folder, _, name = key.partition("/")
             if name == SET_ASIDE:  # as damaged, by an earlier load; it must not be restored either
                 target.write(f"{folder}/{SET_ASIDE_REASON}", f"{reason}\n".encode())
-        for _, _, folder in committed(target):
-            set_aside(target, folder, reason)
-            lines.append(f"checkpoint {target.url}/{folder} is set aside, because the run begins again from scratch")
+        for checkpoint in reversed(checkpoints([target])):
+            checkpoint.set_aside(reason)
+            lines.append(f"checkpoint {checkpoint.url} is set aside, because the run begins again from scratch")
     return lines
-
-
-def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
-    Returns run state, weights by parameter name, and a line for each damaged checkpoint, which is passed over. Nothing
-    is written. Earlier `targets` are preferred. Raises UserError if there is no good checkpoint.
-    """
-    damaged: list[str] = []
-    for candidate in _newest_first(targets):
-        if step is not None and candidate.step != step:
-            continue
-        target = targets[candidate.target_index]
-        try:
-            state, weights = _read_weights(target, candidate.folder)
-        except (TornCheckpoint, StoreMissing) as error:
-            damaged.append(f"checkpoint {target.url}/{candidate.folder} is damaged: {error}")
-            continue
-        return state, weights, damaged
-    raise _no_checkpoint_error(targets, step, damaged)
-
-
-def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
-    urls = " and ".join(target.url for target in targets)
-    if damaged:
-        return UserError(
-            f"{urls}: no checkpoint to read: none is good ({'; '.join(damaged)}); run `electra-dist checkpoint "
-            f"repair`, or name another run"
-        )
-    if step is not None:
-        return UserError(
-            f"{urls}: no checkpoint to read: there is none of step {step:,}; choose a step that `electra-dist "
-            f"checkpoint list` shows"
-        )
-    return UserError(
-        f"{urls}: no checkpoint to read: there is none yet; train until the first checkpoint, or name another run"
-    )
-
-
-def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
-    manifest = read_manifest(target, folder)
-    weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
-    fragments = [
-        Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
-        for name, weight in weights.items()
-    ]
-    faults = fill(target, folder, manifest, fragments, manifest.files)
-    if faults:
-        raise TornCheckpoint(faults[0])
-    return manifest.state, weights
 
 
 def check_belongs(
@@ -214,18 +153,8 @@ def check_belongs(
         )
 
 
-def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, newest first; copies are in the order of `targets`."""
-    candidates = []
-    for target_index, target in enumerate(targets):
-        for step, attempt, folder in committed(target):
-            candidates.append(_Candidate(step, attempt, target_index, folder))
-    return sorted(candidates, key=lambda candidate: (-candidate.step, -candidate.attempt, candidate.target_index))
-
-
 def _read_own_part(
-    target: Store,
-    folder: str,
+    checkpoint: Checkpoint,
     fragments: Sequence[Fragment],
     expected: RunState,
     older_identities: Collection[str],
@@ -235,41 +164,39 @@ def _read_own_part(
     Returns the checkpoint's run state and None, or None and the first fault.
     """
     try:
-        manifest = read_manifest(target, folder)
-        check_belongs(manifest.state, expected, older_identities, stopped)
+        reader = CheckpointReader(checkpoint)
+        state = reader.manifest.state
+        check_belongs(state, expected, older_identities, stopped)
         # With W ranks, this rank checks every W-th file.
-        files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
-        faults = fill(target, folder, manifest, fragments, files_to_check)
+        faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
     except (TornCheckpoint, StoreMissing) as error:
         return None, _Fault(str(error), proves_damage=True, is_discarded=isinstance(error, _Discarded))
     except StoreError as error:
         return None, _Fault(str(error), proves_damage=False, is_away=is_worth_waiting_for(error))
     if faults:
         return None, _Fault(faults[0], proves_damage=True)
-    return manifest.state, None
+    return state, None
 
 
-def _set_aside(
-    targets: Sequence[Store], unusable: _Candidate, fault: _Fault, used_step: int, used_target: Store | None
-) -> str:
-    """Rename the manifest of an unusable checkpoint on rank 0, and return the line for the log. Collective."""
-    target = targets[unusable.target_index]
+def _set_aside(unusable: Checkpoint, fault: _Fault, used: Checkpoint | None) -> str:
+    """Rename the manifest of an unusable checkpoint on rank 0, and return the line for the log. Collective.
+    `used` is the checkpoint that was loaded instead; None if the run begins again at step 0.
+    """
     reason = f"{WITHDRAWN}{fault.text}" if fault.is_discarded else fault.text
-    from_rank_0(lambda: set_aside(target, unusable.folder, reason))
-    line = f"checkpoint {target.url}/{unusable.folder} is set aside: {fault.text}"
-    if used_target is not None and unusable.step == used_step:
+    from_rank_0(lambda: unusable.set_aside(reason))
+    line = f"checkpoint {unusable.url} is set aside: {fault.text}"
+    if used is not None and unusable.step == used.step:
         return (
-            f"{line}; the same step is good in {used_target.url}; "
+            f"{line}; the same step is good in {used.store.url}; "
             f"run `electra-dist checkpoint repair` to restore the other copy"
         )
+    used_step = 0 if used is None else used.step
     line = f"{line}; step {used_step:,} is used instead, so {unusable.step - used_step:,} steps are repeated"
     return line if fault.is_discarded else f"{line}; check the disk or the storage service if this happens again"
 
 
-def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, _Fault]]) -> UserError:
-    faults = "; ".join(
-        f"{targets[candidate.target_index].url}/{candidate.folder}: {fault.text}" for candidate, fault in rejected
-    )
+def _none_is_good(rejected: Sequence[tuple[Checkpoint, _Fault]]) -> UserError:
+    faults = "; ".join(f"{checkpoint.url}: {fault.text}" for checkpoint, fault in rejected)
     return UserError(
         f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
         f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "

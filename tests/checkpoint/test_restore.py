@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import checkpoints as small
+from support.checkpoints import committed, folder_name
 
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, RunState, committed, folder_name
-from electra_dist.checkpoint.restore_state import assemble, load_newest, set_all_aside
+from electra_dist.checkpoint.checkpoint import SET_ASIDE
+from electra_dist.checkpoint.chosen_weights import assemble
+from electra_dist.checkpoint.manifest import MANIFEST, RunState
+from electra_dist.checkpoint.restore import load_newest, set_all_aside
 from electra_dist.errors import StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore

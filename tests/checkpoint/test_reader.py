@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from support import checkpoints as small
+from support.checkpoints import checkpoint_in, folder_name, verify
 
-from electra_dist.checkpoint import file_reader, tensor_file
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, folder_name, read_manifest, read_tensors_of
-from electra_dist.checkpoint.file_reader import fill, requests, verify
+from electra_dist.checkpoint import reader, tensor_file
+from electra_dist.checkpoint.manifest import KINDS
+from electra_dist.checkpoint.reader import CheckpointReader, requests
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
@@ -25,12 +26,12 @@ def test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit(
     monkeypatch.setattr(tensor_file, "PIECE", piece)
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 5, world_size=saved_by)
-    manifest = read_manifest(store, folder_name(5, 1))
+    opened = CheckpointReader(checkpoint_in(store, folder_name(5, 1)))
     for world_size in (1, 2, 4, 11):
         values = small.empty()
         for rank in range(world_size):
-            check = manifest.files[rank::world_size]
-            assert fill(store, folder_name(5, 1), manifest, small.share(values, rank, world_size), check) == []
+            check = opened.manifest.files[rank::world_size]
+            assert opened.fill(small.share(values, rank, world_size), check) == []
         assert small.equal(values, small.content(5))
 
 
@@ -51,14 +52,15 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 16)
-    monkeypatch.setattr(file_reader, "REQUEST_BYTES", 1000)
+    monkeypatch.setattr(reader, "REQUEST_BYTES", 1000)
     small.save([open_store(str(tmp_path))], tmp_path / "staging", 5, world_size=3)
     read_bytes = defaultdict[str, set[int]](set)
     for rank in range(world_size):
         store = Recorder(tmp_path)
-        manifest = read_manifest(store, folder_name(5, 1))
+        opened = CheckpointReader(checkpoint_in(store, folder_name(5, 1)))
+        manifest = opened.manifest
         held = small.share(small.empty(), rank, world_size)
-        assert fill(store, folder_name(5, 1), manifest, held, manifest.files[rank::world_size]) == []
+        assert opened.fill(held, manifest.files[rank::world_size]) == []
         # Each header is read once, and before anything else of its file.
         headers = sum(ranges[0][1] for ranges in store.ranges.values())
         total = sum(end - start for ranges in store.ranges.values() for start, end in ranges) - headers
@@ -76,9 +78,9 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
 def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 5)
-    folder = folder_name(5, 1)
-    file = read_manifest(store, folder).files[0]
-    tensors, fault = read_tensors_of(store, folder, file, Rereading((0.0,)))
+    checkpoint = checkpoint_in(store, folder_name(5, 1))
+    file = checkpoint.manifest().files[0]
+    tensors, fault = checkpoint.tensors(file, Rereading((0.0,)))
     assert fault == ""
     assert [r.size_bytes for r in requests(file, tensors)] == [file.size_bytes - file.header_bytes]
     masters = list(requests(file, tensors, lambda tensor: tensor.kind == "master"))

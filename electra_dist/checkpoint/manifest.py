@@ -31,23 +31,16 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from electra_dist.config import canonical_json
-from electra_dist.errors import StoreMissing, TornCheckpoint
-from electra_dist.store.interface import Store
+from electra_dist.errors import TornCheckpoint
 from electra_dist.store.json_file import parse_json
-from electra_dist.store.retry import Rereading
 
 MANIFEST = "manifest.json"
-SET_ASIDE = "manifest.set-aside.json"
-SET_ASIDE_REASON = "set-aside.txt"
-# How set-aside.txt begins for a checkpoint that the run itself has given up, so that no repair restores it.
-WITHDRAWN = "withdrawn: "
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Range = tuple[int, int]  # elements [start, end) of a flattened parameter
 LENGTH_BYTES = 8  # of the number that precedes the JSON of a header
 DIGEST_CHARACTERS = 64  # of a SHA-256 in hexadecimal
 
-_FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")
 _FILE = re.compile(r"rank-([0-9]{5,})\.([0-9]+)\.([0-9]+)\.([0-9a-f]{64})\.safetensors")
 _EVENLY_DIVIDED = (0, 3)  # ZeRO stages at which rank r stores `part(numel, ranks, r)` of every parameter
 
@@ -335,97 +328,6 @@ def ranges_of_tensors(file: FileEntry, tensors: Sequence[TensorEntry]) -> dict[s
             f"the header of {file.name} is inconsistent: the moments are not those of the weights that it holds"
         )
     return masters
-
-
-def read_tensors_of(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> tuple[list[TensorEntry], str]:
-    """Read a file's header and verify it; return the tensors that it lists, and what is wrong ("" for a good header).
-    Raises TornCheckpoint if the header is as it was written, but inconsistent.
-    """
-    key = f"{folder}/{file.name}"
-
-    def read_once() -> tuple[bytes, str]:
-        try:
-            header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
-        except StoreMissing:
-            return b"", missing(file.name)
-        found_sha256 = hashlib.sha256(header).hexdigest()
-        if found_sha256 == file.header_sha256:
-            return header, ""
-        return header, f"the header of {file.name} does not match its digest (found {found_sha256[:12]})"
-
-    header, fault = rereading.read(f"{store.url}/{key}", read_once)
-    return ([], fault) if fault else (tensors_of_header(file, header), "")
-
-
-def missing(file: str) -> str:
-    """Return the text for a missing file; callers compare with it to tell a missing file from a damaged one."""
-    return f"{file} is missing"
-
-
-def folder_name(step: int, attempt: int) -> str:
-    """Return the folder name of a checkpoint that start `attempt` of the run wrote at `step`: step-00000400-a0003."""
-    return f"step-{step:08d}-a{attempt:04d}"
-
-
-def parse_folder(folder: str) -> tuple[int, int] | None:
-    """Return (step, attempt) from the name of a checkpoint folder; None for any other name."""
-    match = _FOLDER.fullmatch(folder)
-    if match is None:
-        return None
-    return int(match[1]), int(match[2])
-
-
-def committed(store: Store) -> list[tuple[int, int, str]]:
-    """Return (step, attempt, folder) of every checkpoint with a manifest in a store, the newest last.
-    It costs one listing. No manifest is read, so the checkpoints may be damaged.
-    """
-    checkpoints = []
-    for key in store.list("step-"):
-        folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
-        step_and_attempt = parse_folder(folder)
-        if name == MANIFEST and step_and_attempt is not None:
-            checkpoints.append((*step_and_attempt, folder))
-    return sorted(checkpoints)
-
-
-def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read and verify the manifest in a checkpoint's folder, but no tensor file; repeat a faulty reading.
-    Raises TornCheckpoint if the manifest is damaged or belongs to another folder, StoreMissing if there is none.
-    """
-    manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
-    if folder_name(manifest.state.step, manifest.state.attempt) != folder:
-        raise TornCheckpoint(
-            f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, written by "
-            f"start {manifest.state.attempt} of the run"
-        )
-    return manifest
-
-
-def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until it is valid or two readings give the same wrong bytes; a bit may flip in transit."""
-
-    def read_once() -> tuple[Manifest | TornCheckpoint, str]:
-        data = store.read(key, must_exist=True)
-        try:
-            return Manifest.parse(data), ""
-        except TornCheckpoint as error:
-            return error, f"{error} (sha256 {hashlib.sha256(data).hexdigest()[:12]})"
-
-    manifest, _ = Rereading(store.reread_pauses_s).read(f"{store.url}/{key}", read_once)
-    if isinstance(manifest, TornCheckpoint):
-        raise manifest
-    return manifest
-
-
-def set_aside(store: Store, folder: str, reason: str) -> None:
-    """Withdraw a checkpoint without deleting data: rename its manifest, so that no load takes it.
-    A repair may restore it. `reason` is stored in set-aside.txt. Raises StoreMissing if there is no manifest.
-    """
-    data = store.read(f"{folder}/{MANIFEST}")
-    # The copy is complete before the original is deleted, so that a kill in between loses nothing.
-    store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())
-    store.write(f"{folder}/{SET_ASIDE}", data)
-    store.delete(f"{folder}/{MANIFEST}")
 
 
 def _sha256(tree: dict[str, object]) -> str:

@@ -21,18 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import (
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    missing,
-    ranges_of_tensors,
-    read_manifest,
-    read_tensors_of,
-)
+from electra_dist.checkpoint.checkpoint import Checkpoint, missing
+from electra_dist.checkpoint.manifest import FileEntry, Manifest, TensorEntry, ranges_of_tensors
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreMissing, TornCheckpoint
-from electra_dist.store.interface import Store, in_parallel
+from electra_dist.store.interface import in_parallel
 from electra_dist.store.retry import Rereading
 
 REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger
@@ -75,21 +68,63 @@ def requests(
         yield Request(file.name, tuple(neighbours))
 
 
-class _Reader:
-    """Reader of one checkpoint's files, which several threads may use at once."""
+class CheckpointReader:
+    """Reader of one checkpoint, whose manifest it has read; several threads may use it at once."""
 
-    def __init__(self, store: Store, folder: str, manifest: Manifest) -> None:
-        self._store = store
-        self._folder = folder
-        self._manifest = manifest
-        self._rereading = Rereading(store.reread_pauses_s)
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest | None = None) -> None:
+        """Read the manifest unless it is given. Raises TornCheckpoint if it is damaged, StoreMissing if absent."""
+        self.checkpoint = checkpoint
+        self.manifest = checkpoint.manifest() if manifest is None else manifest
+        self._store = checkpoint.store
+        self._rereading = Rereading(checkpoint.store.reread_pauses_s)
 
-    def size_faults(self, file: FileEntry) -> list[str]:
+    def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
+        """Read verified values into the views of `fragments`; return what is wrong, [] if all is good.
+        Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
+        overwritten. Size and header of the files `check` are verified, too; each rank passes its share of all files.
+        Not collective. Raises TornCheckpoint if a file does not fit the manifest.
+        """
+        destinations = _Destinations(fragments)
+        needed_ranks = {file.rank for file in check}
+        for fragment in fragments:
+            end = fragment.start + fragment.numel
+            needed_ranks.update(self.manifest.ranks_with(fragment.name, fragment.start, end))
+        files = [self.manifest.files[rank] for rank in sorted(needed_ranks)]
+        needed_requests: list[Request] = []
+        faults: list[str] = []
+        for file, (tensors, header_faults) in zip(files, in_parallel(self._tensors, files)):
+            faults.extend(header_faults)
+            needed_requests.extend(requests(file, tensors, destinations.need))
+        present_files = [file for file in check if missing(file.name) not in faults]
+        with ThreadPoolExecutor(THREADS) as pool:
+            faults_of_sizes = pool.map(self._size_faults, present_files)
+            faults_of_requests = pool.map(lambda request: self._read(request, destinations.copy), needed_requests)
+            return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
+
+    def faults(self, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+        """Verify every byte of one tensor file; return what is wrong, [] for a good file. `advance`: see `verify`."""
+        faults = self._size_faults(file)
+        if faults == [missing(file.name)]:
+            return faults
+        try:
+            tensors, header_faults = self._tensors(file)
+        except TornCheckpoint as error:
+            return [*faults, str(error)]
+
+        def verify_request(request: Request) -> list[str]:
+            request_faults = self._read(request, lambda tensor, data: None)
+            advance(request.size_bytes)
+            return request_faults
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [*faults, *header_faults, *itertools.chain(*pool.map(verify_request, requests(file, tensors)))]
+
+    def _size_faults(self, file: FileEntry) -> list[str]:
         """Compare the size of a file with that in its name; for a missing file return `[missing(file.name)]`."""
 
         def read_once() -> tuple[list[str], str]:
             try:
-                size = self._store.size(f"{self._folder}/{file.name}")
+                size = self._store.size(self.checkpoint.key(file.name))
             except StoreMissing:
                 return [missing(file.name)], missing(file.name)
             if size == file.size_bytes:
@@ -97,25 +132,25 @@ class _Reader:
             fault = f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes"
             return [fault], fault
 
-        faults, _ = self._rereading.read(f"{self._store.url}/{self._folder}/{file.name}", read_once)
+        faults, _ = self._rereading.read(f"{self.checkpoint.url}/{file.name}", read_once)
         return faults
 
-    def tensors(self, file: FileEntry) -> tuple[list[TensorEntry], list[str]]:
+    def _tensors(self, file: FileEntry) -> tuple[list[TensorEntry], list[str]]:
         """Return the tensors that a file's header lists, and what is wrong with the header.
         Raises TornCheckpoint if a good header lists other ranges of parameters than the manifest.
         """
-        tensors, fault = read_tensors_of(self._store, self._folder, file, self._rereading)
+        tensors, fault = self.checkpoint.tensors(file, self._rereading)
         if fault:
             return [], [fault]
-        if ranges_of_tensors(file, tensors) != self._manifest.ranges_of(file.rank):
+        if ranges_of_tensors(file, tensors) != self.manifest.ranges_of(file.rank):
             raise TornCheckpoint(f"the header of {file.name} lists other ranges of parameters than the manifest")
         return tensors, []
 
-    def read(self, request: Request, use: Callable[[TensorEntry, memoryview], None]) -> list[str]:
+    def _read(self, request: Request, use: Callable[[TensorEntry, memoryview], None]) -> list[str]:
         """Read the tensors of a request. Pass each one that matches its digest to `use`; return a line for each other.
         `use` receives little-endian fp32 bytes. If a wrong tensor is read again, `use` receives the good ones, too.
         """
-        key = f"{self._folder}/{request.file}"
+        key = self.checkpoint.key(request.file)
         first_byte = request.tensors[0].offset
 
         def read_once() -> tuple[list[str], str]:
@@ -137,35 +172,6 @@ class _Reader:
 
         faults, _ = self._rereading.read(f"{self._store.url}/{key}", read_once)
         return faults
-
-
-def fill(
-    store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
-) -> list[str]:
-    """Read verified values from a checkpoint into the views of `fragments`; return what is wrong, [] if all is good.
-    Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
-    overwritten. Size and header of the files `check` are verified, too; each rank passes its share of all files. Not
-    collective. Raises TornCheckpoint if a file does not fit the manifest.
-    """
-    reader = _Reader(store, folder, manifest)
-    destinations = _Destinations(fragments)
-    needed_ranks = {
-        rank
-        for fragment in fragments
-        for rank in manifest.ranks_with(fragment.name, fragment.start, fragment.start + fragment.numel)
-    }
-    checked_ranks = {file.rank for file in check}
-    files = [manifest.files[rank] for rank in sorted(needed_ranks | checked_ranks)]
-    needed_requests: list[Request] = []
-    faults: list[str] = []
-    for file, (tensors, header_faults) in zip(files, in_parallel(reader.tensors, files)):
-        faults.extend(header_faults)
-        needed_requests.extend(requests(file, tensors, destinations.need))
-    present_files = [file for file in check if missing(file.name) not in faults]
-    with ThreadPoolExecutor(THREADS) as pool:
-        faults_of_sizes = pool.map(reader.size_faults, present_files)
-        faults_of_requests = pool.map(lambda request: reader.read(request, destinations.copy), needed_requests)
-        return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
 
 
 class _Destinations:
@@ -204,43 +210,14 @@ class _Destinations:
 
 
 def verify(
-    store: Store, folder: str, advance: Callable[[int], None] = lambda num_bytes: None
+    checkpoint: Checkpoint, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
     """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and what is wrong.
     `advance` is called from several threads, with the number of bytes read since its last call. After a StoreError,
     the checkpoint may still be good.
     """
     try:
-        manifest = read_manifest(store, folder)
+        reader = CheckpointReader(checkpoint)
     except (TornCheckpoint, StoreMissing) as error:
         return None, [str(error)]
-    faults = []
-    for file in manifest.files:
-        faults.extend(verify_file(store, folder, manifest, file, advance))
-    return manifest, faults
-
-
-def verify_file(
-    store: Store,
-    folder: str,
-    manifest: Manifest,
-    file: FileEntry,
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> list[str]:
-    """Verify every byte of one tensor file that a manifest lists; return what is wrong, [] for a good file."""
-    reader = _Reader(store, folder, manifest)
-    faults = reader.size_faults(file)
-    if faults == [missing(file.name)]:
-        return faults
-    try:
-        tensors, header_faults = reader.tensors(file)
-    except TornCheckpoint as error:
-        return [*faults, str(error)]
-
-    def verify_request(request: Request) -> list[str]:
-        request_faults = reader.read(request, lambda tensor, data: None)
-        advance(request.size_bytes)
-        return request_faults
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [*faults, *header_faults, *itertools.chain(*pool.map(verify_request, requests(file, tensors)))]
+    return reader.manifest, [fault for file in reader.manifest.files for fault in reader.faults(file, advance)]
