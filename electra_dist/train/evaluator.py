@@ -221,11 +221,7 @@ class Evaluator:
         chosen_rows = np.linspace(0, num_available, num_chosen, endpoint=False, dtype=np.int64)
         # The shard of a row is the first one that ends after it.
         shard_of_row = np.searchsorted(shard_ends, chosen_rows, side="right")
-        ids_by_shard = []
-        for shard in np.unique(shard_of_row):
-            rows_in_shard = chosen_rows[shard_of_row == shard] - shard_starts[shard]
-            ids_by_shard.append(self.cache.open(int(shard)).rows(rows_in_shard))
-        return np.concatenate(ids_by_shard)
+        return self.cache.read_rows(shard_of_row, chosen_rows - shard_starts[shard_of_row])
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:

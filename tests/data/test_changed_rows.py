@@ -23,6 +23,7 @@ from electra_dist.data.shard import ChangedRow, rows_of
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreExhausted
 from electra_dist.store.local_store import LocalStore
+from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.token_counts import count_tokens
 
 GLOBAL_BATCH = 12
@@ -128,6 +129,22 @@ def test_the_error_of_a_local_shard_names_row_and_block(four_shards: Any, tmp_pa
             cache.read_rows(np.array([0, 1]), np.array([3, 17]))
         with pytest.raises(ManifestMismatch, match=r"not the shard that corpus\.json lists"):
             count_tokens(cache, [1], 60_000)
+
+
+def test_held_out_rows_that_change_between_two_evaluations_are_fetched_again(four_shards: Any, tmp_path: Path) -> None:
+    corpus = four_shards
+    store = Remote(Path(corpus.store.url))
+    special: Any = None
+    with closing(ShardCache(Corpora.of(store, corpus.manifest), tmp_path / "cache", fetch_threads=1)) as cache:
+        evaluator = Evaluator(cache=cache, num_rows=32, micro_batch=4, seed=1, special=special)
+        rows = evaluator._rows(32)
+        assert (rows == corpus.rows[::3]).all()
+        for number, entry in enumerate(corpus.manifest.shards):
+            first = number * ROWS_OF_A_SHARD
+            path = tmp_path / "cache" / f"{entry.sha256}.tar"
+            flip_last_token_of_every_row(path, corpus.rows[first : first + ROWS_OF_A_SHARD])
+        assert (evaluator._rows(32) == rows).all()
+        assert cache.refetches == 4
 
 
 @pytest.mark.parametrize("damage", ["row", "header of a block", "length"])
