@@ -40,21 +40,21 @@ _MOST_BYTES = 64 << 20  # limit for a message of rank 0, and for the sum of the 
 # Errors that rank 0 passes on to all ranks; an error of a subclass arrives as its nearest base class in this table.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (StoreExhausted, StoreAway, StoreMissing, StoreError, ManifestMismatch, UserError, StorageLost)
+    for kind in (StorageLost, StoreExhausted, StoreAway, StoreMissing, StoreError, ManifestMismatch, UserError)
 }
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank. All ranks must call this (a collective).
-    A UserError or StorageLost is raised on every rank. Any other exception is raised on rank 0 alone, and the other
+    A UserError is raised on every rank. Any other exception is raised on rank 0 alone, and the other
     ranks then wait until the process group fails.
     """
-    known_error: UserError | StorageLost | None = None
+    known_error: UserError | None = None
     message: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
             message = {"value": function()}
-        except (UserError, StorageLost) as error:
+        except UserError as error:
             known_error = error
             kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
             message = {"error": kind, "text": str(error)}

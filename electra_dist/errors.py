@@ -69,13 +69,17 @@ class StoreAway(StoreError):
 
 
 class StoreExhausted(StoreAway):
-    """Error for an object in a store that could not be read or written correctly after all retries."""
+    """Error for bytes that stay wrong although those in the store are right: memory, a disk or the network is bad."""
 
 
-class StorageLost(Exception):
-    """Error for storage that was unusable for longer than `cluster.storage_patience_s`; the run ends with code 75.
-    It is no UserError, because the run is started again later. The message names the first failure.
+class StorageLost(StoreAway):
+    """Error for storage that was unusable for the whole time that it was waited for. The message names the first
+    failure. A run ends with code 75 and is started again later; a command ends with code 78.
     """
+
+    def __init__(self, text: str, patience: object = None) -> None:
+        super().__init__(text)
+        self.patience = patience  # the `Patience` that has waited, which does not wait again
 
 
 class TornCheckpoint(Exception):

@@ -19,7 +19,7 @@ from support.forked_popen import ForkedPopen, RealPopen, address_of_server
 from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace
 
 pytest_plugins = ("support.nothing_tested",)
 
@@ -47,8 +47,8 @@ LONG = (
 
 
 # Damage in a store is found within 0.04 s: the default pauses before wrong bytes are read again take 20 s together.
-assert RetryPolicy.__init__.__kwdefaults__ is not None
-RetryPolicy.__init__.__kwdefaults__["reread_pauses_s"] = (0.01,) * 4
+assert Pace.__init__.__kwdefaults__ is not None
+Pace.__init__.__kwdefaults__["reread_pauses_s"] = (0.01,) * 4
 
 
 def pytest_configure(config: pytest.Config) -> None:

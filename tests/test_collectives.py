@@ -103,9 +103,10 @@ cases = [(Special("s3://b: away"), StoreExhausted), (StorageLost("full"), Storag
 for error, kind in cases:
     try:
         from_rank_0(lambda: fail(error))
-    except (UserError, StorageLost) as received:
+    except UserError as received:
         assert str(received) == str(error) and isinstance(received, kind)
-        assert isinstance(received, StoreAway) == (kind is StoreExhausted)
+        assert isinstance(received, StoreAway) == (kind is not UserError)
+        assert isinstance(received, StorageLost) == (kind is StorageLost)
     else:
         raise AssertionError(error)
 dist.barrier()

@@ -21,18 +21,19 @@ from electra_dist.config import FIRST_NUMERICS, Config
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 
 _WRITE_TEST = "write-test"  # one name, so that the next start deletes the object of a start that was killed
 
 
-def open_targets(config: Config) -> list[Store]:
+def open_targets(config: Config, patience: Patience | None = None) -> list[Store]:
     """Open the stores that receive every checkpoint, in the order in which a load tries them. Nothing is read yet.
     Raises UserError if a URL is malformed, or if S3 is named and boto3 is not installed.
     """
-    return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
+    return [open_store(url, config.checkpoint.endpoint_url, patience) for url in config.checkpoint_urls]
 
 
-def check_targets(config: Config) -> None:
+def check_targets(config: Config, patience: Patience | None = None) -> None:
     """Write an object to each store of `checkpoint.targets` and delete it: a bad store is found before a run begins.
     Raises UserError if an object appears in two stores: they are one place with two names, as with a bind mount.
     The default target is not checked: it is inside the run folder. Call it on rank 0 only.
@@ -40,7 +41,7 @@ def check_targets(config: Config) -> None:
     if not config.checkpoint.targets:
         return
     written: list[Store] = []
-    for target in open_targets(config):
+    for target in open_targets(config, patience):
         try:
             target.discard_unfinished(_WRITE_TEST, lambda key: True)  # of a start that was killed here
             content = secrets.token_bytes(16)

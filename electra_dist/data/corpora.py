@@ -26,6 +26,7 @@ from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntr
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 
 if TYPE_CHECKING:
     from electra_dist.data.order import RowOrder
@@ -193,11 +194,11 @@ class Corpora:
                 )
 
 
-def open_corpora(data: DataConfig) -> Corpora:
+def open_corpora(data: DataConfig, patience: Patience | None = None) -> Corpora:
     """Open all corpora of a run; raise ManifestMismatch if two are equal or differ in tokenizer or row format."""
     phases = []
     for named in data.training_corpora():
-        store = open_store(named.url, data.endpoint_url)
+        store = open_store(named.url, data.endpoint_url, patience)
         manifest = read_manifest(store, named.key)
         phases.append(Phase(from_step=named.from_step, url=named.url, store=store, manifest=manifest))
     for number, phase in enumerate(phases):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from electra_dist.errors import StoreError
+from electra_dist.store.patience import Patience, act_for, acting_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,16 +27,20 @@ REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 class Store(ABC):
     """Folder of objects, local or on S3; an object is a sequence of bytes under a key (relative path with '/').
 
-    A store can be used from several threads. Any method may raise StoreError (access refused, disk full); on S3,
-    failed requests are retried, and StoreExhausted is raised after the last retry. Reading an object that does not
-    exist raises StoreMissing. `must_exist=True` says that the caller knows that the object exists, for example because
-    a manifest lists it: S3's answer "not found" is then retried a few times before it is believed.
+    A store can be used from several threads. Every method waits while storage is full or away, with the `Patience` of
+    the store, and raises StorageLost when that ends; any other StoreError (access refused) is raised at once. Reading
+    an object that does not exist raises StoreMissing. `must_exist=True` says that the caller knows that the object
+    exists, for example because a manifest lists it: S3's answer "not found" is then retried a few times before it is
+    believed.
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
-    retries: int = 0  # requests repeated since the store was opened
-    retry_wait_s: float = 0.0  # seconds slept before these requests
+    patience = Patience(0.0)  # with which its operations wait while storage is away
     reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds to wait before each further reading of wrong bytes
+
+    def reread(self, key: str, read: Callable[[], tuple[Result, str]]) -> tuple[Result, str]:
+        """Read an object, or a part of it, again while its bytes are wrong, as `Patience.reread` does."""
+        return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
@@ -110,14 +115,17 @@ class Store(ABC):
         return f"{type(self).__name__}({self.url})"
 
 
-def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call a thread-safe function for every item, in up to `REQUEST_THREADS` threads; return the results in order.
+def in_parallel(
+    function: Callable[[Item], Result], items: Sequence[Item], num_threads: int = REQUEST_THREADS
+) -> list[Result]:
+    """Call a thread-safe function for every item, in up to `num_threads` threads; return the results in order.
 
-    If calls fail, the error of the first failed item is raised, after all started calls have ended.
+    If calls fail, the error of the first failed item is raised, after all started calls have ended. Waits for storage
+    in these threads count as waits of the caller (`Patience.on_wait`).
     """
     if len(items) < 2:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(min(REQUEST_THREADS, len(items))) as pool:
+    with ThreadPoolExecutor(min(num_threads, len(items)), initializer=act_for, initargs=(acting_thread(),)) as pool:
         return list(pool.map(function, items))
 
 

@@ -11,10 +11,12 @@ must offer atomic rename and link, as Lustre, GPFS, WekaFS and NFSv3 or newer do
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from typing_extensions import override
 
@@ -29,17 +31,34 @@ from electra_dist.store.atomic_files import (
     writable,
 )
 from electra_dist.store.interface import Store, check_key
+from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import open_regular, read_regular
 
 _MOST_READ_BYTES = 1 << 30  # Larger objects are not read into memory as a whole.
 _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _waiting(method: Callable[Concatenate[LocalStore, P], R]) -> Callable[Concatenate[LocalStore, P], R]:
+    """Let a method of the store repeat itself while its storage is full or away."""
+
+    @functools.wraps(method)
+    def call(store: LocalStore, *args: P.args, **kwargs: P.kwargs) -> R:
+        return store.patience.call(lambda: method(store, *args, **kwargs))
+
+    return call
+
+
 class LocalStore(Store):
     """Store in a local or shared folder. The first write creates the folder; until then the store is empty."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: Patience | None = None) -> None:
+        """Use a folder; without `patience`, no operation waits."""
         self.url = str(folder)
+        self.patience = patience or Patience(0.0)
         self._folder = folder
 
     @override
@@ -47,12 +66,14 @@ class LocalStore(Store):
         return self._folder / check_key(key)
 
     @override
+    @_waiting
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
         path = self.local_path(key)
         with readable(path):
             return read_regular(path, _MOST_READ_BYTES)
 
     @override
+    @_waiting
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         path = self.local_path(key)
         data = memoryview(bytearray(length))
@@ -65,18 +86,21 @@ class LocalStore(Store):
         return data[:num_read]
 
     @override
+    @_waiting
     def exists(self, key: str) -> bool:
         path = self.local_path(key)
         with readable(path):
             return path.is_file()
 
     @override
+    @_waiting
     def size(self, key: str) -> int:
         path = self.local_path(key)
         with readable(path):
             return path.stat().st_size
 
     @override
+    @_waiting
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
         source = self.local_path(key)
         with readable(source):
@@ -85,11 +109,13 @@ class LocalStore(Store):
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     @override
+    @_waiting
     def write(self, key: str, data: bytes) -> None:
         with replacing(self.local_path(key)) as out:
             out.write(data)
 
     @override
+    @_waiting
     def write_new(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)
         try:
@@ -105,11 +131,13 @@ class LocalStore(Store):
         return True
 
     @override
+    @_waiting
     def upload(self, path: Path, key: str) -> None:
         with path.open("rb") as stream, replacing(self.local_path(key)) as out:
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     @override
+    @_waiting
     def sizes(self, prefix: str = "") -> dict[str, int]:
         found = {}
         for key in self.list(prefix):
@@ -119,6 +147,7 @@ class LocalStore(Store):
         return found
 
     @override
+    @_waiting
     def list(self, prefix: str = "") -> list[str]:
         prefix_folder, _, _ = prefix.rpartition("/")
         search_folder = self._folder
@@ -131,6 +160,7 @@ class LocalStore(Store):
         return sorted(key for key in keys if key.startswith(prefix))
 
     @override
+    @_waiting
     def delete(self, key: str) -> None:
         """Delete the file, then each folder above it (in the store) that has become empty."""
         path = self.local_path(key)
@@ -145,6 +175,7 @@ class LocalStore(Store):
                     folder.rmdir()
 
     @override
+    @_waiting
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete temporary files and empty folders that killed writers left; return the number of files."""
         num_deleted = 0

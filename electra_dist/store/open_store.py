@@ -10,19 +10,22 @@ from pathlib import Path
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Patience, command_patience
 
 
-def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy | None = None) -> Store:
+def open_store(url: str, endpoint_url: str | None = None, patience: Patience | None = None) -> Store:
     """Return the store at a local path (~ is expanded), a file:// URL or s3://bucket/prefix; read nothing yet.
 
     A missing folder or bucket is noticed at the first use. `endpoint_url` names an S3-compatible service, such as
-    http://10.0.0.1:9000; None is AWS. Raises UserError for a malformed URL or if boto3 is missing.
+    http://10.0.0.1:9000; None is AWS. All operations of the store wait with `patience` while storage is full or away;
+    None is that of a command. Raises UserError for a malformed URL or if boto3 is missing.
     """
+    if patience is None:
+        patience = command_patience()
     if url.startswith("s3://"):
         from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
 
-        return S3Store(url, endpoint_url, retry or RetryPolicy())
+        return S3Store(url, endpoint_url, patience)
     scheme, separator, rest = url.partition("://")
     if not separator:
         path = url
@@ -32,7 +35,7 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
         raise UserError(f"{scheme}://...: unknown kind of storage; give a local path or s3://bucket/prefix")
     if not path:
         raise UserError(f"empty storage path {url!r}; give a local path or s3://bucket/prefix")
-    return LocalStore(without_tilde(path))
+    return LocalStore(without_tilde(path), patience)
 
 
 def without_tilde(path: str | Path) -> Path:

@@ -1,37 +1,62 @@
-"""Wait for storage that is full, read-only or silent, and give up after a limit.
+"""Wait for storage: repeat what failed because of it, until it succeeds or a time limit is over.
 
-Guarantee: an operation that is called through a `Patience` either succeeds, or raises its own error if no wait helps
-(`failure_kinds.py` decides), or raises StorageLost with the first failure once the limit is over. While it waits, a
-line on stderr and `Patience.reason` name the first failure. The operation is tried again after 0.5 s, then after
-pauses that double up to 10 s.
+Guarantee: an operation that is called through a `Patience` succeeds, or raises its own error if no wait helps
+(`failure_kinds.py` decides), or raises StorageLost with the first failure after `limit_s` seconds without progress. So
+it ends. From the first second of a wait for storage that is away (full, read-only, unreachable), a line on stderr and
+`Patience.reason` name the first failure, and `on_wait` is called about every second; a fault that should pass at once,
+such as a broken connection, is shown if it lasts longer than a second. Every store has a `Patience`, and all its
+operations wait by themselves.
 
-Limits: a call that blocks in the operating system cannot be interrupted, so it may exceed the limit. An operation must
-be repeatable after a failure.
+How: the pause before try k = 0, 1, ... is random, uniform in [0, min(longest_pause_s, first_pause_s * 2**k)], so that
+a thousand ranks that failed together do not try again together. Bytes that a download received count as progress if
+they came at `LEAST_BYTES_PER_S` or faster since the last progress; so one byte a second does not keep it alive. Bytes
+that are wrong although they could be read are read again by `reread`.
+
+Limits: a call that blocks in the operating system, or a request that has begun, cannot be interrupted, so it may
+exceed the limit. An operation must be repeatable after a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from electra_dist.errors import StorageLost, error_line
+from electra_dist.errors import StorageLost, StoreAway, error_line
 from electra_dist.escapes import printable
-from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error
 
 T = TypeVar("T")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-_SLICE_S = 1.0  # a pause is cut into slices, after each of which `on_wait` is called
+COMMAND_PATIENCE_S = 180.0  # patience of a store that is opened without one
+LEAST_BYTES_PER_S = 16 << 10  # a slower connection counts as failed
+_BEAT_S = 1.0  # `on_wait` is called this often; a pause is cut into slices of this length
+_QUIET_S = 1.0  # a fault that should pass at once is shown when it has lasted this long
 
 
 def print_line(text: str) -> None:
     """Print a line to stderr; do nothing if stderr is a file on storage that does not respond."""
     with contextlib.suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Pauses between tries and time-outs of connections, in seconds."""
+
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 10.0
+    tries: int | None = None  # failures without progress after which an operation ends before its time; None: no limit
+    reread_pauses_s: tuple[float, ...] = (0.2, 1.0, 4.0, 15.0)  # before each further reading of bytes that are wrong
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 20.0  # a connection that is silent for this long counts as failed
+    rate_window_s: float = 60.0  # time over which the rate of a connection is measured
 
 
 class Patience:
@@ -41,20 +66,41 @@ class Patience:
     """
 
     def __init__(
-        self, limit_s: float, note: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic
+        self,
+        limit_s: float,
+        note: Callable[[str], None] = print_line,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        pace: Pace | None = None,
+        key: str = "cluster.storage_patience_s",
     ) -> None:
-        """Wait at most `limit_s` s (0: never). `note` receives a line when a wait begins and when storage is back."""
-        self.limit_s = limit_s
-        self.on_wait: Callable[[str], None] = lambda reason: None
-        """Called about every second, with the reason, while the thread that created this object waits.
+        """Wait at most `limit_s` s (0: never). `note` receives a line when a wait begins and when storage is back.
 
-        When the wait is over, it is called once with an empty text.
+        `key` is the config key that sets the limit, for the error; "" if there is none.
         """
+        self.limit_s = limit_s
+        self.pace = pace or Pace()
+        self.on_wait: Callable[[str], None] = lambda reason: None
+        """Called about every second, with the reason, while the thread that created this object waits, or a thread of
+        `in_parallel` for it. When the wait is over, it is called once with an empty text."""
+        self.retries = 0  # tries after the first one, of all operations
+        self.retry_wait_s = 0.0  # seconds slept before them
         self._note = note
         self._clock = clock
+        self._key = key
         self._owner = threading.get_ident()
-        self._reasons: dict[int, str] = {}  # thread -> first failure of the operation that it waits for
+        self._lock = threading.Lock()
+        self._reasons: dict[int, str] = {}  # thread that waits, if that is shown -> first failure of its operation
+        self._owners_threads: set[int] = set()  # threads of `_reasons` that the owner waits for
+        self._began = 0.0  # when the first of the present waits began
+        self._last_beat = 0.0
         self._is_abandoned = threading.Event()
+        self._random = random.Random()  # a generator of its own: the global one must stay as a model left it
+        self._damaged_folders: set[str] = set()  # of which bytes were confirmed to be wrong
+
+    def __reduce__(self) -> tuple[Callable[..., Patience], tuple[float, Pace, str]]:
+        """Pickle the limits only: another process counts, prints and waits for itself."""
+        return _unpickle, (self.limit_s, self.pace, self._key)
 
     @property
     def reason(self) -> str:
@@ -93,56 +139,206 @@ class Patience:
             raise
         outage.close(is_back=True)
 
+    def reread(
+        self, name: str, read: Callable[[], tuple[T, str]], pauses_s: Sequence[float] | None = None
+    ) -> tuple[T, str]:
+        """Call `read` until its fault is ""; return the last value and its fault, "" or confirmed damage.
+
+        `read` reads once and returns (value, text of the fault); different wrong bytes must give different texts.
+        Bytes count as damaged in the store only if the last two of five readings, with a pause between them, have the
+        same fault. If the faults differ, the service, a proxy or the network changes the bytes on the way, which is
+        waited for like storage that is away. Once damage is confirmed, further wrong bytes of the same folder (`name`
+        up to its last slash) are read again without pauses.
+        """
+        pauses_s = self.pace.reread_pauses_s if pauses_s is None else pauses_s
+        folder = name.rpartition("/")[0]
+        with self.outage() as outage:
+            while True:
+                value, fault = read()
+                previous_fault = ""
+                for pause_s in pauses_s:
+                    if not fault:
+                        return value, ""
+                    if folder not in self._damaged_folders:
+                        self._is_abandoned.wait(pause_s)
+                    previous_fault = fault
+                    value, fault = read()
+                if not fault or fault == previous_fault:
+                    break
+                outage.wait_after(
+                    StoreAway(
+                        f"{name} was read {1 + len(pauses_s)} times and was wrong in different ways, last: {fault}; "
+                        f"check the network and the storage service, then start again"
+                    )
+                )
+        if fault:
+            self._damaged_folders.add(folder)
+        return value, fault
+
+    def beat(self) -> bool:
+        """Report the wait of this thread, if it waits, through `on_wait`; return whether the wait must end.
+
+        For an operation that takes long while its storage is away, such as a request without an answer.
+        """
+        reason = self._reasons.get(threading.get_ident(), "")
+        if reason:
+            self._report(reason)
+        return bool(reason) and self.is_abandoned
+
+    def _report(self, reason: str) -> None:
+        if acting_thread() != self._owner:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last_beat < _BEAT_S:
+                return
+            self._last_beat = now
+        self.on_wait(reason)
+
     def _pause(self, pause_s: float, reason: str) -> None:
+        """Sleep; `reason` is "" for a wait that is not shown."""
         end = self._clock() + pause_s
         while True:
-            if threading.get_ident() == self._owner:
-                self.on_wait(reason)
+            if reason:
+                self._report(reason)
             remaining_s = end - self._clock()
-            if remaining_s <= 0 or self._is_abandoned.wait(min(remaining_s, _SLICE_S)):
+            if remaining_s <= 0 or self._is_abandoned.wait(min(remaining_s, _BEAT_S)):
                 return
+
+    def _draw_pause(self, longest_s: float) -> float:
+        with self._lock:
+            pause_s = self._random.uniform(0.0, longest_s)
+            self.retries += 1
+            self.retry_wait_s += pause_s
+        return pause_s
+
+    def _begin_wait(self, reason: str) -> bool:
+        """Show the wait of this thread; return False if an operation that calls this one waits already.
+
+        Of several threads that wait at a time, the first one prints the line.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if thread in self._reasons:
+                return False
+            is_first = not self._reasons
+            self._reasons[thread] = reason
+            if acting_thread() == self._owner:
+                self._owners_threads.add(thread)
+            if is_first:
+                self._began = self._clock()
+                self._last_beat = 0.0
+        if is_first:
+            self._note(f"waiting up to {self.limit_s:g} s for storage: {reason}")
+        return True
+
+    def _end_wait(self, is_back: bool) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            reason = self._reasons.pop(thread)
+            was_owners = thread in self._owners_threads
+            self._owners_threads.discard(thread)
+            is_owner_free = was_owners and not self._owners_threads
+            is_last = not self._reasons
+            waited_s = self._clock() - self._began
+        if is_owner_free:
+            self.on_wait("")
+        if is_last and is_back:
+            self._note(f"storage is back after {waited_s:.0f} s: {reason.partition(';')[0]}")
+
+
+def _unpickle(limit_s: float, pace: Pace, key: str) -> Patience:
+    return Patience(limit_s, pace=pace, key=key)
+
+
+def command_patience() -> Patience:
+    """Return a new patience for a command, which has no config key for it."""
+    return Patience(COMMAND_PATIENCE_S, key="")
 
 
 class Outage:
-    """State of one operation that is repeated while storage is unavailable: its first failure, and when it came."""
+    """State of one operation that is repeated while storage is unavailable: its failures since its last progress."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
-        self._first: Exception | None = None
-        self._since = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._first: Exception | None = None  # failure since the last progress
+        self._since = 0.0  # when it came
+        self._failures: Counter[str] = Counter()  # since the last progress, by their text
+        self._is_shown = False
+        self._new_bytes = 0  # received since the last progress
+        self._last_progress = patience._clock()
 
-    def wait_after(self, error: Exception) -> None:
-        """Pause before the operation is tried again; raise `error` if no wait helps, StorageLost after the limit."""
-        if not is_worth_waiting_for(error):
+    def failures_of(self, text: str) -> int:
+        """Return how many failures with this text came since the last progress."""
+        return self._failures[text]
+
+    def progress(self, num_bytes: int) -> None:
+        """Record that `num_bytes` new bytes arrived; if that was fast enough, the operation's time begins anew."""
+        self._new_bytes += num_bytes
+        now = self._patience._clock()
+        if self._new_bytes >= LEAST_BYTES_PER_S * (now - self._last_progress):
+            self.close(is_back=True)
+            self._first = None
+            self._failures.clear()
+            self._new_bytes = 0
+            self._last_progress = now
+
+    def wait_after(self, error: Exception, *, is_away: bool | None = None) -> None:
+        """Pause before the operation is tried again; raise `error` if no wait helps, StorageLost after the limit.
+
+        `is_away` says whether the storage is away (else the fault should pass at once); None: as the error says.
+        """
+        patience = self._patience
+        is_end_of_inner_wait = isinstance(error, StorageLost) and error.patience is patience
+        if is_end_of_inner_wait or not is_worth_waiting_for(error):
             raise error
-        patience = self._patience
         if self._first is None:
-            self._begin(error)
-        waited_s = patience._clock() - self._since
-        if patience.is_abandoned or waited_s >= patience.limit_s:
-            raise StorageLost(
-                f"{self._first}; storage was waited for {waited_s:.0f} s (cluster.storage_patience_s "
-                f"{patience.limit_s:g})"
-            ) from None
-        remaining_s = patience.limit_s - waited_s
-        patience._pause(min(self._pause_s, remaining_s), str(self._first))
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._first = error
+            self._since = patience._clock()
+        self._failures[str(error)] += 1
+        num_failures = self._failures.total()
 
-    def _begin(self, error: Exception) -> None:
+        # Give up.
+        waited_s = patience._clock() - self._since
+        has_no_try_left = patience.pace.tries is not None and num_failures >= patience.pace.tries
+        if patience.is_abandoned or waited_s >= patience.limit_s or has_no_try_left:
+            raise self._lost(waited_s) from None
+
+        # Wait.
+        pace = patience.pace
+        # Without the bound, the power overflows after a thousand failures.
+        doublings = min(num_failures - 1, 30)
+        pause_s = patience._draw_pause(min(pace.longest_pause_s, pace.first_pause_s * 2.0**doublings))
+        pause_s = min(pause_s, patience.limit_s - waited_s)
+        if is_away is None:
+            is_away = kind_of_error(error) is FailureKind.AWAY
+        if not self._is_shown and (is_away or waited_s + pause_s > _QUIET_S):
+            self._is_shown = patience._begin_wait(error_line(self._first).removeprefix("error: "))
+        patience._pause(pause_s, str(self._first) if self._is_shown else "")
+
+    def _lost(self, waited_s: float) -> StorageLost:
         patience = self._patience
-        self._first = error
-        self._since = patience._clock()
-        if patience.limit_s > 0 and not patience.is_abandoned:
-            patience._reasons[threading.get_ident()] = str(error)
-            reason = error_line(error).removeprefix("error: ")
-            patience._note(f"waiting up to {patience.limit_s:g} s for storage: {reason}")
+        text = str(self._first)
+        if patience.limit_s > 0:
+            limit = f" ({patience._key} {patience.limit_s:g})" if patience._key else ""
+            text = f"{self._first}; storage was waited for {waited_s:.0f} s{limit}"
+        return StorageLost(text, patience)
 
     def close(self, is_back: bool) -> None:
-        """End the waits, if there were any; with `is_back` (the last try succeeded), report that storage is back."""
-        was_waiting = self._patience._reasons.pop(threading.get_ident(), "")
-        if self._first is not None and threading.get_ident() == self._patience._owner:
-            self._patience.on_wait("")
-        if was_waiting and is_back:
-            waited_s = self._patience._clock() - self._since
-            self._patience._note(f"storage is back after {waited_s:.0f} s: {was_waiting.partition(';')[0]}")
+        """End the wait, if it is shown; with `is_back` (the last try succeeded), report that storage is back."""
+        if self._is_shown:
+            self._is_shown = False
+            self._patience._end_wait(is_back)
+
+
+_acting = threading.local()
+
+
+def acting_thread() -> int:
+    """Return the thread that waits for what this one does: this one itself, or the caller of `in_parallel`."""
+    return getattr(_acting, "thread", threading.get_ident())
+
+
+def act_for(thread: int) -> None:
+    """Say that another thread waits for what this one does; a pool of threads calls this in each of them."""
+    _acting.thread = thread

@@ -26,6 +26,7 @@ from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
 from electra_dist.pretrained.starting_weights import check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 from electra_dist.tokenizer import Vocabulary
 
 
@@ -47,7 +48,11 @@ class RunInputs:
 
 
 def check_inputs(
-    config: Config, world_size: int, accept_new_numerics: bool = False, from_scratch: bool = False
+    config: Config,
+    world_size: int,
+    accept_new_numerics: bool = False,
+    from_scratch: bool = False,
+    patience: Patience | None = None,
 ) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
@@ -61,17 +66,17 @@ def check_inputs(
     _check_apex(config)
     check_targets_are_separate(config)
     _check_kernels(config.kernels.backend)
-    corpora = open_training_corpora(config)
+    corpora = open_training_corpora(config, patience)
     identity = run_identity(config, corpora.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
     begins_now = from_scratch and config.train.init_from is not None
-    if begins_now or needs_source(config.train, open_targets(config)):
+    if begins_now or needs_source(config.train, open_targets(config, patience)):
         check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, vocabulary)
-    heldout = _open_heldout(config, corpora) if config.data.heldout else None
+    heldout = _open_heldout(config, corpora, patience) if config.data.heldout else None
     inputs = RunInputs(
         corpora=corpora,
         heldout=heldout,
@@ -83,12 +88,12 @@ def check_inputs(
     return inputs
 
 
-def open_training_corpora(config: Config) -> Corpora:
+def open_training_corpora(config: Config, patience: Patience | None = None) -> Corpora:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
     All shards of the later corpora must exist, because the run would notice a missing shard only when it reads it.
     """
-    corpora = open_corpora(config.data)
+    corpora = open_corpora(config.data, patience)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
         _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
@@ -114,9 +119,9 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
     return lines
 
 
-def _open_heldout(config: Config, corpora: Corpora) -> Corpora:
+def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -> Corpora:
     assert config.data.heldout
-    heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
+    heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size, patience)
     tokenizer = describe_tokenizer(heldout.tokenizer)
     training_tokenizer = describe_tokenizer(corpora.tokenizer)
     if tokenizer != training_tokenizer:
@@ -155,9 +160,9 @@ def _check_kernels(backend: str) -> None:
         raise UserError(str(error)) from None
 
 
-def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> Corpora:
+def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int, patience: Patience | None = None) -> Corpora:
     """Open the corpus at `url`, which config key `key` names; check that its rows and vocabulary fit the config."""
-    store = open_store(url, data.endpoint_url)
+    store = open_store(url, data.endpoint_url, patience)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)
     return Corpora.of(store, manifest)

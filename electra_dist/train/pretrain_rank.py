@@ -89,7 +89,9 @@ def run(
     try:
         if config.objective.generator == "frozen":
             config = patience.call(functools.partial(with_generator_digest, config))
-        inputs = patience.call(lambda: check_inputs(config, place.world_size, accept_new_numerics, from_scratch))
+        inputs = patience.call(
+            lambda: check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience)
+        )
     except StorageLost as error:
         if place.rank == 0:
             record_lost_storage(Path(config.run_dir), str(error))
@@ -101,12 +103,9 @@ def run(
     except UserError as error:
         code = EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
         report_once(error, code)
-        return code
-    except StorageLost as error:
-        report_once(error, EXIT_STOPPED)
-        if dist.get_rank() == 0:
+        if isinstance(error, StorageLost) and dist.get_rank() == 0:
             record_lost_storage(Path(config.run_dir), str(error))
-        return EXIT_STOPPED
+        return code
     except RuntimeError:
         # A collective fails when another rank has ended; that rank has printed the cause.
         reported_code = reported_exit_code()
@@ -121,9 +120,9 @@ def _print_nothing(text: str) -> None:
     """Print nothing. Only one rank of each node reports that storage is away; the others use this function."""
 
 
-def _set_earlier_run_aside(config: Config) -> list[str]:
+def _set_earlier_run_aside(config: Config, patience: Patience) -> list[str]:
     """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
-    return [*set_all_aside(open_targets(config)), *move_records_aside(Path(config.run_dir))]
+    return [*set_all_aside(open_targets(config, patience)), *move_records_aside(Path(config.run_dir))]
 
 
 def _run(
@@ -143,7 +142,7 @@ def _run(
     if pause_after_lost_storage(run_dir, stop):
         return EXIT_STOPPED
     # Targets are checked before anything is written into the run folder.
-    from_rank_0(lambda: patience.call(lambda: check_targets(config)))
+    from_rank_0(lambda: check_targets(config, patience))
     lease = _hold_run_folder(config, inputs, patience)
     try:
         return _train(config, inputs, stop, lease, import_s, begin, predict_rows, from_scratch, patience, notes)
@@ -195,8 +194,8 @@ def _train(
     wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if from_scratch:
-        notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config)))
-    begins = from_scratch or not checkpoints(open_targets(config))
+        notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
+    begins = from_scratch or not checkpoints(open_targets(config, patience))
     notes = notes + from_rank_0(lambda: wait(lambda: remarks_on_corpora(config, inputs.corpora, begins)))
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
@@ -204,7 +203,7 @@ def _train(
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes, source_digest = begin_with_source(
-        module.towers, config.starting_weights, open_targets(config), run_dir
+        module.towers, config.starting_weights, open_targets(config, patience), run_dir
     )
     notes += [f"init_from: {note}" for note in source_notes]
     from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs, source_digest)))

@@ -313,14 +313,12 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        stores = [phase.store for phase in self.inputs.corpora.phases]
-        retry_wait_s = sum(store.retry_wait_s for store in stores) + self.checkpointer.retry_wait_s
         return RankFlags(
             stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
-            retries=sum(store.retries for store in stores) + self.checkpointer.retries,
-            retry_wait_ms=round(1000 * retry_wait_s),
+            retries=self.patience.retries,
+            retry_wait_ms=round(1000 * self.patience.retry_wait_s),
             refetches=loader.refetches,
         )
 

@@ -3,8 +3,8 @@
 Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; at each checkpoint
 target an object is created (only if new), read, compared and deleted.
 
-Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute. If the run
-has not begun, the checks repeat failed requests for as long as the caller allows.
+Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute; if the run
+has not begun, after as long as the caller allows.
 
 Limits: access rights are checked for only one object, although rights may differ by the object's name. The clock of an
 HTTP service is known to whole seconds.
@@ -13,47 +13,44 @@ HTTP service is known to whole seconds.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TypeVar
 
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest, read_manifest
-from electra_dist.errors import StorageLost, StoreAway, UserError
+from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.patience import Patience
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 from launcher.preflight.disk_space_checks import check_disks
 from launcher.preflight.findings import Finding, Severity, from_error
-
-T = TypeVar("T")
 
 SKEW_WARNING_S = 2.0
 SKEW_UNHEALTHY_S = 60.0
 _AWS = "https://s3.amazonaws.com"
-_RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_timeout_s=10.0)
+_DOWN_AFTER_S = 30.0  # without an answer, for a run that has begun, which waits for its storage itself
 
 
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
     Storage that cannot be used gives a "user error". For a run that has begun, storage that is full or away gives only
-    a "warning", because the run itself waits for it. For a new run, the checks wait until the storage is back or
-    `patience` is over; None: no wait.
+    a "warning", because the run itself waits for it, and the checks wait at most half a minute. For a new run, they
+    wait until the storage is back or `patience` is over; None: half a minute, too.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
-        patience = Patience(0.0)  # gives up at the first failure
+        limit_s = _DOWN_AFTER_S if patience is None else min(_DOWN_AFTER_S, patience.limit_s)
+        patience = Patience(limit_s, pace=Pace(connect_timeout_s=5.0, read_timeout_s=10.0), key="")
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
     training_urls = [corpus.url for corpus in config.data.training_corpora()]
@@ -61,15 +58,13 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
         if not url:  # A run may have no held-out corpus.
             continue
         try:
-            corpus_store = open_store(url, config.data.endpoint_url, retry=_RETRIES)
-            corpora[url] = _call_until_back(patience, functools.partial(read_manifest, corpus_store))
+            corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, patience))
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
     for url in config.checkpoint_urls:
         try:
-            try_target = functools.partial(_try_target, url, config.checkpoint.endpoint_url)
-            _call_until_back(patience, try_target)
+            _try_target(open_store(url, config.checkpoint.endpoint_url, patience))
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
@@ -77,14 +72,6 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
         findings.append(_as_warning(finding) if has_begun and finding.severity == "user error" else finding)
     findings += _check_clocks(config, node, patience)
     return findings
-
-
-def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
-    """Repeat an operation while its storage is full or away. Raise StoreAway (a UserError) when `patience` ends."""
-    try:
-        return patience.call(operation)
-    except StorageLost as lost:
-        raise StoreAway(str(lost)) from None
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
@@ -117,9 +104,8 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
     )
 
 
-def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Test that checkpoints can be saved to `url`: create, read, compare and delete one object there."""
-    store = open_store(url, endpoint_url, retry=_RETRIES)
+def _try_target(store: Store) -> None:
+    """Test that checkpoints can be saved to a store: create, read, compare and delete one object there."""
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
     content = token.encode()
@@ -136,7 +122,7 @@ def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Fin
     """Compare this node's clock with the clock of the run folder's file system and of each S3 service of the run."""
     run_dir = Path(config.run_dir)
     try:
-        skew_of_folder_s = _call_until_back(patience, lambda: _file_skew_s(run_dir))
+        skew_of_folder_s = _file_skew_s(run_dir, patience)
         yield classify_skew(skew_of_folder_s, f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))
@@ -152,9 +138,9 @@ def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Fin
             yield classify_skew(skew_s, service_url, node)
 
 
-def _file_skew_s(run_dir: Path) -> float:
+def _file_skew_s(run_dir: Path, patience: Patience) -> float:
     """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system."""
-    store = open_store(str(run_dir))
+    store = open_store(str(run_dir), patience=patience)
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
     # On a shared file system the modification time of the file comes from the file server.

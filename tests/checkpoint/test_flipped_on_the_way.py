@@ -16,9 +16,9 @@ from electra_dist.checkpoint.restore import load_newest
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 
-PAUSES = RetryPolicy(reread_pauses_s=(0.01, 0.01, 0.01, 0.01))
+PAUSES = Pace(reread_pauses_s=(0.01, 0.01, 0.01, 0.01))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -32,7 +32,7 @@ def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     # Each object is flipped twice before a read of it succeeds, whatever the seed.
     plan = FaultPlan(seed=seed, rate=1.0, faults=("flip:manifest", "flip:.safetensors"), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        far = open_store(target.url, proxy.endpoint_url, retry=PAUSES)
+        far = open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES))
         values = small.empty()
         state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 5
@@ -49,7 +49,7 @@ def flipped_in_6(open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path) 
         small.save([target], tmp_path / "staging", step)
     plan = FaultPlan(rate=1.0, faults=("flip:00006",), in_a_row=10**9)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        yield open_store(target.url, proxy.endpoint_url, retry=PAUSES), plan
+        yield open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES)), plan
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -106,6 +106,6 @@ def test_headers_that_are_flipped_in_transit_are_read_again_before_a_commit(
     target = open_s3("checkpoints")
     plan = FaultPlan(rate=1.0, faults=("flip:.safetensors",), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        small.save([open_store(target.url, proxy.endpoint_url, retry=PAUSES)], tmp_path / "staging", 5)
+        small.save([open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES))], tmp_path / "staging", 5)
     assert plan.counts["flip"] >= 2
     assert small.verify(target, "step-00000005-a0001")[1] == []

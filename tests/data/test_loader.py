@@ -24,11 +24,10 @@ from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
-from electra_dist.store.patience import Patience
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
-QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
+QUICK = Pace(first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=1.0)
 
 
 def order_of(corpus: Any, seed: int = 5, window_shards: int = 2) -> RowOrder:
@@ -148,8 +147,7 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
 
     monkeypatch.setattr(ShardCache, "_open", refuse_twice)
     waits: list[float] = []
-    patience = Patience(600.0, lambda line: None)
-    monkeypatch.setattr("electra_dist.store.patience.FIRST_PAUSE_S", 0.01)
+    patience = Patience(600.0, lambda line: None, pace=Pace(longest_pause_s=0.01))
     cache = ShardCache(corpus.corpora, tmp_path)
     loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0, call=patience.call, on_wait=waits.append)
     rows = np.stack([loader.next().ids for _ in range(6)])
@@ -182,7 +180,7 @@ def test_waiting_for_rows_is_counted_in_seconds(corpus: Any) -> None:
 
 def read_s3(url: str, endpoint_url: str, folder: Path, num_steps: int) -> tuple[Any, ShardCache, np.ndarray]:
     """Read the first steps of a corpus on S3; return the store, the cache and the rows, [num_steps, 64, seq_len]."""
-    store = open_store(url, endpoint_url, retry=QUICK)
+    store = open_store(url, endpoint_url, Patience(60.0, pace=QUICK))
     cache = ShardCache(Corpora.of(store, read_manifest(store)), folder, fetch_threads=4)
     order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 5, 4)])
     loader = RowLoader(cache, order, 64, 0, 1, 0)
@@ -209,7 +207,7 @@ def test_rows_read_through_s3_faults_equal_the_local_ones(
     assert (rows == truth(local, order, 64, num_steps)).all()
     assert set(proxy.plan.counts) == set(kinds)
     assert proxy.plan.counts.total() >= 100
-    assert store.retries > 0
+    assert store.patience.retries > 0
     assert cache.refetches == proxy.plan.counts["flip"]
     names = {f"{entry.sha256}.tar" for entry in local.manifest.shards}
     assert {path.name for path in (tmp_path / "cache").glob("*.tar")} <= names

@@ -100,15 +100,15 @@ def train(config: str, log: str, environment: dict[str, str], unresolved_until: 
         environment: variables to set, such as the credentials.
         unresolved_until: time of the monotonic clock until which `UNRESOLVED_HOST` cannot be resolved.
     """
-    from electra_dist.store.retry import RetryPolicy
+    from electra_dist.store.patience import Pace
     from launcher import pretrain
 
     with open(log, "ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(environment)
-    defaults = RetryPolicy.__init__.__kwdefaults__ or {}
-    defaults.update(tries=8, max_wait_s=2.0, rate_window_s=2.0, announce_after_s=1.0, reread_pauses_s=(0.1, 0.5, 2.0))
+    defaults = Pace.__init__.__kwdefaults__ or {}
+    defaults.update(longest_pause_s=2.0, rate_window_s=2.0, reread_pauses_s=(0.1, 0.5, 2.0))
     resolve = socket.getaddrinfo
 
     def resolve_late(host: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,11 +11,11 @@ from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 
 __all__ = ["bucket", "faulty", "proxy", "s3", "store"]
 
-QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
+QUICK = Pace(first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=1.0)
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -24,15 +24,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
     url = request.getfixturevalue("bucket")
-    return open_store(f"{url}/some/prefix", request.getfixturevalue("s3").endpoint_url, retry=QUICK)
+    return open_store(f"{url}/some/prefix", request.getfixturevalue("s3").endpoint_url, Patience(60.0, pace=QUICK))
 
 
 @pytest.fixture
 def faulty(bucket: str, proxy: FaultProxy) -> Callable[..., Store]:
     """A function that opens a store behind the fault proxy: `faulty(plan)`."""
 
-    def connect(plan: FaultPlan, retry: RetryPolicy = QUICK) -> Store:
+    def connect(plan: FaultPlan, pace: Pace = QUICK) -> Store:
         proxy.plan = plan
-        return open_store(f"{bucket}/prefix", proxy.endpoint_url, retry=retry)
+        return open_store(f"{bucket}/prefix", proxy.endpoint_url, Patience(60.0, pace=pace))
 
     return connect

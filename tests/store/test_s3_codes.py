@@ -11,15 +11,15 @@ from botocore.retries.standard import ThrottledRetryableChecker, TransientRetrya
 from support import fault_server
 from support.fault_server import FaultPlan
 
-from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
+from electra_dist.errors import StorageLost, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error, s3_failure
 from electra_dist.store.interface import Store
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace
 from electra_dist.store.s3.errors import Again, classify
 
 PAGE = b"<html>\r\n<head><title>403 Forbidden</title></head>\r\n<body><hr><center>nginx</center></body>\r\n</html>"
 XHTML = b'<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Blocked by the firewall</p></body></html>'
-IMPATIENT = RetryPolicy(tries=3, first_wait_s=0.001, max_wait_s=0.01)
+IMPATIENT = Pace(tries=3, first_pause_s=0.001, longest_pause_s=0.01)
 
 
 def document(code: str) -> bytes:
@@ -66,7 +66,7 @@ def test_an_upload_into_a_full_bucket_gives_up_with_an_error_that_the_run_waits_
 ) -> None:
     monkeypatch.setitem(fault_server.ANSWERS, "slowdown", (403, "QuotaExceeded", ""))
     store = faulty(FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=10**9), IMPATIENT)
-    with pytest.raises(StoreExhausted, match=r"/prefix/x at .*full or over its quota \(QuotaExceeded\)") as caught:
+    with pytest.raises(StorageLost, match=r"/prefix/x at .*full or over its quota \(QuotaExceeded\)") as caught:
         store.write("x", b"1")
     assert kind_of_error(caught.value) is FailureKind.AWAY
 

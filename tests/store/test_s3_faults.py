@@ -17,32 +17,32 @@ import pytest
 from support import s3_server
 from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.errors import StoreError, StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import StorageLost, StoreError, StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 
 DATA = os.urandom(1 << 20)
-IMPATIENT = RetryPolicy(tries=4, first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5)
+IMPATIENT = Pace(tries=4, first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=0.5)
 
 
 @pytest.mark.parametrize("fault", [kind for kind in DOWNLOAD_FAULTS if kind != "flip"])
 def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=0.0)
-    store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
+    store = faulty(plan, Pace(first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
     # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
     plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
     assert store.read("x", must_exist=True) == DATA
     assert plan.counts[fault] >= 3
-    assert store.retries >= 3
-    assert store.retry_wait_s > 0
+    assert store.patience.retries >= 3
+    assert store.patience.retry_wait_s > 0
 
 
 @pytest.mark.parametrize("fault", [kind for kind in DOWNLOAD_FAULTS if kind != "flip"])
 def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=0.0)
-    store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
+    store = faulty(plan, Pace(first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
     # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
     plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
@@ -66,7 +66,7 @@ def test_mixed_faults_of_uploads_and_downloads_are_survived_and_counted(
         assert (tmp_path / "f").read_bytes() == data
     assert plan.counts.total() >= 10
     # A replaced object may cost two retries: one for the broken body, one for the refused range of the old version.
-    assert plan.counts.total() <= store.retries <= plan.counts.total() + plan.counts["replaced"]
+    assert plan.counts.total() <= store.patience.retries <= plan.counts.total() + plan.counts["replaced"]
 
 
 def test_an_interrupted_download_resumes_where_it_stopped(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
@@ -170,40 +170,37 @@ def test_a_fault_that_persists_fails_naming_the_object_and_the_next_step(
     store = faulty(plan, IMPATIENT)
     store.write("shard.tar", DATA[:1000])  # smaller than a chunk: a broken body makes no progress
     plan.rate, plan.faults, plan.in_a_row, plan.stall_s = 1.0, (fault,), 10**9, 1.0
-    with pytest.raises(
-        StoreExhausted, match=r"/prefix/shard.tar at 127.0.0.1:\d+: failed 4 times in a row, last: "
-    ) as e:
+    with pytest.raises(StorageLost, match=r"/prefix/shard.tar at 127.0.0.1:\d+: .*; storage was waited for \d s") as e:
         store.read("shard.tar", must_exist=True)
     assert "\n" not in str(e.value)
     assert re.search("check the object|restore the object|renew them", str(e.value))
 
 
-def test_retries_end_at_the_budget_and_at_the_deadline(faulty: Callable[..., Store]) -> None:
+def test_retries_end_when_the_patience_is_over(faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=10**9)
-    store = faulty(plan, RetryPolicy(first_wait_s=0.0, budget=7, tries=100))
-    with pytest.raises(StoreExhausted, match="budget of 7 retries is used up"):
+    store = faulty(plan, Pace(first_pause_s=0.01, longest_pause_s=0.01))
+    store.patience.limit_s = 0.3
+    with pytest.raises(StorageLost, match=r"503 SlowDown.*storage was waited for 0 s") as lost:
         store.read("x")
-    assert store.retries == 7
-    store = faulty(plan, RetryPolicy(first_wait_s=0.01, max_wait_s=0.01, deadline_s=0.1, tries=1000))
-    with pytest.raises(StoreExhausted, match="no progress in"):
-        store.read("x")
+    assert lost.value.patience is store.patience
+    assert store.patience.retries >= 3
 
 
 def test_final_errors_fail_without_retry_naming_the_next_step_and_no_secret(
     s3: s3_server.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = RetryPolicy(first_wait_s=60.0)
+    patient = Pace(first_pause_s=60.0)
     endpoint = s3.endpoint_url
 
     def failure(url: str, call: str = "read") -> str:
-        store = open_store(url, endpoint, retry=patient)
+        store = open_store(url, endpoint, Patience(60.0, pace=patient))
         arguments = {"read": ("k",), "write": ("k", b""), "exists": ("k",), "list": (), "write_new": ("k", b"")}
         with pytest.raises(StoreError) as caught:
             getattr(store, call)(*arguments[call])
         text = "".join(traceback.format_exception(caught.value))
         assert s3_server.SECRET_KEY not in text
         assert s3_server.ACCESS_KEY not in text
-        assert store.retries == 0
+        assert store.patience.retries == 0
         return str(caught.value)
 
     for call in ("read", "write", "exists", "list", "write_new"):
@@ -246,7 +243,7 @@ def test_final_answers_are_explained_without_retry_and_without_the_services_text
     with pytest.raises(StoreError, match=message) as caught:
         store.read("x")
     assert s3_server.ACCESS_KEY not in "".join(traceback.format_exception(caught.value))
-    assert store.retries == 0
+    assert store.patience.retries == 0
 
 
 def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[..., Store]) -> None:
@@ -256,7 +253,7 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
     plan.rate, plan.faults = 1.0, ("missing",)
     with pytest.raises(StoreMissing):
         store.read("x")
-    assert store.retries == 0
+    assert store.patience.retries == 0
     assert store.read("x", must_exist=True) == b"1"
 
 
@@ -290,9 +287,9 @@ def test_credentials_in_urls_are_refused_and_not_printed(url: str) -> None:
 
 
 def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
-    quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
-    store = open_store(f"{bucket}/x", "http://127.0.0.1:9", retry=quick)
-    with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 30 times .*check the endpoint URL and the network"):
+    quick = Pace(first_pause_s=0.001, longest_pause_s=0.01, tries=30)
+    store = open_store(f"{bucket}/x", "http://127.0.0.1:9", Patience(60.0, pace=quick))
+    with pytest.raises(StorageLost, match=r"127.0.0.1:9: .*check the endpoint URL and the network; storage was"):
         store.read("x")
 
 
@@ -312,7 +309,7 @@ def test_full_disk_is_not_mistaken_for_a_network_fault(faulty: Callable[..., Sto
     store.write("x", DATA)
     with pytest.raises(OSError, match="No space left"):
         store._requests.download("x", FullDisk(), must_exist=False)  # type: ignore[attr-defined]
-    assert store.retries == 0
+    assert store.patience.retries == 0
 
 
 def test_the_schedule_of_faults_is_a_function_of_its_seed() -> None:

@@ -20,17 +20,17 @@ from support.certificates import serve_https
 from support.fault_server import FaultPlan, FaultProxy
 from support.wrong_answers import LISTING_FAULTS
 
-from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
+from electra_dist.errors import StorageLost, StoreError, StoreMissing
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Pace, Patience
 from electra_dist.store.s3 import answers, client, multipart_upload, s3_store
 
 DATA = os.urandom(300_000)
 FOREVER = 10**9
-IMPATIENT = RetryPolicy(tries=3, first_wait_s=0.001, max_wait_s=0.01)
-PATIENT = RetryPolicy(first_wait_s=0.001, max_wait_s=0.2)
-HURRIED = RetryPolicy(tries=3, first_wait_s=0.001, max_wait_s=0.01, rate_window_s=1.0)  # 1 s in place of 60 s
+IMPATIENT = Pace(tries=3, first_pause_s=0.001, longest_pause_s=0.01)
+PATIENT = Pace(first_pause_s=0.001, longest_pause_s=0.2)
+HURRIED = Pace(tries=3, first_pause_s=0.001, longest_pause_s=0.01, rate_window_s=1.0)  # 1 s in place of 60 s
 
 
 def ends(operation: Callable[[], Any], within_s: float = 30.0) -> Any:
@@ -54,8 +54,8 @@ def ends(operation: Callable[[], Any], within_s: float = 30.0) -> Any:
 
 
 def fails(operation: Callable[[], Any]) -> str:
-    """Return the message of the StoreExhausted that `operation` ends with; it is one line without a secret."""
-    with pytest.raises(StoreExhausted) as caught:
+    """Return the message of the StorageLost that `operation` ends with; it is one line without a secret."""
+    with pytest.raises(StorageLost) as caught:
         ends(operation)
     message = str(caught.value)
     assert "\n" not in message and "SECRET" not in message
@@ -93,7 +93,7 @@ def test_a_wrong_answer_that_persists_ends_with_one_line(fault: str, faulty: Cal
     store.write("x", DATA)
     plan.rate, plan.faults, plan.in_a_row = 1.0, (fault,), FOREVER
     message = fails(lambda: store.read("x"))
-    assert re.search(r"/prefix/x at 127.0.0.1:\d+: .*last: .*; check ", message)
+    assert re.search(r"/prefix/x at 127.0.0.1:\d+: .*; check .*; storage was waited", message)
 
 
 @pytest.mark.parametrize("fault", LISTING_FAULTS)
@@ -127,8 +127,8 @@ def test_a_body_of_one_byte_a_second_is_given_up_and_the_next_connection_continu
     assert ends(lambda: _reopened(store, faulty, slow).read("x")) == DATA
     slow.in_a_row = FOREVER
     store = _reopened(store, faulty, slow)
-    assert "last: slower than 16,384 bytes/s; check the network" in fails(lambda: store.read("x"))
-    assert "last: no complete answer in 1 s; check the network" in fails(lambda: store.list())
+    assert "slower than 16,384 bytes/s; check the network" in fails(lambda: store.read("x"))
+    assert "no complete answer in 1 s; check the network" in fails(lambda: store.list())
     assert slow.counts["dribble"] == 1 + 2 * 3
 
 
@@ -152,7 +152,7 @@ def test_an_upload_that_goes_out_too_slowly_is_given_up(
 
     monkeypatch.setattr(client.PacedBody, "read", read_slowly)
     message = fails(lambda: store.write("x", bytes(1 << 20)))
-    assert "last: slower than 16,384 bytes/s; check the network to the service" in message
+    assert "slower than 16,384 bytes/s; check the network to the service" in message
     monkeypatch.undo()
     assert store.read("x") == b"before"
 
@@ -174,8 +174,8 @@ def test_what_never_worked_is_the_users_mistake_at_once(fault: str, faulty: Call
     store = faulty(FaultPlan(rate=1.0, faults=(fault,), in_a_row=FOREVER), PATIENT)
     with pytest.raises(StoreError, match=r"credentials not accepted|clock is wrong|in another region") as caught:
         store.read("x")
-    assert not isinstance(caught.value, StoreExhausted)
-    assert store.retries == 0
+    assert not isinstance(caught.value, StorageLost)
+    assert store.patience.retries == 0
 
 
 def test_a_storm_of_slow_down_is_survived_by_many_readers(faulty: Callable[..., Store]) -> None:
@@ -191,7 +191,7 @@ def test_a_storm_of_slow_down_is_survived_by_many_readers(faulty: Callable[..., 
     for thread in threads:
         thread.join()
     assert read == [DATA] * 16
-    assert plan.counts["slowdown"] == store.retries
+    assert plan.counts["slowdown"] == store.patience.retries
 
 
 def test_a_name_that_is_not_resolved_at_the_start_is_waited_for_and_said(
@@ -210,13 +210,17 @@ def test_a_name_that_is_not_resolved_at_the_start_is_waited_for_and_said(
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
     endpoint = proxy.endpoint_url.replace("127.0.0.1", "storage.invalid")
-    policy = RetryPolicy(first_wait_s=0.01, max_wait_s=0.05, announce_after_s=0.05)
-    store = open_store(f"{bucket}/p", endpoint, retry=policy)
+    policy = Pace(first_pause_s=0.01, longest_pause_s=0.05)
+    store = open_store(f"{bucket}/p", endpoint, Patience(60.0, pace=policy))
     assert store.list() == []
     assert len(attempts) >= 13
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert re.match(r"waiting for s3://\S+ at storage.invalid:\d+: the name .* cannot be resolved; check", lines[0])
+    assert len(lines) == 2
+    expected = (
+        r"waiting up to 60 s for storage: s3://\S+ at storage.invalid:\d+: the name .* cannot be resolved; check"
+    )
+    assert re.match(expected, lines[0])
+    assert re.match(r"storage is back after \d s: s3://\S+ at storage.invalid:\d+: the name", lines[1])
 
 
 @pytest.fixture
@@ -229,11 +233,11 @@ def test_a_certificate_that_is_not_accepted_is_named_at_once(
     bucket: str, https_proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failure() -> str:
-        store = open_store(f"{bucket}/p", https_proxy, retry=IMPATIENT)
+        store = open_store(f"{bucket}/p", https_proxy, Patience(60.0, pace=IMPATIENT))
         with pytest.raises(StoreError) as caught:
             ends(lambda: store.read("x"))
-        assert not isinstance(caught.value, StoreExhausted)
-        assert store.retries == 0
+        assert not isinstance(caught.value, StorageLost)
+        assert store.patience.retries == 0
         return str(caught.value)
 
     assert re.search(r" at 127.0.0.1:\d+: the certificate of the service is not accepted .*AWS_CA_BUNDLE", failure())
@@ -241,11 +245,11 @@ def test_a_certificate_that_is_not_accepted_is_named_at_once(
     assert "correct AWS_CA_BUNDLE" in failure()
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate.pem"))
     with pytest.raises(StoreMissing):  # the object; the certificate is accepted
-        ends(lambda: open_store(f"{bucket}/p", https_proxy, retry=IMPATIENT).read("x"))
+        ends(lambda: open_store(f"{bucket}/p", https_proxy, Patience(60.0, pace=IMPATIENT)).read("x"))
 
 
 def test_https_to_a_service_without_it_is_said(bucket: str, proxy: FaultProxy) -> None:
-    store = open_store(f"{bucket}/p", proxy.endpoint_url.replace("http:", "https:"), retry=IMPATIENT)
+    store = open_store(f"{bucket}/p", proxy.endpoint_url.replace("http:", "https:"), Patience(60.0, pace=IMPATIENT))
     assert "no encrypted connection can be made; check whether the service speaks https" in fails(lambda: store.list())
 
 

@@ -1,6 +1,6 @@
 """Make the boto3 client of a store, send its requests in bounded time, and check the URL of its service.
 
-Guarantee: a connection over which less than `least_bytes_per_s` arrive or leave during `rate_window_s` counts as
+Guarantee: a connection over which less than `LEAST_BYTES_PER_S` arrive or leave during `rate_window_s` counts as
 failed, and so does a request without a complete answer after the time that its bytes take at that rate, plus one
 window. The time-outs of sockets do not ensure this: they start again with every byte.
 
@@ -31,12 +31,14 @@ from botocore.exceptions import ClientError
 from typing_extensions import override
 
 from electra_dist.errors import UserError
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import LEAST_BYTES_PER_S, Pace, Patience
 from electra_dist.store.s3.errors import Again
 
 Answer = dict[str, Any]  # what boto3 returns: the fields of an answer by name
 _Result = TypeVar("_Result")
 _ADVICE = "check the network to the service, then start again"
+_SLICE_S = 1.0  # A wait for an answer is cut into slices.
+_COMPLETION_S = 600.0  # The service may copy all parts of an upload before it answers.
 
 
 def content_md5(data: bytes) -> str:
@@ -61,7 +63,7 @@ def check_endpoint(endpoint_url: str | None) -> str:
     return f" at {parts.netloc}"
 
 
-def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
+def make_client(endpoint_url: str | None, pace: Pace) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
     boto3's own retries are switched off, because `S3Requests` repeats requests itself. Answers of `get_object` have an
@@ -70,8 +72,8 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
-        connect_timeout=policy.connect_timeout_s,
-        read_timeout=policy.read_timeout_s,
+        connect_timeout=pace.connect_timeout_s,
+        read_timeout=pace.read_timeout_s,
         max_pool_connections=64,  # boto3's default of 10 may be fewer than the threads that use the store.
         tcp_keepalive=True,
         # Older services refuse CRC32 trailers and checks. Content-MD5 and the readers' digests replace them.
@@ -110,10 +112,10 @@ def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
 
 
 class RateMeter:
-    """Meter of the transfer rate of one connection, in windows of `rate_window_s` seconds."""
+    """Meter of the transfer rate of one connection, in windows of `Pace.rate_window_s` seconds."""
 
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
         self._num_bytes = 0
         self._elapsed_s = 0.0
 
@@ -121,10 +123,10 @@ class RateMeter:
         """Add bytes and the seconds that the connection took for them; raise Again if a full window was too slow."""
         self._num_bytes += num_bytes
         self._elapsed_s += elapsed_s
-        if self._elapsed_s < self._policy.rate_window_s:
+        if self._elapsed_s < self._window_s:
             return
-        if self._num_bytes < self._policy.least_bytes_per_s * self._elapsed_s:
-            raise Again(f"slower than {self._policy.least_bytes_per_s:,} bytes/s", advice=_ADVICE)
+        if self._num_bytes < LEAST_BYTES_PER_S * self._elapsed_s:
+            raise Again(f"slower than {LEAST_BYTES_PER_S:,} bytes/s", advice=_ADVICE)
         self._num_bytes = 0
         self._elapsed_s = 0.0
 
@@ -135,10 +137,10 @@ class PacedBody(io.BytesIO):
     boto3 reads a block, sends it, and reads the next one. So the time between two reads is the time to send a block.
     """
 
-    def __init__(self, data: bytes, policy: RetryPolicy) -> None:
+    def __init__(self, data: bytes, window_s: float) -> None:
         super().__init__(data)
-        self._policy = policy
-        self._meter = RateMeter(policy)
+        self._window_s = window_s
+        self._meter = RateMeter(window_s)
         self._block_bytes = 0  # size of the block that was read last
         self._block_read = time.monotonic()
 
@@ -153,16 +155,17 @@ class PacedBody(io.BytesIO):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a byte and begin a new measurement, because boto3 also reads the body to compute its digest."""
-        self._meter = RateMeter(self._policy)
+        self._meter = RateMeter(self._window_s)
         self._block_bytes = 0
         self._block_read = time.monotonic()
         return super().seek(offset, whence)
 
 
-def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
+def call_within(limit_s: float, request: Callable[[], _Result], patience: Patience) -> _Result:
     """Call `request` in a thread, and return its result or raise its exception; raise Again after `limit_s` seconds.
 
-    A request that is over the limit goes on in its thread, and its result is dropped.
+    A request that is over the limit goes on in its thread, and its result is dropped. If an earlier try of the request
+    has failed, the wait for storage goes on meanwhile (`Patience.beat`).
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
@@ -173,15 +176,15 @@ def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
             future.set_exception(error)
 
     threading.Thread(target=run, name="s3-request", daemon=True).start()
-    concurrent.futures.wait([future], limit_s)
-    if not future.done():
-        raise Again(f"no complete answer in {limit_s:.0f} s", advice=_ADVICE)
+    end = time.monotonic() + limit_s
+    while not future.done():
+        remaining_s = end - time.monotonic()
+        if remaining_s <= 0:
+            raise Again(f"no complete answer in {limit_s:.0f} s", advice=_ADVICE)
+        if patience.beat():
+            raise Again("the run ends")
+        concurrent.futures.wait([future], min(remaining_s, _SLICE_S))
     return future.result()
-
-
-def limit_of_request(policy: RetryPolicy, num_bytes: int) -> float:
-    """Return the seconds within which a request that sends `num_bytes` and receives a small answer must end."""
-    return policy.rate_window_s + num_bytes / policy.least_bytes_per_s
 
 
 class S3Client:
@@ -191,9 +194,10 @@ class S3Client:
     use the connections of its parent.
     """
 
-    def __init__(self, endpoint_url: str | None, policy: RetryPolicy) -> None:
+    def __init__(self, endpoint_url: str | None, patience: Patience) -> None:
         self._endpoint_url = endpoint_url
-        self._policy = policy
+        self._patience = patience
+        self._pace = patience.pace
         self._lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
 
@@ -207,25 +211,25 @@ class S3Client:
         Raises Again if the service took too long or boto3 could not parse the answer. Other failures raise one of
         `errors.FAILURES`.
         """
-        limit_s = limit_of_request(self._policy, len(body or b""))
+        limit_s = self._pace.rate_window_s + len(body or b"") / LEAST_BYTES_PER_S  # the answer is small
         if operation == "complete_multipart_upload":
-            limit_s = self._policy.deadline_s  # The service may copy all parts before it answers.
+            limit_s = _COMPLETION_S
 
         def request() -> Answer:
             method = getattr(self._boto_client(), operation)
-            upload = {} if body is None else {"Body": PacedBody(body, self._policy)}
+            upload = {} if body is None else {"Body": PacedBody(body, self._pace.rate_window_s)}
             try:
                 return method(**arguments, **upload)
             except (ValueError, TypeError, AttributeError, LookupError):
                 # Dates and numbers of another form, and error documents whose fields are lists, trees or missing.
                 raise Again("an answer that boto3 cannot parse") from None
 
-        return call_within(limit_s, request)
+        return call_within(limit_s, request, self._patience)
 
     def _boto_client(self) -> Any:
         process_id = os.getpid()
         with self._lock:
             if self._client_of is None or self._client_of[0] != process_id:
-                self._client_of = (process_id, make_client(self._endpoint_url, self._policy))
+                self._client_of = (process_id, make_client(self._endpoint_url, self._pace))
             _, client = self._client_of
             return client

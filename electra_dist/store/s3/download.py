@@ -4,9 +4,9 @@ Guarantee: when `complete` is true, the file holds the bytes of exactly one vers
 that the service announced and that the header Content-Range gives for the object. Every GET therefore asks for a
 range; for a whole object, for all bytes from 0. A span that reaches beyond the object's end gives the bytes up to the
 end. If the object is replaced in the meantime, the download begins again. Only bytes beyond the furthest byte so far
-then count as progress for the retry limits. So a download of an object that is replaced again and again ends with an
+then count as progress (`patience.py`). So a download of an object that is replaced again and again ends with an
 error, not in an endless loop. A page of HTML or an error document of S3 is not taken for the object, although its
-status is 200. A connection that is slower than the policy allows is given up, and the next one continues where it
+status is 200. A connection that is slower than `LEAST_BYTES_PER_S` is given up, and the next one continues where it
 stopped.
 
 Limits: bytes that were changed in transit have the right length and are not noticed. The callers compare SHA-256
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from electra_dist.store.retry import RetryPolicy
 from electra_dist.store.s3.answers import (
     ERROR_DOCUMENT_BYTES,
     check_answer,
@@ -49,7 +48,12 @@ class Download:
     """
 
     def __init__(
-        self, key: str, sink: IO[bytes], policy: RetryPolicy, progress: Callable[[int], None], span: Span | None = None
+        self,
+        key: str,
+        sink: IO[bytes],
+        rate_window_s: float,
+        progress: Callable[[int], None],
+        span: Span | None = None,
     ) -> None:
         """Receive into `sink`, an empty, seekable file.
 
@@ -58,7 +62,7 @@ class Download:
         """
         self._key = key
         self._sink = sink
-        self._policy = policy
+        self._rate_window_s = rate_window_s
         self._progress = progress
         self._has_span = span is not None
         self._span = Span(start=0, end=None) if span is None else span
@@ -105,7 +109,7 @@ class Download:
             self._check_part(answer)
             self._etag = answer["ETag"]
             self._total = self._sink.tell() + answer["ContentLength"]
-            meter = RateMeter(self._policy)
+            meter = RateMeter(self._rate_window_s)
             while True:
                 begin = time.monotonic()
                 # It returns as soon as some bytes are there; `read` would wait for a whole chunk, however slowly.

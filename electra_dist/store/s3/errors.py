@@ -22,8 +22,8 @@ from electra_dist.store.failure_kinds import (
     s3_failure,
     safe_code,
 )
-from electra_dist.store.retry import CHECK
 
+CHECK = "check the object and the storage service, then start again"  # default advice
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
 TRIES_MISSING = 5  # After so many answers "not found", an object that a manifest names counts as missing.
@@ -49,20 +49,20 @@ class Again(Exception):
         *,
         missing: bool = False,
         renew: bool = False,
-        unanswered: bool = False,
+        is_away: bool = False,
         advice: str = CHECK,
     ) -> None:
         """Describe the failure; `reason` and `advice` are for the message if all attempts fail.
 
         `missing`: an object that should exist was not found; after `TRIES_MISSING` such answers it counts as missing.
-        `renew`: the credentials must be read from their source again. `unanswered`: the service has never answered, so
-        the user should be told soon.
+        `renew`: the credentials must be read from their source again. `is_away`: the storage is away, so the user
+        is told at once; otherwise the next attempt should succeed.
         """
         super().__init__(reason)
         self.reason = reason
         self.missing = missing
         self.renew = renew
-        self.unanswered = unanswered
+        self.is_away = is_away
         self.advice = advice
 
 
@@ -103,6 +103,8 @@ def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, statu
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)
-    if failure.kind_for(answered=answered) in (FailureKind.TRANSIENT, FailureKind.AWAY):
-        return Again(reason, renew=failure.renew_credentials, unanswered=not answered, advice=advice)
+    kind = failure.kind_for(answered=answered)
+    if kind in (FailureKind.TRANSIENT, FailureKind.AWAY):
+        is_away = kind is FailureKind.AWAY
+        return Again(reason, renew=failure.renew_credentials, is_away=is_away, advice=advice)
     return StoreError(f"{where}: {reason}; {advice}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import StoreMissing
+from electra_dist.store.interface import in_parallel
 from electra_dist.store.s3.answers import WRITER_TAG
 from electra_dist.store.s3.client import content_md5
 from electra_dist.store.s3.errors import FAILURES, Again
@@ -77,8 +77,7 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
         answer = requests.call(key, "upload_part", part_arguments, data)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
-    with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
-        return list(pool.map(upload_part, range(1, num_parts + 1)))
+    return in_parallel(upload_part, range(1, num_parts + 1), _UPLOAD_THREADS)
 
 
 def _complete(

@@ -1,9 +1,9 @@
 """Send the requests of a store to S3, and repeat those that fail until they succeed or a limit is reached.
 
 How: boto3's own retries are off, because they do not cover a failure while a body is read, and would multiply with
-those of `retry.py`. `errors.py` decides what is repeated by the table in `failure_kinds.py`, `answers.py` checks that
-an answer with status 200 comes from S3, and `client.py` ends requests that take too long. Expired credentials are read
-again from their source before each further attempt.
+those of `patience.py`. `errors.py` decides what is repeated by the table in `failure_kinds.py`, `answers.py` checks
+that an answer with status 200 comes from S3, and `client.py` ends requests that take too long. Expired credentials are
+read again from their source before each further attempt.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from electra_dist.errors import StoreMissing, UserError
+from electra_dist.errors import StoreAway, StoreMissing, UserError
 from electra_dist.store.interface import check_key
-from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
+from electra_dist.store.patience import Outage, Patience
 from electra_dist.store.s3.answers import NEEDED_FIELDS, ObjectInfo, check_answer, check_object, object_info, pages
 from electra_dist.store.s3.client import Answer, S3Client, check_endpoint
 from electra_dist.store.s3.download import Download, Span
@@ -24,16 +24,15 @@ from electra_dist.store.s3.errors import FAILURES, TRIES_MISSING, Again, EmptyRa
 class S3Requests:
     """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
-    def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
+    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
         """Check both URLs (None: AWS) without a request; raise UserError if one is malformed or holds secrets."""
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""  # what the full key of each object begins with
-        self.account = RetryAccount(policy)
-        self.client = S3Client(endpoint_url, policy)
+        self.client = S3Client(endpoint_url, patience)
+        self._patience = patience
         self._endpoint_text = check_endpoint(endpoint_url)
-        self._policy = policy
         self._answered = False  # Whether any request has succeeded.
 
     def name_object(self, key: str) -> dict[str, str]:
@@ -54,18 +53,17 @@ class S3Requests:
         request must be repeated. Raises Taken if a condition does not hold (HTTP 412), EmptyRange if the object ends
         before the range (HTTP 416).
         """
-        backoff = self.account.begin(self._describe(key))
-        while True:
-            try:
-                with self._classified(key):
-                    answer = self.client.send(operation, arguments, body)
-                    check_answer(answer, NEEDED_FIELDS.get(operation, ()))
-                    check(answer)
-            except Again as failure:
-                self._wait(key, failure, backoff)
-            else:
-                self.account.succeeded()
-                return answer
+        with self._patience.outage() as outage:
+            while True:
+                try:
+                    with self._classified(key):
+                        answer = self.client.send(operation, arguments, body)
+                        check_answer(answer, NEEDED_FIELDS.get(operation, ()))
+                        check(answer)
+                except Again as failure:
+                    self._wait(key, failure, outage)
+                else:
+                    return answer
 
     def object_info(self, key: str) -> ObjectInfo:
         """Return an object's size and its writer's random tag, by a GET of one byte (two GETs if it is empty).
@@ -89,22 +87,21 @@ class S3Requests:
         After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
         the meantime, it starts again from the beginning. With `must_exist`, the answer "not found" is retried.
         """
-        backoff = self.account.begin(self._describe(key))
-        download = Download(key, sink, self._policy, backoff.progress, span)
-        while not download.complete:
-            try:
-                with self._classified(key, must_exist):
-                    answer = self.client.send("get_object", {**self.name_object(key), **download.conditions()})
-                    download.receive(answer)
-            except EmptyRange:
-                if download.ends_before_span:
-                    break
-                _begin_again(download, backoff)
-            except Taken:  # Another version of the object.
-                _begin_again(download, backoff)
-            except Again as failure:
-                self._wait(key, failure, backoff)
-        self.account.succeeded()
+        with self._patience.outage() as outage:
+            download = Download(key, sink, self._patience.pace.rate_window_s, outage.progress, span)
+            while not download.complete:
+                try:
+                    with self._classified(key, must_exist):
+                        answer = self.client.send("get_object", {**self.name_object(key), **download.conditions()})
+                        download.receive(answer)
+                except EmptyRange:
+                    if download.ends_before_span:
+                        break
+                    self._begin_again(key, download, outage)
+                except Taken:  # Another version of the object.
+                    self._begin_again(key, download, outage)
+                except Again as failure:
+                    self._wait(key, failure, outage)
 
     def list_all(
         self,
@@ -120,12 +117,12 @@ class S3Requests:
             return self.call("", operation, arguments, check=check)
 
         first_page = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
-        backoff = self.account.begin(self._describe(""))
-        while True:
-            try:
-                return list(pages(fetch_page, first_page, entries_field, next_fields, name_of))
-            except Again as failure:  # The listing does not advance; `call` has repeated pages that failed.
-                self._wait("", failure, backoff)
+        with self._patience.outage() as outage:
+            while True:
+                try:
+                    return list(pages(fetch_page, first_page, entries_field, next_fields, name_of))
+                except Again as failure:  # The listing does not advance; `call` has repeated pages that failed.
+                    self._wait("", failure, outage)
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
@@ -143,14 +140,18 @@ class S3Requests:
             raise failure from None  # The text and traceback of boto3 may quote a signed request.
         self._answered = True
 
-    def _wait(self, key: str, failure: Again, backoff: Backoff) -> None:
+    def _wait(self, key: str, failure: Again, outage: Outage) -> None:
         if failure.renew:
             self.client.renew()
-        if failure.unanswered:
-            backoff.announce(failure.reason, failure.advice)
-        if failure.missing and backoff.failures_of(failure.reason) + 1 >= TRIES_MISSING:
+        text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"
+        if failure.missing and outage.failures_of(text) + 1 >= TRIES_MISSING:
             raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
-        backoff.wait_after_failure(failure.reason, failure.advice)
+        outage.wait_after(StoreAway(text), is_away=failure.is_away)
+
+    def _begin_again(self, key: str, download: Download, outage: Outage) -> None:
+        """Restart the download of an object that was replaced meanwhile; this counts as a failed attempt."""
+        download.restart()
+        self._wait(key, Again("the object was replaced during the download"), outage)
 
     def _describe(self, key: str) -> str:
         """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; the store's URL for the key ""."""
@@ -170,9 +171,3 @@ def _split_url(url: str) -> tuple[str, str]:
     if prefix:
         check_key(prefix)
     return bucket, prefix
-
-
-def _begin_again(download: Download, backoff: Backoff) -> None:
-    """Restart the download of an object that was replaced meanwhile, after a wait; this counts as a failed attempt."""
-    download.restart()
-    backoff.wait_after_failure("the object was replaced during the download")

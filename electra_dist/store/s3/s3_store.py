@@ -25,7 +25,7 @@ from typing_extensions import override
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store, check_key, in_parallel
-from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.patience import Patience
 
 try:
     from electra_dist.store.s3 import multipart_upload
@@ -46,28 +46,18 @@ _MOST_DELETED = 1_000  # Keys in one request that deletes several; the limit of 
 class S3Store(Store):
     """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
-    def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
+    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
         """Check the URLs, as `S3Requests` does; the first request is sent when the store is used."""
-        self._requests = S3Requests(url, endpoint_url, policy)
+        self._requests = S3Requests(url, endpoint_url, patience)
         self.url = self._requests.url
         self._endpoint_url = endpoint_url
-        self._policy = policy
-        self.reread_pauses_s = policy.reread_pauses_s
+        self.patience = patience
+        self.reread_pauses_s = patience.pace.reread_pauses_s
         self._deletes_several = True  # False once the service has refused a request that deletes several objects.
 
-    def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
+    def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, Patience]]:
         """Pickle only the URLs and the limits: another process opens the store anew and counts retries from 0."""
-        return S3Store, (self.url, self._endpoint_url, self._policy)
-
-    @property
-    def retries(self) -> int:  # type: ignore[override]
-        """Return how many times this store has repeated a failed request since it was opened."""
-        return self._requests.account.retries
-
-    @property
-    def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return the seconds slept before failed requests were repeated, summed over threads."""
-        return self._requests.account.wait_s
+        return S3Store, (self.url, self._endpoint_url, self.patience)
 
     @override
     def local_path(self, key: str) -> None:

@@ -19,14 +19,14 @@ import sys
 
 import torch.distributed as dist
 
-from electra_dist.errors import StorageLost, UserError, error_line
+from electra_dist.errors import UserError, error_line
 
 # Keys of the process group's store.
 _NUM_ERRORS = "user_errors"
 _EXIT_CODE = "reported_exit_code"
 
 
-def report_once(error: UserError | StorageLost, exit_code: int) -> None:
+def report_once(error: UserError, exit_code: int) -> None:
     """Print an error to stderr, unless another rank has printed one, and tell all ranks to end with `exit_code`.
 
     Any rank may call this while the process group exists. If the group's key-value store, in rank 0's process, cannot

@@ -123,7 +123,7 @@ class Checkpointer:
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
         self._skips = skips
-        self._targets = open_targets(config)
+        self._targets = open_targets(config, patience)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         self._older_identities = config.older_identities()
@@ -236,16 +236,6 @@ class Checkpointer:
                 retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
 
         self._patience.call(complete)
-
-    @property
-    def retries(self) -> int:
-        """How many requests to the checkpoint stores this rank has repeated so far, because they had failed."""
-        return sum(target.retries for target in self._targets)
-
-    @property
-    def retry_wait_s(self) -> float:
-        """How many seconds this rank has waited so far before it repeated requests to the checkpoint stores."""
-        return sum(target.retry_wait_s for target in self._targets)
 
     @property
     def bit_settings(self) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from support import s3_server
@@ -17,7 +18,8 @@ from support.real_runs import REPOSITORY, write_corpus
 from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.strikes import read_strikes
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store import local_store
+from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from launcher.preflight import node_check
 from launcher.preflight.__main__ import main
@@ -167,16 +169,15 @@ def test_a_wait_for_storage_is_a_heartbeat_of_the_nodes_first_rank(
     config = tiny_config("waits")
     run_dir = config.with_suffix("")
     waits: list[Beat] = []
-    write_new = LocalStore.write_new
 
-    def away_until_recorded(self: LocalStore, key: str, data: bytes) -> bool:
+    def away_until_recorded(path: Path, *, only_new: bool = False) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Raise StoreAway until there is a heartbeat, keep the heartbeat, and then create the object."""
         waits.extend(read_heartbeats(run_dir))
         if not waits:
-            raise StoreAway(f"{self.url}: the service cannot be reached; check the endpoint URL")
-        return write_new(self, key, data)
+            raise StoreAway(f"{path.parent}: the service cannot be reached; check the endpoint URL")
+        return replacing(path, only_new=only_new)
 
-    monkeypatch.setattr(LocalStore, "write_new", away_until_recorded)
+    monkeypatch.setattr(local_store, "replacing", away_until_recorded)
     assert main(["--config", str(config), "--storage-patience", "60", "--first-rank", "3"]) == 0
     assert (waits[0].rank, waits[0].phase) == (3, "storage")
     assert "cannot be reached" in waits[0].reason

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import IO
 
 import pytest
 from support.real_runs import REPOSITORY
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import StoreAway
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store import local_store
+from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 from launcher.preflight import storage_access_checks
 from launcher.preflight.findings import Finding
@@ -36,18 +39,21 @@ def test_a_clock_two_seconds_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: 
 def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A chain of jobs would end at a user error, although the run waits for its storage."""
 
-    def away(self: LocalStore, key: str, data: bytes) -> bool:
-        raise StoreAway(f"{self.url}: read-only file system; mount it for writing")
+    def away(path: Path, *, only_new: bool = False) -> contextlib.AbstractContextManager[IO[bytes]]:
+        if only_new:
+            raise StoreAway(f"{path.parent}: read-only file system; mount it for writing")
+        return replacing(path)
 
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
-    monkeypatch.setattr(LocalStore, "write_new", away)
+    monkeypatch.setattr(local_store, "replacing", away)
+    patience = Patience(0.2, note=lambda line: None)
     monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [FULL])
-    severities = {finding.what: finding.severity for finding in check_storage(config, "n1")}
+    severities = {finding.what: finding.severity for finding in check_storage(config, "n1", patience)}
     target = f"{tmp_path / 'run' / 'checkpoints'}: read-only file system"
     assert (severities[target], severities["disk of /data: full"]) == ("user error", "user error")
     (tmp_path / "run" / "config.yaml").touch()
-    findings = {finding.what: finding for finding in check_storage(config, "n1")}
+    findings = {finding.what: finding for finding in check_storage(config, "n1", patience)}
     assert (findings[target].severity, findings["disk of /data: full"].severity) == ("warning", "warning")
     assert "the run waits for it" in findings[target].next_step
     missing_corpus = next(finding for what, finding in findings.items() if "corpus.json" in what)
@@ -59,19 +65,18 @@ def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patien
 ):
     """Otherwise S3 that refuses connections for a minute would make the first job of a chain cancel all others."""
     num_failures = 2
-    write_new = LocalStore.write_new
 
-    def away_twice(self: LocalStore, key: str, data: bytes) -> bool:
+    def away_twice(path: Path, *, only_new: bool = False) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Raise StoreAway as often as `num_failures` is set to, and create the object after that."""
         nonlocal num_failures
-        num_failures -= 1
-        if num_failures >= 0:
-            raise StoreAway(f"{self.url}: the service cannot be reached; check the endpoint URL")
-        return write_new(self, key, data)
+        num_failures -= only_new
+        if only_new and num_failures >= 0:
+            raise StoreAway(f"{path.parent}: the service cannot be reached; check the endpoint URL")
+        return replacing(path, only_new=only_new)
 
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
-    monkeypatch.setattr(LocalStore, "write_new", away_twice)
+    monkeypatch.setattr(local_store, "replacing", away_twice)
     monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [])
     lines: list[str] = []
     findings = check_storage(config, "n1", Patience(60.0, note=lines.append))
