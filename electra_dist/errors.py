@@ -77,9 +77,10 @@ class StorageLost(StoreAway):
     failure. A run ends with code 75 and is started again later; a command ends with code 78.
     """
 
-    def __init__(self, text: str, patience: object = None) -> None:
+    def __init__(self, text: str, patience: object = None, reason: str = "") -> None:
         super().__init__(text)
         self.patience = patience  # the `Patience` that has waited, which does not wait again
+        self.reason = reason or text  # the first failure, without the time waited
 
 
 class TornCheckpoint(Exception):

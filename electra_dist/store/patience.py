@@ -292,6 +292,8 @@ class Outage:
         is_end_of_inner_wait = isinstance(error, StorageLost) and error.patience is patience
         if is_end_of_inner_wait or not is_worth_waiting_for(error):
             raise error
+        if isinstance(error, StorageLost):  # of an operation that has waited with another patience, which is shorter
+            error = StoreAway(error.reason)
         if self._first is None:
             self._first = error
             self._since = patience._clock()
@@ -322,7 +324,7 @@ class Outage:
         if patience.limit_s > 0:
             limit = f" ({patience._key} {patience.limit_s:g})" if patience._key else ""
             text = f"{self._first}; storage was waited for {waited_s:.0f} s{limit}"
-        return StorageLost(text, patience)
+        return StorageLost(text, patience, str(self._first))
 
     def close(self, is_back: bool) -> None:
         """End the wait, if it is shown; with `is_back` (the last try succeeded), report that storage is back."""

@@ -313,12 +313,13 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
+        patiences = (self.patience, self.checkpointer.target_patience)
         return RankFlags(
             stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
-            retries=self.patience.retries,
-            retry_wait_ms=round(1000 * self.patience.retry_wait_s),
+            retries=sum(patience.retries for patience in patiences),
+            retry_wait_ms=round(1000 * sum(patience.retry_wait_s for patience in patiences)),
             refetches=loader.refetches,
         )
 

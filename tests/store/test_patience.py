@@ -74,6 +74,17 @@ def test_the_first_error_is_the_one_of_the_end(clock: Clock) -> None:
     assert patience.reason == ""
 
 
+def test_an_operation_that_gave_up_with_a_shorter_patience_is_repeated(
+    clock: Clock,
+) -> None:
+    outer = Patience(60.0, lambda line: None, clock)
+    inner = Patience(5.0, lambda line: None, clock)
+    with pytest.raises(StorageLost, match=r"^away; storage was waited for 6\d s \(cluster.storage_patience_s 60\)$"):
+        outer.call(lambda: inner.call(failing([StoreAway("away")] * 1000)))  # type: ignore[list-item]
+    with pytest.raises(StorageLost, match=r"^away; storage was waited for 60 s"):
+        outer.call(lambda: outer.call(failing([StoreAway("away")] * 1000)))  # type: ignore[list-item]
+
+
 def test_what_no_wait_cures_is_raised_at_once(clock: Clock) -> None:
     patience = Patience(60.0, lambda line: None, clock)
     for error in (StoreError("permission"), PermissionError(13, "x"), RuntimeError("bug")):

@@ -43,6 +43,8 @@ from electra_dist.train.saving.staging_folder import prepare_staging
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
 
+_TARGET_PATIENCE_S = 20.0
+
 
 @dataclass(kw_only=True)
 class TrainState:
@@ -123,7 +125,9 @@ class Checkpointer:
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
         self._skips = skips
-        self._targets = open_targets(config, patience)
+        # A save repeats its stages itself, so that a target that is away holds up no other for longer than this.
+        self.target_patience = Patience(_TARGET_PATIENCE_S, note=lambda line: None)
+        self._targets = open_targets(config, self.target_patience)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         self._older_identities = config.older_identities()

@@ -51,8 +51,8 @@ STORAGE = (
     Mutant(
         name="store: an error that no wait cures is waited for",
         file="electra_dist/store/patience.py",
-        original="if not is_worth_waiting_for(error):\n            raise error\n",
-        mutated="if False:\n            raise error\n",
+        original="if is_end_of_inner_wait or not is_worth_waiting_for(error):\n            raise error\n",
+        mutated="if is_end_of_inner_wait:\n            raise error\n",
         test="tests/store/test_patience.py::test_what_no_wait_cures_is_raised_at_once",
     ),
     Mutant(
