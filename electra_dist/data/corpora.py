@@ -116,6 +116,11 @@ class Corpora:
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
 
     @property
+    def patience(self) -> Patience:
+        """Return the patience with which the corpora were opened."""
+        return self.phases[0].store.patience
+
+    @property
     def phase_fingerprints(self) -> tuple[str, ...]:
         """Return the fingerprint of each phase's corpus; empty for a run without `data.phases`."""
         if len(self.phases) == 1:

@@ -15,7 +15,6 @@ Limits: W must divide G. The thread is a daemon; `close` ends it.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
@@ -60,14 +59,12 @@ class RowLoader:
         world_size: int,
         start_step: int,
         skip_steps: Collection[int] = (),
-        call: Callable[[Callable[[], RowBatch]], RowBatch] = lambda read: read(),
         on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
         """Start the thread that reads ahead. Only this loader may use `cache`; close `cache` after the loader.
 
-        Each batch is read by `call(read)`. It returns the result of `read()`, which it may repeat after an error, as
-        `Patience.call` does until storage is back. While `next` waits, `on_wait(seconds so far)` is called about every
-        second. Raises UserError if the number of ranks does not divide `global_batch`.
+        While `next` waits, `on_wait(seconds so far)` is called about every second. Raises UserError if the number of
+        ranks does not divide `global_batch`.
         """
         if global_batch % world_size:
             raise UserError(
@@ -76,7 +73,6 @@ class RowLoader:
         assert 0 <= rank < world_size
         assert start_step >= 0
         self.wait_s = 0.0  # seconds that `next` has waited for batches in total
-        self._call = call
         self._on_wait = on_wait
         self._cache = cache
         self._order = order
@@ -140,7 +136,7 @@ class RowLoader:
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
-                    self._queue.put(self._call(functools.partial(self._read, step)))
+                    self._queue.put(self._read(step))
                 step += 1
         except BaseException as error:  # noqa: BLE001 - `next` raises it in the training thread.
             self._queue.put(error)

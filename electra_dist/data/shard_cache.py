@@ -20,6 +20,7 @@ shorter while it is mapped ends the process with SIGBUS; the next start refuses 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import resource
@@ -108,13 +109,15 @@ class ShardCache:
         """Return verified copies of rows from any shards, [k, seq_len]; open the shards that are not open yet.
 
         `shard_of_row` [k] are indices in `corpora.shards`. If a copy has a wrong checksum, its shard is verified
-        again, and a damaged shard from S3 is fetched again. Raises ManifestMismatch if a local shard is damaged, and
-        StoreExhausted if copies are wrong again and again although their shards are good.
+        again, and a damaged shard from S3 is fetched again. A disk that is full or away is waited for. Raises
+        ManifestMismatch if a local shard is damaged, and StoreExhausted if copies are wrong again and again although
+        their shards are good.
         """
+        patience = self.corpora.patience
         # `rows_of` needs each shard once, and for each row the index of its shard in that list.
         distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
         for _ in range(_READINGS):
-            shards = [self.open(int(index)) for index in distinct_shards]
+            shards = [patience.call(functools.partial(self.open, int(index))) for index in distinct_shards]
             try:
                 return rows_of(shards, index_of_row, row_in_shard)
             except ChangedRow as error:

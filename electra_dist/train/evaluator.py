@@ -17,7 +17,7 @@ tokens of a row, T tokens of all ranks, K fields of `Sums`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -82,8 +82,6 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
-    # Calls a function that reads rows, and may call it again after a storage error; the default calls it once.
-    call: Callable[[Callable[[], np.ndarray]], np.ndarray] = lambda read: read()
     num_shown_rows: int = 0  # rows to return in `Evaluation.rows`; at most a micro-batch
 
     def run(self, engine: Engine, step: int) -> Evaluation:
@@ -93,7 +91,7 @@ class Evaluator:
         tokens, or if an output is not finite; `Evaluation.fault` then names that output. `step` is only recorded.
         """
         engine.train(False)
-        ids_RS = self.call(lambda: self._rows(self.num_rows))
+        ids_RS = self._rows(self.num_rows)
         local = self._score(engine, ids_RS)
         context = _NO_CONTEXT
         if self.context_mask_prob is not None:
@@ -154,7 +152,7 @@ class Evaluator:
         """Measure how well the discriminator detects tokens that come from elsewhere in the rows. Collective."""
         seq_len = self.cache.corpora.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
-        ids_RS = self.call(lambda: self._rows(num_rows))
+        ids_RS = self._rows(num_rows)
         seed = derive_seed(self.seed, Purpose.EVAL, 1)
         context = replace_by_other_tokens(ids_RS, self.special, mask_prob, NUM_REPLACED, seed)
         shown_QS = torch.from_numpy(self._padded(context.shown_QS))

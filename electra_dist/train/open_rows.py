@@ -14,7 +14,6 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.schedule import value_at
-from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.input_checks import RunInputs
@@ -29,7 +28,6 @@ def open_loader(
     inputs: RunInputs,
     state: TrainState,
     monitor: RankMonitor,
-    patience: Patience,
     stack: contextlib.ExitStack,
 ) -> RowLoader:
     """Return a loader of this rank's training rows that begins at the restored step and omits skipped steps.
@@ -45,13 +43,12 @@ def open_loader(
         world_size=dist.get_world_size(),
         start_step=state.step,
         skip_steps=state.skips.steps,
-        call=patience.call,
         on_wait=lambda waited_s: monitor.waits_in_silence(waited_s, f"rows of {corpora.url}", _SILENT_READ_S),
     )
 
 
 def open_evaluator(
-    config: Config, inputs: RunInputs, special: SpecialIds, patience: Patience, stack: contextlib.ExitStack
+    config: Config, inputs: RunInputs, special: SpecialIds, stack: contextlib.ExitStack
 ) -> Evaluator | None:
     """Return an evaluator on `log.eval_rows` rows of the corpus `data.heldout`; None if that key is not set."""
     heldout = inputs.heldout
@@ -68,5 +65,4 @@ def open_evaluator(
         special=special,
         context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
         num_shown_rows=config.log.text_samples,
-        call=patience.call,
     )

@@ -197,7 +197,7 @@ def _train(
         notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
     begins = from_scratch or not checkpoints(open_targets(config, patience))
     notes = notes + from_rank_0(lambda: wait(lambda: remarks_on_corpora(config, inputs.corpora, begins)))
-    token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
+    token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes = notes + _build_notes(config, module)
     notes += describe_caches(config, inputs)
@@ -298,7 +298,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
     return objective
 
 
-def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.ndarray:
+def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
     """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
     corpora = inputs.corpora
     return unigram_counts(
@@ -306,5 +306,4 @@ def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.n
         vocab_size=config.model.vocab_size,
         run_dir=Path(config.run_dir),
         open_cache=lambda: open_cache(corpora, config.data, shard_folder(config, corpora)),
-        patience=patience,
     )

@@ -30,7 +30,6 @@ from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import readable, replacing
-from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -41,14 +40,12 @@ def unigram_counts(
     vocab_size: int,
     run_dir: Path,
     open_cache: Callable[[], ShardCache],
-    patience: Patience | None = None,
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]. Collective.
 
     The counts of an earlier start are read from `run_dir`. Only without them is `open_cache` called and `run_dir`
     written.
     """
-    patience = Patience(0.0) if patience is None else patience
     file = token_counts_file(run_dir, corpora.fingerprint)
 
     def stored_counts() -> list[int] | None:
@@ -60,12 +57,12 @@ def unigram_counts(
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
     shards_of_rank = range(dist.get_rank(), len(corpora.shards), dist.get_world_size())
     with contextlib.closing(open_cache()) as cache:
-        counts_of_rank = patience.call(lambda: count_tokens(cache, shards_of_rank, vocab_size))
+        counts_of_rank = count_tokens(cache, shards_of_rank, vocab_size)
     total_V = torch.from_numpy(counts_of_rank).to(local_device())
     dist.all_reduce(total_V)
     count_V: np.ndarray = total_V.cpu().numpy()
     if dist.get_rank() == 0:
-        patience.call(lambda: write_counts(file, count_V))
+        corpora.patience.call(lambda: write_counts(file, count_V))
     return count_V
 
 

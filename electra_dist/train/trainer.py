@@ -176,9 +176,9 @@ class Trainer:
     def _train(self) -> int | None:
         """Open the loader and the evaluator, run the remaining steps, and close everything. Collective."""
         with contextlib.ExitStack() as stack:
-            loader = open_loader(self.config, self.inputs, self.state, self.monitor, self.patience, stack)
+            loader = open_loader(self.config, self.inputs, self.state, self.monitor, stack)
             stack.enter_context(contextlib.closing(loader))
-            evaluator = open_evaluator(self.config, self.inputs, self.special, self.patience, stack)
+            evaluator = open_evaluator(self.config, self.inputs, self.special, stack)
             train_step = TrainStep(
                 engine=self.engine,
                 objective=self.config.objective,

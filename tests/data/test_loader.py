@@ -148,8 +148,8 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
     monkeypatch.setattr(ShardCache, "_open", refuse_twice)
     waits: list[float] = []
     patience = Patience(600.0, lambda line: None, pace=Pace(longest_pause_s=0.01))
-    cache = ShardCache(corpus.corpora, tmp_path)
-    loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0, call=patience.call, on_wait=waits.append)
+    cache = ShardCache(Corpora.of(open_store(corpus.store.url, None, patience), corpus.manifest), tmp_path)
+    loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0, on_wait=waits.append)
     rows = np.stack([loader.next().ids for _ in range(6)])
     loader.close()
     cache.close()
