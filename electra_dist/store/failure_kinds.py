@@ -55,6 +55,28 @@ class Failure:
         return self.kind
 
 
+def transient(reason: str, advice: str) -> Failure:
+    """Return the row of a failure that should pass at once."""
+    return Failure(kind=FailureKind.TRANSIENT, reason=reason, advice=advice)
+
+
+def away(reason: str, advice: str, *, renew: bool = False) -> Failure:
+    """Return the row of storage that may come back within minutes; `renew`: with credentials that are read again."""
+    return Failure(kind=FailureKind.AWAY, reason=reason, advice=advice, renew_credentials=renew)
+
+
+def _user(reason: str, advice: str, *, then_away: bool = False, renew: bool = False) -> Failure:
+    """Return the row of a mistake of the user; with `then_away`, it may pass if the service has answered before."""
+    later = FailureKind.AWAY if then_away else None
+    return Failure(
+        kind=FailureKind.USER, reason=reason, advice=advice, kind_after_success=later, renew_credentials=renew
+    )
+
+
+def _permanent(reason: str, advice: str) -> Failure:
+    return Failure(kind=FailureKind.PERMANENT, reason=reason, advice=advice)
+
+
 _FREE_SPACE = "free space there, or choose another path"
 _CHECK_SHARE = "check the mount and its server"
 _CHECK_DISK = "check the disk"
@@ -62,52 +84,46 @@ _CHECK_DISK = "check the disk"
 # Error number of the operating system -> what it means for a file that a run reads or writes.
 OS_FAILURES: Mapping[int, Failure] = {
     # Another try is likely to succeed.
-    errno.EINTR: Failure(kind=FailureKind.TRANSIENT, reason="interrupted", advice="start again"),
-    errno.EAGAIN: Failure(kind=FailureKind.TRANSIENT, reason="busy", advice="start again"),
+    errno.EINTR: transient("interrupted", "start again"),
+    errno.EAGAIN: transient("busy", "start again"),
     # Full.
-    errno.ENOSPC: Failure(kind=FailureKind.AWAY, reason="disk full", advice=_FREE_SPACE),
-    errno.EDQUOT: Failure(kind=FailureKind.AWAY, reason="disk full (quota)", advice=_FREE_SPACE),
-    errno.ENOMEM: Failure(kind=FailureKind.AWAY, reason="no memory left", advice="end other processes of this node"),
-    errno.ENFILE: Failure(
-        kind=FailureKind.AWAY, reason="too many open files on this node", advice="raise the limit fs.file-max"
-    ),
+    errno.ENOSPC: away("disk full", _FREE_SPACE),
+    errno.EDQUOT: away("disk full (quota)", _FREE_SPACE),
+    errno.ENOMEM: away("no memory left", "end other processes of this node"),
+    errno.ENFILE: away("too many open files on this node", "raise the limit fs.file-max"),
     # Read-only: what a kernel does to a file system with errors, and a server during a fail-over.
-    errno.EROFS: Failure(
-        kind=FailureKind.AWAY, reason="read-only file system", advice="mount it for writing, or choose another path"
-    ),
+    errno.EROFS: away("read-only file system", "mount it for writing, or choose another path"),
     # Not responding.
-    errno.EIO: Failure(kind=FailureKind.AWAY, reason="input/output error", advice=_CHECK_DISK),
-    errno.EREMOTEIO: Failure(kind=FailureKind.AWAY, reason="remote input/output error", advice=_CHECK_SHARE),
-    errno.ESTALE: Failure(kind=FailureKind.AWAY, reason="stale file handle of a network share", advice=_CHECK_SHARE),
-    errno.ETIMEDOUT: Failure(kind=FailureKind.AWAY, reason="no answer in time", advice=_CHECK_SHARE),
-    errno.EHOSTDOWN: Failure(kind=FailureKind.AWAY, reason="the server is down", advice=_CHECK_SHARE),
-    errno.EHOSTUNREACH: Failure(kind=FailureKind.AWAY, reason="the server cannot be reached", advice=_CHECK_SHARE),
-    errno.ENETDOWN: Failure(kind=FailureKind.AWAY, reason="the network is down", advice=_CHECK_SHARE),
-    errno.ENETUNREACH: Failure(kind=FailureKind.AWAY, reason="the network cannot be reached", advice=_CHECK_SHARE),
-    errno.ENETRESET: Failure(kind=FailureKind.AWAY, reason="the network dropped the connection", advice=_CHECK_SHARE),
-    errno.ECONNREFUSED: Failure(kind=FailureKind.AWAY, reason="the server refuses connections", advice=_CHECK_SHARE),
-    errno.ECONNRESET: Failure(kind=FailureKind.AWAY, reason="the server closed the connection", advice=_CHECK_SHARE),
-    errno.ECONNABORTED: Failure(kind=FailureKind.AWAY, reason="the connection was aborted", advice=_CHECK_SHARE),
-    errno.ENOTCONN: Failure(kind=FailureKind.AWAY, reason="the share is not connected", advice=_CHECK_SHARE),
-    errno.ESHUTDOWN: Failure(kind=FailureKind.AWAY, reason="the share was shut down", advice=_CHECK_SHARE),
-    errno.EPIPE: Failure(kind=FailureKind.AWAY, reason="the connection is broken", advice=_CHECK_SHARE),
-    errno.ENODEV: Failure(kind=FailureKind.AWAY, reason="the device is gone", advice=_CHECK_DISK),
-    errno.ENXIO: Failure(kind=FailureKind.AWAY, reason="the device is gone", advice=_CHECK_DISK),
-    errno.ENOMEDIUM: Failure(kind=FailureKind.AWAY, reason="the device is gone", advice=_CHECK_DISK),
-    errno.EBUSY: Failure(kind=FailureKind.AWAY, reason="in use by another process", advice=_CHECK_SHARE),
-    errno.ENOLCK: Failure(kind=FailureKind.AWAY, reason="no lock to be had", advice="check the share's lock service"),
+    errno.EIO: away("input/output error", _CHECK_DISK),
+    errno.EREMOTEIO: away("remote input/output error", _CHECK_SHARE),
+    errno.ESTALE: away("stale file handle of a network share", _CHECK_SHARE),
+    errno.ETIMEDOUT: away("no answer in time", _CHECK_SHARE),
+    errno.EHOSTDOWN: away("the server is down", _CHECK_SHARE),
+    errno.EHOSTUNREACH: away("the server cannot be reached", _CHECK_SHARE),
+    errno.ENETDOWN: away("the network is down", _CHECK_SHARE),
+    errno.ENETUNREACH: away("the network cannot be reached", _CHECK_SHARE),
+    errno.ENETRESET: away("the network dropped the connection", _CHECK_SHARE),
+    errno.ECONNREFUSED: away("the server refuses connections", _CHECK_SHARE),
+    errno.ECONNRESET: away("the server closed the connection", _CHECK_SHARE),
+    errno.ECONNABORTED: away("the connection was aborted", _CHECK_SHARE),
+    errno.ENOTCONN: away("the share is not connected", _CHECK_SHARE),
+    errno.ESHUTDOWN: away("the share was shut down", _CHECK_SHARE),
+    errno.EPIPE: away("the connection is broken", _CHECK_SHARE),
+    errno.ENODEV: away("the device is gone", _CHECK_DISK),
+    errno.ENXIO: away("the device is gone", _CHECK_DISK),
+    errno.ENOMEDIUM: away("the device is gone", _CHECK_DISK),
+    errno.EBUSY: away("in use by another process", _CHECK_SHARE),
+    errno.ENOLCK: away("no lock to be had", "check the share's lock service"),
     # The user's.
-    errno.ENOENT: Failure(kind=FailureKind.USER, reason="no such file or folder", advice="check the path"),
-    errno.ENOTDIR: Failure(kind=FailureKind.USER, reason="is not a folder", advice="choose another path"),
-    errno.EISDIR: Failure(kind=FailureKind.USER, reason="is a folder, not a file", advice="give the path of a file"),
-    errno.EACCES: Failure(kind=FailureKind.USER, reason="permission denied", advice="give this user the right to it"),
-    errno.EPERM: Failure(kind=FailureKind.USER, reason="operation not permitted", advice="choose another path"),
-    errno.ENAMETOOLONG: Failure(kind=FailureKind.USER, reason="name too long", advice="choose a shorter path"),
-    errno.ELOOP: Failure(kind=FailureKind.USER, reason="symbolic links form a loop", advice="remove the loop"),
-    errno.EFBIG: Failure(kind=FailureKind.USER, reason="file too large", advice="raise the limit with `ulimit -f`"),
-    errno.EMFILE: Failure(
-        kind=FailureKind.USER, reason="too many open files", advice="raise the limit with `ulimit -n`"
-    ),
+    errno.ENOENT: _user("no such file or folder", "check the path"),
+    errno.ENOTDIR: _user("is not a folder", "choose another path"),
+    errno.EISDIR: _user("is a folder, not a file", "give the path of a file"),
+    errno.EACCES: _user("permission denied", "give this user the right to it"),
+    errno.EPERM: _user("operation not permitted", "choose another path"),
+    errno.ENAMETOOLONG: _user("name too long", "choose a shorter path"),
+    errno.ELOOP: _user("symbolic links form a loop", "remove the loop"),
+    errno.EFBIG: _user("file too large", "raise the limit with `ulimit -f`"),
+    errno.EMFILE: _user("too many open files", "raise the limit with `ulimit -n`"),
 }
 
 
@@ -117,94 +133,59 @@ _SET_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROF
 _CORRECT_ENDPOINT = "check the endpoint URL and the network"
 _CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
 
-_BUSY = Failure(kind=FailureKind.TRANSIENT, reason="{status} {code}", advice=_CHECK_SERVICE)
-_EXPIRED = Failure(kind=FailureKind.AWAY, reason="the credentials have expired", advice=_RENEW, renew_credentials=True)
-_NOT_ACCEPTED = Failure(
-    kind=FailureKind.USER,
-    kind_after_success=FailureKind.AWAY,
-    reason="credentials not accepted ({code})",
-    advice="correct AWS_* in the environment or the profile in ~/.aws",
-    renew_credentials=True,
+_BUSY = transient("{status} {code}", _CHECK_SERVICE)
+_EXPIRED = away("the credentials have expired", _RENEW, renew=True)
+_NOT_ACCEPTED = _user(
+    "credentials not accepted ({code})",
+    "correct AWS_* in the environment or the profile in ~/.aws",
+    then_away=True,
+    renew=True,
 )
-_REFUSED = Failure(
-    kind=FailureKind.USER,
-    reason="access refused",
-    advice="give these credentials the right to read and write this URL",
+_REFUSED = _user("access refused", "give these credentials the right to read and write this URL")
+_NO_BUCKET = _user("no such bucket", "create bucket {bucket} or correct the URL")
+_OTHER_REGION = _user(
+    "the bucket is in another region", "set AWS_REGION to the bucket's region, or correct the endpoint URL"
 )
-_NO_BUCKET = Failure(
-    kind=FailureKind.USER, reason="no such bucket", advice="create bucket {bucket} or correct the URL"
+_REDIRECTED = transient("redirected to another address ({status})", _CHECK_PROXY)
+# A clock that jumped is set right by the time service.
+_CLOCK = _user("this machine's clock is wrong", "set it (chrony, ntpd), then start again", then_away=True)
+_FULL = away("the storage is full or over its quota ({code})", "free space there, or have the quota raised")
+_ACCOUNT = _user(
+    "the account of these credentials is suspended or has a problem ({code})",
+    "settle it with the provider of the service",
 )
-_OTHER_REGION = Failure(
-    kind=FailureKind.USER,
-    reason="the bucket is in another region",
-    advice="set AWS_REGION to the bucket's region, or correct the endpoint URL",
+_ARCHIVED = _user(
+    "the object is in cold storage ({code})",
+    "restore it to a class that can be read (`aws s3api restore-object`), then start again",
 )
-_REDIRECTED = Failure(
-    kind=FailureKind.TRANSIENT, reason="redirected to another address ({status})", advice=_CHECK_PROXY
+_RESTORING = away("the object is being restored from cold storage", "wait for the restore")
+_KEPT = _user(
+    "the object may not be changed or deleted yet ({code})", "use a bucket without a retention rule or a hold"
 )
-_CLOCK = Failure(
-    kind=FailureKind.USER,
-    kind_after_success=FailureKind.AWAY,  # A clock that jumped is set right by the time service.
-    reason="this machine's clock is wrong",
-    advice="set it (chrony, ntpd), then start again",
+_NO_KEY = _user(
+    "the encryption key of the object or of bucket {bucket} cannot be used ({code})",
+    "check the key, and the right of these credentials to use it",
 )
-_FULL = Failure(
-    kind=FailureKind.AWAY,
-    reason="the storage is full or over its quota ({code})",
-    advice="free space there, or have the quota raised",
+_TOO_LARGE = _user(
+    "an upload of this size is refused ({status})",
+    "raise the limit of the proxy or load balancer in front of the service",
 )
-_ACCOUNT = Failure(
-    kind=FailureKind.USER,
-    reason="the account of these credentials is suspended or has a problem ({code})",
-    advice="settle it with the provider of the service",
+# A proxy or a firewall that let earlier requests pass.
+_NOT_OF_S3 = _user(
+    "an answer {status} without an error code of S3",
+    f"{_CHECK_PROXY}, and whether these credentials have the right to this URL",
+    then_away=True,
 )
-_ARCHIVED = Failure(
-    kind=FailureKind.USER,
-    reason="the object is in cold storage ({code})",
-    advice="restore it to a class that can be read (`aws s3api restore-object`), then start again",
+_NO_OPERATION = _user(
+    "the service lacks an operation that is needed (conditional PUT?)",
+    "use a service that has it, such as AWS, Ceph or MinIO in a current version",
 )
-_RESTORING = Failure(
-    kind=FailureKind.AWAY, reason="the object is being restored from cold storage", advice="wait for the restore"
-)
-_KEPT = Failure(
-    kind=FailureKind.USER,
-    reason="the object may not be changed or deleted yet ({code})",
-    advice="use a bucket without a retention rule or a hold",
-)
-_NO_KEY = Failure(
-    kind=FailureKind.USER,
-    reason="the encryption key of the object or of bucket {bucket} cannot be used ({code})",
-    advice="check the key, and the right of these credentials to use it",
-)
-_TOO_LARGE = Failure(
-    kind=FailureKind.USER,
-    reason="an upload of this size is refused ({status})",
-    advice="raise the limit of the proxy or load balancer in front of the service",
-)
-_NOT_OF_S3 = Failure(
-    kind=FailureKind.USER,
-    kind_after_success=FailureKind.AWAY,  # A proxy or a firewall that let earlier requests pass.
-    reason="an answer {status} without an error code of S3",
-    advice=f"{_CHECK_PROXY}, and whether these credentials have the right to this URL",
-)
-_NO_OPERATION = Failure(
-    kind=FailureKind.USER,
-    reason="the service lacks an operation that is needed (conditional PUT?)",
-    advice="use a service that has it, such as AWS, Ceph or MinIO in a current version",
-)
-_NO_CREDENTIALS = Failure(
-    kind=FailureKind.USER,
-    kind_after_success=FailureKind.AWAY,  # Their source may be unreachable for a moment.
-    reason="no credentials",
-    advice=_SET_CREDENTIALS,
-    renew_credentials=True,
-)
-_UNREACHED = Failure(kind=FailureKind.AWAY, reason="the service cannot be reached", advice=_CORRECT_ENDPOINT)
-_BROKEN = Failure(kind=FailureKind.TRANSIENT, reason="broken connection or answer ({code})", advice=_CHECK_SERVICE)
-_NO_BUNDLE = Failure(
-    kind=FailureKind.USER,
-    reason="the file of accepted certificate authorities cannot be read",
-    advice="correct AWS_CA_BUNDLE, or remove it",
+# Their source may be unreachable for a moment.
+_NO_CREDENTIALS = _user("no credentials", _SET_CREDENTIALS, then_away=True, renew=True)
+_UNREACHED = away("the service cannot be reached", _CORRECT_ENDPOINT)
+_BROKEN = transient("broken connection or answer ({code})", _CHECK_SERVICE)
+_NO_BUNDLE = _user(
+    "the file of accepted certificate authorities cannot be read", "correct AWS_CA_BUNDLE, or remove it"
 )
 
 _UNKNOWN_CODE = "unknown code"
@@ -261,8 +242,8 @@ HTTP_STATUSES: Mapping[int, Failure] = {
     401: _NOT_ACCEPTED,
     402: _ACCOUNT,
     # S3 answers with one of S3_MISSING. Any other 404 is that of a load balancer or a proxy.
-    404: Failure(kind=FailureKind.TRANSIENT, reason="an answer 404 that is not of S3 ({code})", advice=_CHECK_PROXY),
-    407: Failure(kind=FailureKind.USER, reason="the HTTP proxy wants credentials", advice="correct HTTPS_PROXY"),
+    404: transient("an answer 404 that is not of S3 ({code})", _CHECK_PROXY),
+    407: _user("the HTTP proxy wants credentials", "correct HTTPS_PROXY"),
     408: _BUSY,
     409: _BUSY,
     413: _TOO_LARGE,
@@ -272,18 +253,15 @@ HTTP_STATUSES: Mapping[int, Failure] = {
     507: _FULL,
 }
 
-_UNRESOLVED = Failure(
-    kind=FailureKind.AWAY,
-    reason="the name of the service cannot be resolved",
-    advice="check the endpoint URL and the DNS server of this node",
+_UNRESOLVED = away(
+    "the name of the service cannot be resolved", "check the endpoint URL and the DNS server of this node"
 )
 
 # Name of an exception that boto3 wraps into a general one -> what it means.
 ROOT_CAUSES: Mapping[str, Failure] = {
-    "SSLCertVerificationError": Failure(
-        kind=FailureKind.USER,
-        reason="the certificate of the service is not accepted ({code})",
-        advice="set AWS_CA_BUNDLE to a file with the certificate of its authority, or correct the endpoint URL",
+    "SSLCertVerificationError": _user(
+        "the certificate of the service is not accepted ({code})",
+        "set AWS_CA_BUNDLE to a file with the certificate of its authority, or correct the endpoint URL",
     ),
     "gaierror": _UNRESOLVED,
     "NameResolutionError": _UNRESOLVED,
@@ -297,17 +275,11 @@ BOTO_ERRORS: Mapping[str, Failure] = {
     "TokenRetrievalError": _NO_CREDENTIALS,
     "ProfileNotFound": _NO_CREDENTIALS,
     "SSOError": _NO_CREDENTIALS,
-    "SSLError": Failure(
-        kind=FailureKind.AWAY,
-        reason="no encrypted connection can be made",
-        advice="check whether the service speaks https at this address",
-    ),
+    "SSLError": away("no encrypted connection can be made", "check whether the service speaks https at this address"),
     "EndpointConnectionError": _UNREACHED,
     "ConnectTimeoutError": _UNREACHED,
     "ProxyConnectionError": _UNREACHED,
-    "ParamValidationError": Failure(
-        kind=FailureKind.USER, reason="bucket {bucket} or the key is not a valid S3 name", advice="correct the URL"
-    ),
+    "ParamValidationError": _user("bucket {bucket} or the key is not a valid S3 name", "correct the URL"),
     "HTTPClientError": _BROKEN,
     "HTTPError": _BROKEN,
     "ResponseParserError": _BROKEN,
@@ -326,11 +298,7 @@ def s3_failure(code: str, status: int) -> Failure:
         return _BUSY
     if code == _UNKNOWN_CODE or code.isdigit():
         return _NOT_OF_S3
-    return Failure(
-        kind=FailureKind.USER,
-        reason="refused with {status} {code}",
-        advice="check URL, endpoint and credentials",
-    )
+    return _user("refused with {status} {code}", "check URL, endpoint and credentials")
 
 
 # Names of exceptions for which boto3 raises SSLError, because it cannot read the file in AWS_CA_BUNDLE.
@@ -354,11 +322,7 @@ def boto_failure(error: BaseException) -> tuple[Failure, str]:
         row = BOTO_ERRORS.get(base.__name__)
         if row is not None:
             return row, type(error).__name__
-    unknown = Failure(
-        kind=FailureKind.PERMANENT,
-        reason="boto3 failed with {code}",
-        advice="check the AWS configuration of this node",
-    )
+    unknown = _permanent("boto3 failed with {code}", "check the AWS configuration of this node")
     return unknown, type(error).__name__
 
 
@@ -394,7 +358,7 @@ def os_failure(error: OSError) -> Failure:
     row = OS_FAILURES.get(error.errno or 0)
     if row is not None:
         return row
-    return Failure(kind=FailureKind.PERMANENT, reason=error.strerror or type(error).__name__, advice=_CHECK_DISK)
+    return _permanent(error.strerror or type(error).__name__, _CHECK_DISK)
 
 
 def kind_of_os_error(error: OSError) -> FailureKind:

@@ -30,8 +30,8 @@ STORAGE = (
     Mutant(
         name="store: a read-only disk counts as a mistake of the user",
         file="electra_dist/store/failure_kinds.py",
-        original='kind=FailureKind.AWAY, reason="read-only file system"',
-        mutated='kind=FailureKind.USER, reason="read-only file system"',
+        original='away("read-only file system"',
+        mutated='_user("read-only file system"',
         test="tests/store/test_failure_kinds.py::test_errors_have_the_kind_that_decides_what_follows",
     ),
     Mutant(
