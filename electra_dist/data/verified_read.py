@@ -8,15 +8,12 @@ Limits: the check is the caller's. If no digest of a file is recorded anywhere, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.interface import Store
 
-READINGS = 5  # readings of a wrong body after which the object itself counts as damaged
-_FIRST_PAUSE_S = 0.2  # pause after the first wrong body; it doubles after each further one, 3 s in all
 _Content = TypeVar("_Content")
 
 
@@ -28,15 +25,18 @@ def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) ->
 def reread(store: Store, key: str, read: Callable[[], _Content]) -> _Content:
     """Return what `read` reads from an object; it must raise UserError, but no StoreError, for wrong content.
 
-    A local file is read once. An object on S3 is read up to `READINGS` times while its content is wrong, with pauses.
+    Wrong content is read again by the rule of all stores (`Patience.reread`).
     """
-    is_fetched = store.local_path(key) is None
-    if is_fetched:
-        for reading in range(READINGS - 1):
-            try:
-                return read()
-            except StoreError:
-                raise
-            except UserError:
-                time.sleep(_FIRST_PAUSE_S * 2**reading)
-    return read()
+
+    def read_once() -> tuple[_Content | UserError, str]:
+        try:
+            return read(), ""
+        except StoreError:
+            raise
+        except UserError as error:
+            return error, str(error)
+
+    content, _ = store.reread(key, read_once)
+    if isinstance(content, UserError):
+        raise content
+    return content

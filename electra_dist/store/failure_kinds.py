@@ -127,13 +127,13 @@ OS_FAILURES: Mapping[int, Failure] = {
 }
 
 
-_CHECK_SERVICE = "check the object and the storage service, then start again"
+CHECK_SERVICE = "check the object and the storage service, then start again"
 _RENEW = "renew them, then start again"
 _SET_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
 _CORRECT_ENDPOINT = "check the endpoint URL and the network"
-_CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
+CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
 
-_BUSY = transient("{status} {code}", _CHECK_SERVICE)
+_BUSY = transient("{status} {code}", CHECK_SERVICE)
 _EXPIRED = away("the credentials have expired", _RENEW, renew=True)
 _NOT_ACCEPTED = _user(
     "credentials not accepted ({code})",
@@ -146,7 +146,7 @@ _NO_BUCKET = _user("no such bucket", "create bucket {bucket} or correct the URL"
 _OTHER_REGION = _user(
     "the bucket is in another region", "set AWS_REGION to the bucket's region, or correct the endpoint URL"
 )
-_REDIRECTED = transient("redirected to another address ({status})", _CHECK_PROXY)
+_REDIRECTED = transient("redirected to another address ({status})", CHECK_PROXY)
 # A clock that jumped is set right by the time service.
 _CLOCK = _user("this machine's clock is wrong", "set it (chrony, ntpd), then start again", then_away=True)
 _FULL = away("the storage is full or over its quota ({code})", "free space there, or have the quota raised")
@@ -173,7 +173,7 @@ _TOO_LARGE = _user(
 # A proxy or a firewall that let earlier requests pass.
 _NOT_OF_S3 = _user(
     "an answer {status} without an error code of S3",
-    f"{_CHECK_PROXY}, and whether these credentials have the right to this URL",
+    f"{CHECK_PROXY}, and whether these credentials have the right to this URL",
     then_away=True,
 )
 _NO_OPERATION = _user(
@@ -183,7 +183,7 @@ _NO_OPERATION = _user(
 # Their source may be unreachable for a moment.
 _NO_CREDENTIALS = _user("no credentials", _SET_CREDENTIALS, then_away=True, renew=True)
 _UNREACHED = away("the service cannot be reached", _CORRECT_ENDPOINT)
-_BROKEN = transient("broken connection or answer ({code})", _CHECK_SERVICE)
+_BROKEN = transient("broken connection or answer ({code})", CHECK_SERVICE)
 _NO_BUNDLE = _user(
     "the file of accepted certificate authorities cannot be read", "correct AWS_CA_BUNDLE, or remove it"
 )
@@ -242,7 +242,7 @@ HTTP_STATUSES: Mapping[int, Failure] = {
     401: _NOT_ACCEPTED,
     402: _ACCOUNT,
     # S3 answers with one of S3_MISSING. Any other 404 is that of a load balancer or a proxy.
-    404: transient("an answer 404 that is not of S3 ({code})", _CHECK_PROXY),
+    404: transient("an answer 404 that is not of S3 ({code})", CHECK_PROXY),
     407: _user("the HTTP proxy wants credentials", "correct HTTPS_PROXY"),
     408: _BUSY,
     409: _BUSY,

@@ -14,8 +14,7 @@ import pytest
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.s3 import s3_store
-from electra_dist.store.s3.client import S3Client
-from electra_dist.store.s3.requests import S3Requests
+from electra_dist.store.s3.requests import S3Client, S3Requests
 from electra_dist.store.s3.s3_store import S3Store
 
 

@@ -36,7 +36,6 @@ OWN = {
     "electra_dist/run/lease_file.py",
     "electra_dist/run/processes.py",
     "electra_dist/store/local_store.py",
-    "electra_dist/store/s3/multipart_upload.py",
     "electra_dist/store/s3/s3_store.py",
     "electra_dist/train/reporting/time_accounting.py",
     "electra_dist/compare/pretraining_runs.py",

@@ -15,7 +15,7 @@ from electra_dist.errors import StorageLost, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error, s3_failure
 from electra_dist.store.interface import Store
 from electra_dist.store.patience import Pace
-from electra_dist.store.s3.errors import Again, classify
+from electra_dist.store.s3.answers import Again, classify
 
 PAGE = b"<html>\r\n<head><title>403 Forbidden</title></head>\r\n<body><hr><center>nginx</center></body>\r\n</html>"
 XHTML = b'<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Blocked by the firewall</p></body></html>'
@@ -33,7 +33,7 @@ def outcome(status: int, body: bytes, *, answered: bool = True) -> str:
     error = ClientError(parsed, "PutObject")
     result = classify(error, where="s3://b/k", bucket="b", answered=answered, must_exist=False)
     if isinstance(result, Again):
-        return f"wait: {result.reason}; {result.advice}"
+        return f"wait: {result.failure.reason}; {result.failure.advice}"
     assert isinstance(result, StoreError) and not is_worth_waiting_for(result)
     assert "\n" not in str(result)
     return str(result)

@@ -147,10 +147,10 @@ def test_exactly_one_of_eight_concurrent_write_new_calls_wins_behind_faults(faul
 def test_multipart_upload_survives_faults(
     faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store.s3 import multipart_upload, s3_store
+    from electra_dist.store.s3 import s3_store
 
     monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(multipart_upload, "PART_BYTES", 5 << 20)  # the smallest part that S3 allows
+    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)  # the smallest part that S3 allows
     path = tmp_path / "big"
     path.write_bytes(os.urandom(12 << 20))
     for kinds in (("slowdown", "reset"), ("lost",)):
@@ -260,11 +260,11 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store.s3 import client
+    from electra_dist.store.s3 import requests
 
     made = itertools.count()
-    make = client.make_client
-    monkeypatch.setattr(client, "make_client", lambda *a: (next(made), make(*a))[1])
+    make = requests.make_client
+    monkeypatch.setattr(requests, "make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")

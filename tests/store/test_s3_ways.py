@@ -20,11 +20,11 @@ from support.certificates import serve_https
 from support.fault_server import FaultPlan, FaultProxy
 from support.wrong_answers import LISTING_FAULTS
 
-from electra_dist.errors import StorageLost, StoreError, StoreMissing
-from electra_dist.store.interface import Store
+from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreMissing
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
-from electra_dist.store.s3 import answers, client, multipart_upload, s3_store
+from electra_dist.store.s3 import answers, requests, s3_store
 
 DATA = os.urandom(300_000)
 FOREVER = 10**9
@@ -144,13 +144,13 @@ def test_an_upload_that_goes_out_too_slowly_is_given_up(
     """boto3 reads a block of the body when the connection has taken the one before it."""
     store = faulty(FaultPlan(rate=0.0), IMPATIENT)
     store.write("x", b"before")
-    read = client.PacedBody.read
+    read = requests.PacedBody.read
 
-    def read_slowly(body: client.PacedBody, size: int | None = -1) -> bytes:
+    def read_slowly(body: requests.PacedBody, size: int | None = -1) -> bytes:
         body._block_read -= 61.0  # as if the connection had taken 61 s for the block before
         return read(body, size)
 
-    monkeypatch.setattr(client.PacedBody, "read", read_slowly)
+    monkeypatch.setattr(requests.PacedBody, "read", read_slowly)
     message = fails(lambda: store.write("x", bytes(1 << 20)))
     assert "slower than 16,384 bytes/s; check the network to the service" in message
     monkeypatch.undo()
@@ -192,6 +192,42 @@ def test_a_storm_of_slow_down_is_survived_by_many_readers(faulty: Callable[..., 
         thread.join()
     assert read == [DATA] * 16
     assert plan.counts["slowdown"] == store.patience.retries
+
+
+def test_a_wait_is_reported_from_its_first_second_and_while_a_request_has_no_answer(bucket: str) -> None:
+    """The status page shows what `on_wait` writes into the heartbeat; four threads read for the one that waits."""
+    patience = Patience(2.5, note=lambda line: None)
+    reports: list[tuple[float, str]] = []
+    patience.on_wait = lambda reason: reports.append((time.monotonic(), reason))
+    store = open_store(f"{bucket}/x", "http://127.0.0.1:9", patience)
+    begin = time.monotonic()
+    with pytest.raises(StorageLost):
+        in_parallel(store.read, ["x"] * 4)
+    assert reports[0][0] - begin < 1.0
+    assert "the service cannot be reached" in reports[0][1]
+    assert 3 <= len(reports) <= 8  # one a second, of all threads together
+    assert reports[-1][1] == ""
+
+    # The first try fails, and the second one has no answer for some seconds.
+    reports.clear()
+    with patience.outage() as outage:
+        outage.wait_after(StoreAway("the service cannot be reached"))
+        requests.call_within(10.0, lambda: time.sleep(2.5), patience)
+        assert len(reports) >= 2
+    assert reports[-1][1] == ""
+
+
+def test_the_end_of_a_run_ends_a_wait_in_the_middle_of_a_request() -> None:
+    patience = Patience(600.0, note=lambda line: None)
+    threading.Timer(0.3, patience.abandon).start()
+
+    def wait() -> None:
+        with patience.outage() as outage:
+            outage.wait_after(StoreAway("the service cannot be reached"))
+            requests.call_within(60.0, lambda: time.sleep(30.0), patience)
+
+    with pytest.raises(requests.Again, match="the run ends"):
+        ends(wait, within_s=10.0)
 
 
 def test_a_name_that_is_not_resolved_at_the_start_is_waited_for_and_said(
@@ -257,7 +293,7 @@ def test_an_upload_in_parts_that_fails_in_the_middle_leaves_no_parts(
     faulty: Callable[..., Store], s3: s3_server.S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(multipart_upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)
     path = tmp_path / "big"
     path.write_bytes(bytes(12 << 20))
     plan = FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=FOREVER)

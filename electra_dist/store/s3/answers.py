@@ -1,8 +1,12 @@
-"""Check that an answer with HTTP status 200 is an answer of S3 with the fields that its operation needs; read them.
+"""Decide what an answer of S3 means: it is what was asked for, the request is sent again, or an error is raised.
 
-Proxies, load balancers and services that are half down answer with status 200 and a page of HTML, an error document,
-or a part of what was asked for. Such an answer counts as a failed attempt: `Again` is raised, and the request is
-repeated. A listing also fails if it would never end.
+Guarantee: an answer with HTTP status 200 is believed only if it has the fields that its operation needs. Proxies, load
+balancers and services that are half down answer with status 200 and a page of HTML, an error document, or a part of
+what was asked for; then the request is repeated. A listing ends, also if the service repeats its pages. Of an error,
+only class, code and HTTP status are used: the service's own text never reaches a message or an exception chain,
+because it may quote a key, a token or a signed URL.
+
+How: `failure_kinds.py` has the table of what each failure means.
 
 Limits: whether the bytes of an object are right is not checked here. The readers of an object compare its digest, if
 one is recorded.
@@ -10,14 +14,34 @@ one is recorded.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from electra_dist.errors import StoreError
-from electra_dist.store.s3.errors import Again
+import botocore.exceptions as boto_errors
+import urllib3.exceptions
+from botocore.parsers import ResponseParserError
 
-_CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
+from electra_dist.errors import StoreError, StoreMissing
+from electra_dist.store.failure_kinds import (
+    CHECK_PROXY,
+    CHECK_SERVICE,
+    S3_MISSING,
+    Failure,
+    FailureKind,
+    boto_failure,
+    chain_of_causes,
+    s3_failure,
+    safe_code,
+    transient,
+)
+
+FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
+
+NOT_FOUND = transient("no such object", "restore the object or build its folder again")
+TRIES_MISSING = 5  # after so many answers "not found", an object that a manifest names counts as missing
+
 _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")
 _MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")
 _ERROR_DOCUMENT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?<Error[\s>]")
@@ -39,6 +63,30 @@ _MOST_PAGES = 10_000  # pages of a listing; of a thousand entries each
 ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error document is recognized
 
 
+class Taken(Exception):
+    """Error for a conditional request whose condition does not hold (HTTP status 412).
+
+    For a write with If-None-Match: * the key is taken; for a read with If-Match the object was replaced.
+    """
+
+
+class EmptyRange(Exception):
+    """Error (HTTP status 416) for a ranged request if the object is empty or ends before the range begins."""
+
+
+class Again(Exception):
+    """Failure of an S3 request that should be sent again; its kind is TRANSIENT or AWAY."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+def broken(reason: str, advice: str = CHECK_SERVICE) -> Again:
+    """Return the failure of a request that had no answer, or a wrong one, and that should succeed next time."""
+    return Again(transient(reason, advice))
+
+
 class ContentRange(NamedTuple):
     """Range that a GET has returned: bytes [first, end) of an object of `size` bytes."""
 
@@ -54,6 +102,49 @@ class ObjectInfo(NamedTuple):
     writer_tag: str | None  # None if the writer stored no tag
 
 
+def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
+    """Return the exception to raise for a failed request: Again, StoreError, StoreMissing, Taken or EmptyRange.
+
+    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. `answered`: the service has
+    answered this store before, so URL and credentials are probably right. With `must_exist`, retry "not found".
+    """
+    if isinstance(error, boto_errors.ClientError):
+        return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
+    for cause in chain_of_causes(error):
+        if isinstance(cause, Again):  # Raised while boto3 read the body of an upload: it went out too slowly.
+            return cause
+    failure, code = boto_failure(error)
+    return _to_exception(failure, where, bucket, code=code, status=0, answered=answered)
+
+
+def _classify_answer(
+    error: boto_errors.ClientError, where: str, bucket: str, *, answered: bool, must_exist: bool
+) -> Exception:
+    code = safe_code(str(error.response.get("Error", {}).get("Code", "")))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code == "PreconditionFailed" or status == 412:
+        return Taken()
+    if code == "InvalidRange" or status == 416:
+        return EmptyRange()
+    if code in S3_MISSING:
+        if must_exist:
+            return Again(NOT_FOUND)
+        return StoreMissing(f"{where}: no such object; check the URL, or build or restore the object")
+    failure = s3_failure(code, status)
+    return _to_exception(failure, where, bucket, code=code, status=status, answered=answered)
+
+
+def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
+    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 without an answer."""
+    words = {"code": code, "status": status, "bucket": bucket}
+    reason = failure.reason.format(**words)
+    advice = failure.advice.format(**words)
+    kind = failure.kind_for(answered=answered)
+    if kind in (FailureKind.TRANSIENT, FailureKind.AWAY):
+        return Again(dataclasses.replace(failure, kind=kind, reason=reason, advice=advice))
+    return StoreError(f"{where}: {reason}; {advice}")
+
+
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
     """Raise Again if an answer lacks one of `fields`, which S3 always sends for the operation.
 
@@ -61,18 +152,18 @@ def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
     """
     for field in fields:
         if field not in answer:
-            raise Again(f"an answer without {field}", advice=_CHECK_PROXY)
+            raise broken(f"an answer without {field}", CHECK_PROXY)
     about = answer["ResponseMetadata"]
     is_page = about["HTTPStatusCode"] == 200 and about["HTTPHeaders"].get("content-type", "").startswith("text/html")
     if not fields and is_page:
-        raise Again("a page of HTML instead of an answer of S3", advice=_CHECK_PROXY)
+        raise broken("a page of HTML instead of an answer of S3", CHECK_PROXY)
 
 
 def check_object(answer: dict[str, Any], key: str) -> None:
     """Raise Again if the answer to a GET is HTML or XML, unless the key ends in .html, .htm, .xhtml or .xml."""
     is_markup = str(answer.get("ContentType", "")).startswith(_MARKUP_TYPES)
     if is_markup and not key.lower().endswith(_MARKUP_ENDINGS):
-        raise Again("a page of HTML or XML instead of the object", advice=_CHECK_PROXY)
+        raise broken("a page of HTML or XML instead of the object", CHECK_PROXY)
 
 
 def is_error_document(first_bytes: bytes) -> bool:
@@ -114,7 +205,7 @@ def pages(
 
     def check_page(page: dict[str, Any]) -> None:
         if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):
-            raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
+            raise broken("a page of a listing without a token for the next one", CHECK_PROXY)
 
     seen: set[tuple[str, ...]] = set()
     num_empty = 0
@@ -122,10 +213,10 @@ def pages(
         page = request(arguments, check_page)
         entries = page.get(entries_field, [])
         if entries and seen.issuperset(name_of(entry) for entry in entries):
-            raise Again("a listing that repeats a page", advice=_CHECK_PROXY)
+            raise broken("a listing that repeats a page", CHECK_PROXY)
         num_empty = 0 if entries else num_empty + 1
         if num_empty > _EMPTY_PAGES:
-            raise Again("a listing of empty pages without an end", advice=_CHECK_PROXY)
+            raise broken("a listing of empty pages without an end", CHECK_PROXY)
         for entry in entries:
             if name_of(entry) not in seen:
                 seen.add(name_of(entry))

@@ -20,17 +20,39 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
+from electra_dist.store.patience import LEAST_BYTES_PER_S
 from electra_dist.store.s3.answers import (
     ERROR_DOCUMENT_BYTES,
+    Taken,
+    broken,
     check_answer,
     check_object,
     content_range,
     is_error_document,
 )
-from electra_dist.store.s3.client import RateMeter
-from electra_dist.store.s3.errors import Again, Taken
 
+CHECK_NETWORK = "check the network to the service, then start again"
 _CHUNK = 128 << 10  # Most bytes read from the connection at a time.
+
+
+class RateMeter:
+    """Meter of the transfer rate of one connection, in windows of `Pace.rate_window_s` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
+
+    def count(self, num_bytes: int, elapsed_s: float) -> None:
+        """Add bytes and the seconds that the connection took for them; raise Again if a full window was too slow."""
+        self._num_bytes += num_bytes
+        self._elapsed_s += elapsed_s
+        if self._elapsed_s < self._window_s:
+            return
+        if self._num_bytes < LEAST_BYTES_PER_S * self._elapsed_s:
+            raise broken(f"slower than {LEAST_BYTES_PER_S:,} bytes/s", CHECK_NETWORK)
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
 
 
 class Span(NamedTuple):
@@ -120,10 +142,10 @@ class Download:
                 self._append(chunk)
                 meter.count(len(chunk), elapsed_s)
         if not self.complete:
-            raise Again(f"the body ended at byte {self._sink.tell()} of {self._total}")
+            raise broken(f"the body ended at byte {self._sink.tell()} of {self._total}")
         if is_error_document(self._first_bytes):
             self.restart()
-            raise Again("an error document instead of the object")
+            raise broken("an error document instead of the object")
 
     def _append(self, chunk: bytes) -> None:
         if len(self._first_bytes) < ERROR_DOCUMENT_BYTES and self._span.start == 0:
@@ -145,10 +167,10 @@ class Download:
         if part is None or part.first != self._span.start + num_received:
             raise Taken
         if part.end - part.first != answer["ContentLength"]:
-            raise Again("a body of another length than its range")
+            raise broken("a body of another length than its range")
         wanted_end = part.size if self._span.end is None else min(self._span.end, part.size)
         if part.end != wanted_end:
-            raise Again("another range of bytes than was asked for")
+            raise broken("another range of bytes than was asked for")
 
     def restart(self) -> None:
         """Drop all received bytes, because the object was replaced: the next GET asks for its current version."""

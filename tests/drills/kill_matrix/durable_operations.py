@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-import electra_dist.store.s3.client
+import electra_dist.store.s3.requests
 
 Moment = Literal["before", "torn", "after"]
 
@@ -240,7 +240,7 @@ class OperationLog:
 
     def _intercept_s3(self) -> None:
         """Number the requests of every S3 client that a store makes from now on."""
-        make_client = electra_dist.store.s3.client.make_client
+        make_client = electra_dist.store.s3.requests.make_client
         request = threading.local()  # .moment of the kill in the request that this thread is sending
 
         def before(model: Any, params: dict[str, Any], **_: Any) -> None:
@@ -267,7 +267,7 @@ class OperationLog:
             client.meta.events.register("after-call.s3", after)
             return client
 
-        electra_dist.store.s3.client.make_client = make_watched_client
+        electra_dist.store.s3.requests.make_client = make_watched_client
 
 
 class WatchedFile(io.FileIO):

@@ -37,7 +37,6 @@ from support import checkpoints as small
 from support.real_runs import free_port, write_tiny_config
 from support.s3_server import S3Server
 
-import electra_dist.store.s3.multipart_upload
 import electra_dist.store.s3.s3_store
 import launcher.pretrain
 from electra_dist.checkpoint.background_writer import CheckpointWriter
@@ -306,7 +305,7 @@ def save_as_older_attempt(trial: Trial) -> int:
 def use_small_parts() -> None:
     """Let uploads of the small files of this run consist of parts."""
     electra_dist.store.s3.s3_store._MULTIPART_FROM = PART_BYTES
-    electra_dist.store.s3.multipart_upload.PART_BYTES = PART_BYTES
+    electra_dist.store.s3.s3_store.PART_BYTES = PART_BYTES
 
 
 def expected_codes(phase: str) -> set[int]:

@@ -57,7 +57,7 @@ STORAGE = (
     ),
     Mutant(
         name="store: a part of an upload is read at the place of the next one",
-        file="electra_dist/store/s3/multipart_upload.py",
+        file="electra_dist/store/s3/s3_store.py",
         original="stream.seek((number - 1) * part_size)",
         mutated="stream.seek(number * part_size)",
         test="tests/store/test_s3_faults.py::test_multipart_upload_survives_faults",
