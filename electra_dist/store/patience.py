@@ -37,6 +37,7 @@ T = TypeVar("T")
 COMMAND_PATIENCE_S = 180.0  # patience of a store that is opened without one
 LEAST_BYTES_PER_S = 16 << 10  # a slower connection counts as failed
 _BEAT_S = 1.0  # `on_wait` is called this often; a pause is cut into slices of this length
+_LEAST_PAUSE_S = 0.001  # with less time left, an operation gives up
 _QUIET_S = 1.0  # a fault that should pass at once is shown when it has lasted this long
 
 
@@ -303,7 +304,8 @@ class Outage:
         # Give up.
         waited_s = patience._clock() - self._since
         has_no_try_left = patience.pace.tries is not None and num_failures >= patience.pace.tries
-        if patience.is_abandoned or waited_s >= patience.limit_s or has_no_try_left:
+        remaining_s = patience.limit_s - waited_s
+        if patience.is_abandoned or remaining_s < _LEAST_PAUSE_S or has_no_try_left:
             raise self._lost(waited_s) from None
 
         # Wait.
@@ -311,7 +313,7 @@ class Outage:
         # Without the bound, the power overflows after a thousand failures.
         doublings = min(num_failures - 1, 30)
         pause_s = patience._draw_pause(min(pace.longest_pause_s, pace.first_pause_s * 2.0**doublings))
-        pause_s = min(pause_s, patience.limit_s - waited_s)
+        pause_s = min(pause_s, remaining_s)
         if is_away is None:
             is_away = kind_of_error(error) is FailureKind.AWAY
         if not self._is_shown and (is_away or waited_s + pause_s > _QUIET_S):
