@@ -51,8 +51,9 @@ LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
 _TRIES = 5  # how often a torn record is read: it is a write in progress, which takes microseconds
 _TRY_AGAIN_S = 0.002  # between two of these reads
-# Added to the patience with storage: a try of an S3 request that has begun may end after the patience does.
-STORAGE_MARGIN_S = 300.0
+# Added to the patience with storage: a try that has begun may end after the patience does. A request to S3 that is
+# silent ends after a minute (`Pace.rate_window_s`).
+STORAGE_MARGIN_S = 120.0
 
 Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # storage: it waits for storage
 

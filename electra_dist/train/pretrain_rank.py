@@ -196,7 +196,7 @@ def _train(
     if from_scratch:
         notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
     begins = from_scratch or not checkpoints(open_targets(config, patience))
-    notes = notes + from_rank_0(lambda: wait(lambda: remarks_on_corpora(config, inputs.corpora, begins)))
+    notes = notes + from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes = notes + _build_notes(config, module)

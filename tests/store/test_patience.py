@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from electra_dist import config_layers
 from electra_dist.config_layers import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
-from electra_dist.store.patience import Patience
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Pace, Patience
 
 
 class Clock:
@@ -142,3 +145,78 @@ def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path,
     errors.append(PermissionError(errno.EACCES, "Permission denied"))
     with pytest.raises(UserError, match="cannot be read"):
         Patience(60.0, note=lambda line: None).call(lambda: read_yaml(file))
+
+
+OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
+    "read": lambda store, path: store.read("a"),
+    "read_range": lambda store, path: store.read_range("a", 0, 1),
+    "exists": lambda store, path: store.exists("a"),
+    "size": lambda store, path: store.size("a"),
+    "sizes": lambda store, path: store.sizes(),
+    "list": lambda store, path: store.list(),
+    "fetch": lambda store, path: store.fetch("a", path / "fetched"),
+    "write": lambda store, path: store.write("b", b"2"),
+    "write_new": lambda store, path: store.write_new("b", b"2"),
+    "upload": lambda store, path: store.upload(path / "store" / "a", "b"),
+    "delete": lambda store, path: store.delete("a"),
+    "discard_unfinished": lambda store, path: store.discard_unfinished("", lambda key: True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_of_a_store_in_a_folder_waits_by_itself(
+    name: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole disk does not respond for five tries."""
+    patience = Patience(60.0, lambda line: None, clock)
+    store = open_store(str(tmp_path / "store"), None, patience)
+    store.write("a", b"1")
+    errors = [OSError(errno.EIO, "Input/output error", str(tmp_path)) for _ in range(5)]
+
+    def refusing(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            if errors:
+                raise errors.pop()
+            return function(*args, **kwargs)
+
+        return call
+
+    for function in ("open", "stat", "scandir", "unlink"):
+        monkeypatch.setattr(os, function, refusing(getattr(os, function)))
+    monkeypatch.setattr("builtins.open", refusing(open))
+    OPERATIONS[name](store, tmp_path)
+    assert errors == []
+    assert patience.retries >= 1
+
+
+def faults(texts: list[str]) -> Callable[[], tuple[bytes, str]]:
+    """Return a function that reads bytes with these faults one after another, and then good ones."""
+    return lambda: (b"bytes", texts.pop(0) if texts else "")
+
+
+def test_wrong_bytes_are_read_again_and_are_damaged_if_they_stay_the_same(clock: Clock) -> None:
+    patience = Patience(60.0, lambda line: None, clock, pace=Pace(reread_pauses_s=(0.0,) * 4))
+    assert patience.reread("s3://b/f/x", faults(["a", "b", "a", "b"])) == (b"bytes", "")
+    assert patience.reread("s3://b/f/x", faults(["a", "b", "a", "b", "b"])) == (b"bytes", "b")
+
+
+def test_bytes_that_are_wrong_in_different_ways_are_waited_for(clock: Clock) -> None:
+    patience = Patience(60.0, lambda line: None, clock, pace=Pace(reread_pauses_s=(0.0,) * 4))
+    assert patience.reread("s3://b/f/x", faults([str(number) for number in range(17)])) == (b"bytes", "")
+    assert patience.retries == 3
+    with pytest.raises(
+        StorageLost, match="f/x was read 5 times and was wrong in different ways, last: 4; check the n"
+    ):
+        patience.reread("s3://b/f/x", faults([str(number) for number in range(10_000)]))
+
+
+def test_after_damage_was_confirmed_its_folder_is_read_again_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = Patience(60.0, lambda line: None, pace=Pace(reread_pauses_s=(0.001,) * 4))
+    pauses: list[float] = []
+    monkeypatch.setattr(patience._is_abandoned, "wait", pauses.append)
+    patience.reread("s3://b/f/x", faults(["a"] * 5))
+    assert len(pauses) == 4
+    patience.reread("s3://b/f/y", faults(["a"] * 5))
+    assert len(pauses) == 4
+    patience.reread("s3://b/g/y", faults(["a"] * 5))
+    assert len(pauses) == 8
