@@ -24,7 +24,8 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.config_sections.secrets import whole_overrides
-from electra_dist.engine.rank_environment import rank_place
+from electra_dist.data.cache_folder import choose_cache_folder
+from electra_dist.engine.rank_environment import rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.processes import node_name
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = rank_place()
         rank = place.rank
         is_first_of_node = place.local_rank == 0
-        config = load_config(args.config, whole_overrides(args.set))
+        config = _with_cache_folder(load_config(args.config, whole_overrides(args.set)), args.nodes)
         patience = Patience(args.storage_patience)
         _record_waits(patience, Path(config.run_dir), rank if args.first_rank is None else args.first_rank)
         findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=place.world_size)
@@ -91,6 +92,18 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
     return findings
 
 
+def _with_cache_folder(config: Config, num_nodes: int) -> Config:
+    """Set `data.cache_dir` to the folder in which the ranks of this node will cache shards, if some are on S3."""
+    urls = [*(corpus.url for corpus in config.data.training_corpora()), config.data.heldout or ""]
+    if not any(url.startswith("s3://") for url in urls):
+        return config
+    # A launcher of ranks sets WORLD_SIZE, Slurm sets SLURM_NNODES; a supervisor without Slurm passes `num_nodes`.
+    has_several_nodes = num_nodes > 1 or rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
+    folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
+    data = config.data.model_copy(update={"cache_dir": str(folder.path)})
+    return config.model_copy(update={"data": data})
+
+
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
     """Make `patience` write each wait for storage to the heartbeat file of `rank`, for `electra-dist status`."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
@@ -127,6 +140,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="RANK",
         help="number of this node's first rank; waits for storage are recorded in its heartbeat file "
         "(default: the variable RANK, or 0)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of nodes of the run, which decides where shards are cached (default: as Slurm or the launcher "
+        "of the ranks says)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it

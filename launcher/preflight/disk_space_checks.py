@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.config import Config
-from electra_dist.data.cache_folder import SHARDS_DIR, choose_cache_folder
+from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.engine.rank_environment import rank_place, whole_number
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from electra_dist.store.open_store import without_tilde
@@ -51,26 +50,17 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
     `corpora` maps the URL of each corpus to its manifest. The shards of a corpus on S3 need space in the local cache.
     """
     needs_by_disk: dict[int, list[Need]] = {}
-    cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
-    for need in needs(config, corpora, cache_folder):
+    for need in needs(config, corpora):
         device_number = _existing(need.folder).stat().st_dev  # Folders on the same disk have the same number.
         needs_by_disk.setdefault(device_number, []).append(_remaining(need))
     return [_check_disk(disk_needs, node) for disk_needs in needs_by_disk.values()]
 
 
-def _cache_folder(config: Config) -> Path:
-    """Return the folder for cached shards on this node. The choice depends on whether the run has several nodes."""
-    # WORLD_SIZE is set by a launcher of ranks, SLURM_NNODES by Slurm; without both, one node is assumed.
-    has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
-    folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
-    return folder / SHARDS_DIR
-
-
-def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
+def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """Return how much a run will write to each local folder: logs, checkpoints and cached shards. Pure.
 
     Existing files are not subtracted. Checkpoints that go to S3 need local space for one checkpoint, which lies in
-    RUN/staging during its upload. A `cache_folder` of None means `config.cache_folder`.
+    RUN/staging during its upload. Shards are cached in `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -81,7 +71,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
         next_step="choose a run_dir on a larger disk",
     )
     checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls]
-    return [log_need, *checkpoint_needs, *_cache_needs(config, corpora, cache_folder or config.cache_folder)]
+    return [log_need, *checkpoint_needs, *_cache_needs(config, corpora)]
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
@@ -122,7 +112,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
     )
 
 
-def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: Path) -> list[Need]:
+def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """Return a list with the space that the local cache of shards needs; empty if no corpus is on S3."""
     remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
     shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
@@ -139,7 +129,7 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: 
         limit_bytes = int(config.data.cache_limit_gb * 1e9)
     return [
         Need(
-            folder=folder,
+            folder=config.cache_folder / SHARDS_DIR,
             what="cached shards",
             now_bytes=min(two_windows_bytes, limit_bytes),
             whole_bytes=min(all_bytes, limit_bytes),

@@ -124,9 +124,10 @@ class Supervisor:
         """
         patience_s = self._cluster.storage_patience_s
         first_rank = self._placement.ranks[0]
+        place = ["--first-rank", str(first_rank), "--nodes", str(self._placement.num_nodes)]
         code = preflight(
             self._run_dir,
-            [*self._arguments, "--storage-patience", str(patience_s), "--first-rank", str(first_rank)],
+            [*self._arguments, "--storage-patience", str(patience_s), *place],
             PREFLIGHT_LIMIT_S + patience_s,
             give_up=lambda: self._signals.number != 0,
         )

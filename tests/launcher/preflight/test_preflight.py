@@ -15,12 +15,14 @@ import pytest
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
 
+from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.strikes import read_strikes
 from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
+from launcher.preflight import __main__ as preflight
 from launcher.preflight import node_check
 from launcher.preflight.__main__ import main
 
@@ -146,6 +148,21 @@ def test_storage_that_does_not_answer_gives_78_without_long_retries(tiny_config:
     assert done.returncode == 78
     (wrong,) = [what for severity, what in findings(done) if severity == "user error"]
     assert "s3://bucket/corpus" in wrong
+
+
+def test_a_node_of_several_is_checked_for_the_cache_that_its_ranks_will_have(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Without Slurm, a supervisor passes the number of nodes; ranks of several nodes cache on each node's own disk."""
+    for name in ("WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    checked: list[Path] = []
+    monkeypatch.setattr(preflight, "check_node", lambda config, *_: checked.append(config.cache_folder) or [])
+    config = tiny_config("run", **{"data.corpus": "s3://bucket/corpus", "data.heldout": None})
+    for num_nodes in ("1", "2"):
+        assert main(["--config", str(config), "--nodes", num_nodes]) == 0
+    on_own_disk = choose_cache_folder(None, Path("not used"), has_several_nodes=True).path
+    assert checked == [config.with_suffix("") / "cache", on_own_disk]
 
 
 def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., Path]):
