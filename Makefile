@@ -107,18 +107,7 @@ campaign: $(VENV)/ready-test
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin
 # other packages.
 bench: $(VENV)/ready-test
-	$(BIN)/python benchmarks/step.py --rounds 4 --save
-	$(BIN)/python benchmarks/step.py --packed --save
-	$(BIN)/python benchmarks/step_modern.py --save
-	$(BIN)/python benchmarks/head.py --save
-	$(BIN)/python benchmarks/loader.py --shards 3 --save
-	$(BIN)/python benchmarks/shard_cache.py --save
-	$(BIN)/python benchmarks/corpus_builder.py --save
-	$(BIN)/python benchmarks/many_ranks.py --save
-	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
-	$(BIN)/python benchmarks/restart.py --rounds 2 --save
-	$(BIN)/python benchmarks/long_runs.py --save
-	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/run.py step step_packed step_modern head loader shard_cache corpus_builder checkpoint restart --save
 
 docs/config.md: $(VENV)/ready
 	$(BIN)/python -m electra_dist.config_reference > $@

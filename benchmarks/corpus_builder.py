@@ -1,52 +1,41 @@
-"""Compare the corpus builder with datatrove, Hugging Face datasets and tokenizers, in tokens per second and core.
+"""How fast does the corpus builder make tokens, beside datatrove, Hugging Face datasets and tokenizers?
 
-    python benchmarks/corpus_builder.py            # 10 MB of prose that the Python installation contains
-    python benchmarks/corpus_builder.py --text DIR --vocab vocab.txt
+    python benchmarks/run.py corpus_builder            # 10 MB of prose that the Python installation contains
+    python benchmarks/run.py corpus_builder --text DIR --vocab vocab.txt
 
-Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`builder_parts/ways.py`):
-
-    ours          build_corpus, which `electra-dist corpus build` runs: read, shuffle all documents, tokenise, make
-                  examples, pack, check, and write shards with digests; includes the start of the worker processes
-    tokenizers    encode_batch_fast on the same lines in memory, and nothing more; two workers are two of its threads
-    datatrove     its tokenizer step, DocumentTokenizer: reads the files, tokenises, and writes the ids of the
-                  documents of a task in a shuffled order, by its executor for one machine (extra `corpus`)
-    datasets      Hugging Face datasets: from_parquet, shuffle, map(tokenise), then map(group into rows of 512), like
-                  its run_mlm example (extra `bench`)
-
-Each way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build
-is measured (electra_dist/planning/corpus/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is
-installed.
-From these times the script computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
+Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`corpus_builder_ways.py`). Each
+way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build is measured
+(electra_dist/planning/corpus/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed. From
+these times the benchmark computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
 benchmarks/results/RECORD.json` computes other plans from the same record.
 
-Guarantee: the script exits before any timing if the ways do not find the same number of text tokens. The goal for our
-rate divided by that of tokenizers, 0.85, is printed; the script does not fail if the goal is missed.
+Guarantee: the benchmark ends before any timing if the ways do not find the same number of text tokens. The goal for
+our rate divided by that of tokenizers, 0.85, is printed; a missed goal is no fault.
 
 Limits: local files only; the interpreter's start and the training of a vocabulary are not timed.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import corpus_builder_ways as ways
 import numpy as np
-from builder_parts import ways
-from builder_parts.ways import Text
+from corpus_builder_ways import Text
 from measure import (
     REPOSITORY,
+    Found,
     Json,
     ResultLine,
     alternate,
-    finish,
     format_summary,
     hardware,
-    installed,
-    parser,
     print_table,
     ratio,
     summary,
@@ -64,6 +53,7 @@ from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, STEPS, Corpu
 from electra_dist.planning.corpus.prepare_rates import measure_preparation
 from electra_dist.tokenizer import Vocabulary
 
+ROUNDS = 3
 LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.
 WORKERS = (1, 2)  # Numbers of workers with which each way is timed.
 PLANNED_TOKENS = 33e9  # Size of the corpus for which a plan is computed.
@@ -79,13 +69,14 @@ PREPARATION = {
 }
 
 
-def read_documents(folder: Path) -> list[str]:
-    """Return the texts of all documents below a folder, which are found as by `corpus build --input`."""
-    return [decode(document) for document in DocumentStream(find_inputs([folder]))]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--text", type=Path, help="folder of documents (default: texts of the Python installation)")
+    parser.add_argument("--vocab", type=Path, help="vocab.txt (default: a vocabulary is trained on the text)")
 
 
 def installed_ways() -> dict[str, Callable[[Text, int], int]]:
-    """Return the ways to make tokens whose packages are installed: name -> function of text and number of workers."""
+    """Return the ways to make tokens whose packages are installed."""
     return {
         name: way
         for name, way in ways.WAYS.items()
@@ -93,37 +84,21 @@ def installed_ways() -> dict[str, Callable[[Text, int], int]]:
     }
 
 
-def count_tokens(text: Text) -> int:
-    """Return the number of text tokens; end the script if the ways find different numbers."""
+def compare(text: Text, rounds: int) -> Json:
+    """Time every way at each number of workers, the ways in turn, and measure the memory of each."""
     counts = {name: way(text, 1) for name, way in installed_ways().items()}
     if len(set(counts.values())) > 1:
         sys.exit(
             f"the ways find different numbers of text tokens, {counts}: not the same work, so times cannot be "
-            "compared; give the tokenizer in builder_parts/ways.py the settings of electra_dist/tokenizer.py"
+            "compared; give the tokenizer in corpus_builder_ways.py the settings of electra_dist/tokenizer.py"
         )
-    return counts["ours"]
-
-
-def measure(text: Text, rounds: int) -> Json:
-    """Time every way at each number of workers, the ways in turn, and measure the memory of each.
-
-    The script ends before any timing if the ways do not find the same number of text tokens.
-
-    Args:
-        text: Documents and vocabulary.
-        rounds: Timed runs of each way.
-
-    Returns:
-        `text_tokens` and `text_bytes`, and `workers`: number of workers -> name of the way -> seconds of each round,
-        tokens per second and core, our rate divided by the way's rate, and the way's peak memory in bytes.
-    """
-    num_tokens = count_tokens(text)
+    num_tokens = counts["ours"]
     text_bytes = sum(len(line.encode()) + 1 for line in text.lines)
     measured: Json = {"text_tokens": num_tokens, "text_bytes": text_bytes, "workers": {}}
     for workers in WORKERS:
         chosen = {name: partial(way, text, workers) for name, way in installed_ways().items()}
         seconds = alternate(chosen, rounds, warm_up=0)
-        measured["workers"][workers] = {
+        measured["workers"][str(workers)] = {
             name: {
                 "seconds": seconds[name],
                 "tokens_per_core_s": num_tokens / summary(seconds[name])["median"] / workers,
@@ -135,6 +110,30 @@ def measure(text: Text, rounds: int) -> Json:
     return measured
 
 
+def report_ways(by_way: Json, workers: str) -> ResultLine:
+    """Print the table of all ways with some workers; return the row for docs/results.md."""
+    rows = [
+        [
+            name,
+            f"{way['tokens_per_core_s'] / 1e6:.3f}",
+            format_summary(way["rate_of_ours"]),
+            f"{way['memory_bytes'] / 1e6:,.0f}",
+        ]
+        for name, way in by_way.items()
+    ]
+    rows += [[name, "not installed", "", ""] for name in ways.WAYS if name not in by_way]
+    print_table([f"{workers} worker(s)", "M tokens / s core", "rate of ours / this", "memory, MB"], rows)
+    print(f"ours / tokenizers: {by_way['tokenizers']['rate_of_ours']['median']:.2f} (goal: {LEAST})\n")
+    rivals = [
+        f"{way['rate_of_ours']['median']:.2f} x {name} ({way['memory_bytes'] / 1e6:,.0f} MB)"
+        for name, way in by_way.items()
+        if name != "ours"
+    ]
+    ours = by_way["ours"]
+    value = f"{ours['tokens_per_core_s'] / 1e6:.2f} M tokens/s a core, {ours['memory_bytes'] / 1e6:,.0f} MB"
+    return ResultLine(f"corpus build, documents shuffled, {workers} worker(s)", value, ", ".join(rivals))
+
+
 def measure_steps(text: Text) -> CorpusRates:
     """Measure the CPU time of each step of our build and, with datatrove, of each stage of a preparation."""
     files = smallest_files(text.files, SAMPLE_BYTES)
@@ -142,40 +141,6 @@ def measure_steps(text: Text) -> CorpusRates:
     if importlib.util.find_spec("datatrove") is not None:
         stages = measure_preparation(PrepareConfig.model_validate(PREPARATION), files, "text")
     return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), stages)
-
-
-def report(measured: Json, rates: CorpusRates, text: Text) -> list[ResultLine]:
-    """Print the tables of all ways and of the steps; return the rows for docs/results.md.
-
-    Args:
-        measured: Result of `measure`.
-        rates: Result of `measure_steps`.
-        text: Documents and vocabulary.
-    """
-    lines = []
-    for workers, by_way in measured["workers"].items():
-        rows = [
-            [
-                name,
-                f"{way['tokens_per_core_s'] / 1e6:.3f}",
-                format_summary(way["rate_of_ours"]),
-                f"{way['memory_bytes'] / 1e6:,.0f}",
-            ]
-            for name, way in by_way.items()
-        ]
-        rows += [[name, "not installed", "", ""] for name in ways.WAYS if name not in by_way]
-        print_table([f"{workers} worker(s)", "M tokens / s core", "rate of ours / this", "memory, MB"], rows)
-        rivals = [
-            f"{way['rate_of_ours']['median']:.2f} x {name} ({way['memory_bytes'] / 1e6:,.0f} MB)"
-            for name, way in by_way.items()
-            if name != "ours"
-        ]
-        ours = by_way["ours"]
-        value = f"{ours['tokens_per_core_s'] / 1e6:.2f} M tokens/s a core, {ours['memory_bytes'] / 1e6:,.0f} MB"
-        lines.append(ResultLine(f"corpus build, documents shuffled, {workers} worker(s)", value, ", ".join(rivals)))
-        rate = by_way["tokenizers"]["rate_of_ours"]["median"]
-        print(f"ours / tokenizers: {rate:.2f} (goal: {LEAST})\n")
-    return [*lines, *report_steps(rates, text)]
 
 
 def report_steps(rates: CorpusRates, text: Text) -> list[ResultLine]:
@@ -191,21 +156,16 @@ def report_steps(rates: CorpusRates, text: Text) -> list[ResultLine]:
     plan = plan_corpus(rates, text.request(text.folder / "unused", 1), work)
     build_hours = sum(step.core_hours for step in [*plan.parallel, plan.merge])
     prepare_hours = sum(step.core_hours for step in plan.prepare)
+    spill = f"{plan.spill_bytes / 1e9:.0f} GB"
     print(
         f"\n33 B tokens: {build_hours:.1f} core-hours to build, {prepare_hours:.1f} to prepare; {plan.num_shards:,} "
-        f"shards, {plan.spill_bytes / 1e9:.0f} GB of spill files"
+        f"shards, {spill} of spill files"
     )
+    by_step = ", ".join(f"{step} {million[step]:.2f}" for step in STEPS)
+    plan_value = f"{build_hours:.1f} core-hours, {plan.num_shards:,} shards, {spill} spilled"
     lines = [
-        ResultLine(
-            "corpus build by step, CPU time",
-            ", ".join(f"{step} {million[step]:.2f}" for step in STEPS) + " M tokens/s a core",
-            "",
-        ),
-        ResultLine(
-            "33 B tokens of such text, by the rates of the steps",
-            f"{build_hours:.1f} core-hours, {plan.num_shards:,} shards, {plan.spill_bytes / 1e9:.0f} GB spilled",
-            "",
-        ),
+        ResultLine("corpus build by step, CPU time", f"{by_step} M tokens/s a core", ""),
+        ResultLine("33 B tokens of such text, by the rates of the steps", plan_value, ""),
     ]
     if rates.prepare:
         names = ", ".join(stage.stage.partition("-")[2] for stage in rates.prepare)
@@ -221,21 +181,15 @@ def write_random_words(folder: Path) -> None:
     (folder / "words.txt").write_text("\n\n".join(documents) + "\n")
 
 
-def make_text(arguments: object, config: Config, folder: Path) -> Text:
-    """Write the documents that the options choose, and their vocabulary, into a folder; return them as a `Text`.
-
-    Args:
-        arguments: Parsed options; `smoke`, `text` and `vocab` are read.
-        config: Settings of the corpus and size of the vocabulary.
-        folder: Empty folder.
-    """
+def make_text(arguments: argparse.Namespace, config: Config, folder: Path) -> Text:
+    """Write the documents that the options choose, and their vocabulary, into an empty folder."""
     source = folder / "text"
     source.mkdir()
     if arguments.smoke:
         write_random_words(source)
     elif not arguments.text:
         write_python_docs(source)
-    documents = read_documents(arguments.text or source)
+    documents = [decode(document) for document in DocumentStream(find_inputs([arguments.text or source]))]
     if arguments.vocab:
         vocabulary = Vocabulary.read(arguments.vocab)
     else:
@@ -244,33 +198,22 @@ def make_text(arguments: object, config: Config, folder: Path) -> Text:
     return Text.write(folder / "prepared", config, documents, vocabulary)
 
 
-def main(argv: Sequence[str] | None = None) -> Json:
-    """Measure all ways and the steps of our build, print the tables, and return the record."""
-    parse = parser(__doc__, rounds=3)
-    parse.add_argument(
-        "--text",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of documents, as for `corpus build --input` (default: texts of the Python installation)",
-    )
-    parse.add_argument(
-        "--vocab", type=Path, metavar="FILE", help="vocab.txt (default: a vocabulary is trained on the text)"
-    )
-    arguments = parse.parse_args(argv)
+def measure(arguments: argparse.Namespace) -> Found:
+    """Measure all ways and the steps of our build."""
+    # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
+    # `run.py` and torch, which workers of `electra-dist` do not import either.
+    main = sys.modules["__main__"]
+    main_file = main.__dict__.pop("__file__", None)
     size = 300 if arguments.smoke else 30_522
     config = load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
-    with tempfile.TemporaryDirectory(prefix="builder-") as name:
-        text = make_text(arguments, config, Path(name))
-        measured = measure(text, 1 if arguments.smoke else arguments.rounds)
-        rates = measure_steps(text)
-        lines = report(measured, rates, text)
-    measured["rates"] = rates.model_dump()
-    packages = installed("tokenizers", "datatrove", "datasets")
-    return finish("corpus_builder", arguments, argv, lines, packages=packages, **measured)
-
-
-if __name__ == "__main__":
-    # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
-    # this script and torch, which workers of `electra-dist` do not import either.
-    del __file__
-    main()
+    try:
+        with tempfile.TemporaryDirectory(prefix="builder-") as name:
+            text = make_text(arguments, config, Path(name))
+            measured = compare(text, arguments.rounds)
+            rates = measure_steps(text)
+            lines = [report_ways(by_way, workers) for workers, by_way in measured["workers"].items()]
+            lines += report_steps(rates, text)
+    finally:
+        if main_file is not None:
+            main.__file__ = main_file
+    return Found(lines, measured | {"rates": rates.model_dump()}, packages=("tokenizers", "datatrove", "datasets"))

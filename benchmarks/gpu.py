@@ -6,17 +6,17 @@
 
 The parts, in the order in which their answers are needed:
 
-    ceilings    a copy, and the model's matrix products alone (`gpu_parts/ceilings.py`)
-    profile     one eager step of 64 rows: time by kind of kernel, the attention kernel (`gpu_parts/profile.py`)
-    attention   torch's attention kernels compared, each against float64 (`gpu_parts/attention.py`)
-    deepspeed   optimizer steps under DeepSpeed, its timer on and off (`gpu_parts/engine_step.py`)
-    steps       128 rows, eager and compiled (`gpu_parts/steps.py`)
-    values, integers, chi_square, without_host    correctness of every operation (`gpu_parts/checks.py`)
+    ceilings    a copy, and the model's matrix products alone
+    profile     one eager step of 64 rows: time by part of the step, the attention kernel
+    attention   torch's attention kernels compared, each against float64
+    deepspeed   optimizer steps under DeepSpeed
+    steps       128 rows, eager and compiled
+    values, integers, chi_square, without_host    correctness of every operation
     heads, operations    each operation against eager torch, torch.compile, Liger, cut-cross-entropy
-    fusions     64 rows, one change at a time (`gpu_parts/fusions.py`)
-    breakdown, rivals    the step by part, and Hugging Face's step (`gpu_parts/breakdown.py`)
+    fusions     64 rows, one change at a time
+    rivals      Hugging Face's step
     more_steps  the other micro-batches and the references
-    modern      training steps of `model.architecture: modern`, base size (`gpu_parts/steps.py`)
+    modern      training steps of `model.architecture: modern`, base size
 
 Guarantee: a case that fails is a row with the error, and the next one runs; the JSON is written after every case. The
 exit code is 1 at the end if one of our results was wrong or one of our operations failed, else 0. No time makes it
@@ -45,10 +45,7 @@ PACKAGES = ("torch", "triton", "numpy", "deepspeed", "transformers", "liger_kern
 
 
 def hardware() -> dict[str, Any]:
-    """Return facts about the machine for the record: versions of the compared packages, and properties of the GPU.
-
-    A package that is missing has the version "not installed". Without a GPU its properties are left out.
-    """
+    """Return the versions of the compared packages, and properties of the GPU, if there is one."""
     import torch
 
     installed = {}
@@ -89,49 +86,64 @@ def all_parts(device: str, smoke: bool, backends: list[str]) -> dict[str, Callab
     """Return the parts in their order: name -> function that yields the part's cases.
 
     A part's modules are imported when it begins, so that a package or a kernel that cannot be imported costs one part
-    and not the run.
-
-    Args:
-        device: "cuda" or "cpu".
-        smoke: Whether to use toy sizes and fp32.
-        backends: Implementations of our operations; the first is used where only one is measured.
+    and not the run. Where only one implementation of our operations is measured, it is the first of `backends`.
     """
     import torch
 
     backend = backends[0]
     dtype = torch.float32 if smoke else torch.bfloat16
+    rows, heads, tokens = (2, 2, 64) if smoke else (64, 16, 512)
+
+    def of_operations(make: Callable[[Any, Any], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+        def cases() -> Iterator[Any]:
+            from gpu_parts import operations
+
+            return make(operations, operations.TOY if smoke else operations.LARGE)
+
+        return cases
 
     @functools.cache
-    def bench() -> Any:
-        """Return the config and the weights of the steps, which are made when they are first needed."""
-        return part("steps").StepBench(device, backend, smoke)
+    def bench(architecture: str) -> Any:
+        from gpu_parts.steps import StepBench
 
-    def sizes() -> Any:
-        return part("cases").TOY if smoke else part("cases").LARGE
+        return StepBench(device, backend, smoke, architecture)
 
-    def part(module: str) -> Any:
-        return importlib.import_module(f"gpu_parts.{module}")
+    def of_steps(make: Callable[[Any, Any], Iterator[Any]], architecture: str = "bert") -> Callable[[], Iterator[Any]]:
+        def cases() -> Iterator[Any]:
+            from gpu_parts import steps
 
-    rows, heads, tokens = (2, 2, 64) if smoke else (64, 16, 512)
+            return make(steps, bench(architecture))
+
+        return cases
+
+    def attention() -> Iterator[Any]:
+        from gpu_parts.attention import attention
+
+        return attention(rows, heads, tokens, device, dtype)
+
+    both = dict.fromkeys((backend, "reference"))
     return {
-        "ceilings": lambda: part("ceilings").ceilings(bench().config.model, sizes(), device, dtype),
-        "profile": lambda: part("profile").profile_cases(bench()),
-        "attention": lambda: part("attention").attention(rows, heads, tokens, device, dtype),
-        "deepspeed": lambda: part("engine_step").engine_cases(bench()),
-        "steps": lambda: part("steps").step_cases(bench(), bench().batches[2:], [backend]),
-        "values": lambda: part("checks").value_cases(sizes(), device, backends),
-        "integers": lambda: part("checks").integer_cases(sizes(), device, backend),
-        "chi_square": lambda: part("checks").chi_square_cases(sizes(), device, backend),
-        "without_host": lambda: part("checks").without_host_cases(sizes(), device),
-        "heads": lambda: part("operations").head_cases(sizes(), device, backend, dtype),
-        "operations": lambda: part("operations").operation_cases(sizes(), device, backends, dtype),
-        "fusions": lambda: part("fusions").fusion_cases(bench()),
-        "breakdown": lambda: part("breakdown").breakdown_cases(bench()),
-        "rivals": lambda: part("breakdown").rival_cases(bench()),
-        "more_steps": lambda: part("steps").step_cases(
-            bench(), bench().batches[:2], dict.fromkeys((backend, "reference"))
+        "ceilings": of_operations(lambda part, sizes: part.ceilings(bench("bert").config.model, sizes, device, dtype)),
+        "profile": of_steps(lambda part, bench: part.profile_cases(bench)),
+        "attention": attention,
+        "deepspeed": of_steps(lambda part, bench: part.engine_cases(bench)),
+        "steps": of_steps(lambda part, bench: part.step_cases(bench, bench.batches[2:], [backend])),
+        "values": of_operations(lambda part, sizes: part.value_cases(sizes, device, backends)),
+        "integers": of_operations(lambda part, sizes: part.integer_cases(sizes, device, backend)),
+        "chi_square": of_operations(lambda part, sizes: part.chi_square_cases(sizes, device, backend)),
+        "without_host": of_operations(lambda part, sizes: part.without_host_cases(sizes, device)),
+        "heads": of_operations(
+            lambda part, sizes: part.timing_cases(part.heads(sizes, device, dtype), device, backends)
         ),
-        "modern": lambda: part("steps").modern_cases(part("steps").StepBench(device, backend, smoke, "modern")),
+        "operations": of_operations(
+            lambda part, sizes: part.timing_cases(part.operations(sizes, device, dtype), device, backends)
+        ),
+        "fusions": of_steps(lambda part, bench: part.fusion_cases(bench)),
+        "rivals": of_steps(lambda part, bench: part.rival_cases(bench)),
+        "more_steps": of_steps(lambda part, bench: part.step_cases(bench, bench.batches[:2], both)),
+        "modern": of_steps(
+            lambda part, bench: part.step_cases(bench, bench.batches, [backend], "ours, modern"), "modern"
+        ),
     }
 
 

@@ -1,50 +1,61 @@
-"""Measure the data loader: its rate against three libraries, and its time to the first batch.
+"""How fast is the data loader, beside three libraries, and how soon does it give its first batch?
 
-    python benchmarks/loader.py
-    python benchmarks/loader.py --s3 s3://bucket/prefix --endpoint-url http://host:9000    # first batch from S3
+    python benchmarks/run.py loader
+    python benchmarks/run.py loader --s3 s3://bucket/prefix --endpoint-url http://host:9000    # first batch from S3
 
 It measures three things:
 
 1. The rate of each reader of `loader_rivals.py` over one shuffled epoch of the same rows of 512 tokens, from opening
    the data to the last batch: CPU microseconds per row, over all threads of the process, and rows per second. The
    readers take turns; the files are in the page cache.
-2. The seconds to a rank's first 256 rows at five positions of a manifest of 64 M rows (33 B tokens), and the time and
-   memory of computing their order (`first_batch.py`).
+2. The seconds to a rank's first 256 rows at five positions of a manifest of 64 M rows (33 B tokens), first as it is,
+   then with a filled cache; and the time and memory of computing their order.
 3. The number of GET requests, computed: a node fetches each shard whole, once, with one request if nothing fails.
 
-Guarantee: before anything is timed, the script checks that all readers give the same rows, and exits if they do not.
+Guarantee: before anything is timed, all readers must give the same rows; otherwise the benchmark ends.
 
-Limits: the readers run without worker processes, and no training step runs beside them.
+Limits: the readers run without worker processes, and no training step runs beside them. `--s3` leaves its corpus in
+the bucket.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from first_batch import WINDOW_SHARDS, time_positions, write_corpus
-from loader_rivals import BATCH, VARIANTS, Variant, is_usable
-from measure import Json, ResultLine, alternate, finish, format_summary, installed, parser, print_table, ratio, summary
+from loader_rivals import BATCH, READERS, WINDOW_SHARDS, Reader, is_usable, our_loader
+from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
+from random_corpus import write_corpus
 
 from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.store.interface import Store
 
+ROUNDS = 3
 ROWS_PER_SHARD = 16_384  # A shard has 16.8 MB.
 SHARDS_OF_33B = 3_907  # These hold 64 M rows, or 33 B tokens.
+GLOBAL_BATCH, RANKS = 2_048, 8  # A rank reads 256 rows per step.
+SHARES = (0.0, 0.1, 0.5, 0.99, 1000.5)  # Start positions, in epochs.
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--shards", type=int, default=3, help="shards of 16.8 MB that the readers read (3)")
+    parser.add_argument("--s3", metavar="URL", help="time the first batches from this address, and write it first")
+    parser.add_argument("--endpoint-url", metavar="URL", help="address of the S3 service, unless it is AWS")
 
 
 def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
     """Return the number of rows, and a checksum that does not depend on the order of the rows.
 
-    The checksum changes if tokens change places within a row, or if a row is lost, repeated or replaced. Two readers
-    with equal results gave the same rows; collisions are possible but improbable.
-
-    Args:
-        batches: [rows, S] arrays of token ids; the iterator is consumed.
+    The checksum changes if tokens change places within a row, or if a row is lost, repeated or replaced. Collisions
+    are possible but improbable.
     """
     num_rows = 0
     checksum = 0
@@ -57,44 +68,30 @@ def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
 
 
 def compare(store: Store, folder: Path, rounds: int) -> Json:
-    """Time an epoch of each usable reader, the readers in turn.
-
-    The program exits before any timing if the readers do not give the same rows.
-
-    Args:
-        store: Store of the corpus that all read.
-        folder: Folder in which each reader writes its data set.
-        rounds: Timed epochs of each reader.
-
-    Returns:
-        By name of the reader: CPU and wall seconds of each epoch, the rates that follow from their medians, its CPU
-        time relative to ours, and the number and digest of its rows.
-    """
-    ways = {name: way for name, way in VARIANTS.items() if is_usable(way)}
-    for name, way in ways.items():
-        way.write(store, folder / name)
-    read = {name: digest(way.read(store, folder / name)) for name, way in ways.items()}
+    """Time an epoch of each usable reader, the readers in turn; return times, rates, rows and digest by reader."""
+    readers = {name: reader for name, reader in READERS.items() if is_usable(reader)}
+    for name, reader in readers.items():
+        reader.write(store, folder / name)
+    read = {name: digest(reader.read(store, folder / name)) for name, reader in readers.items()}
     if len(set(read.values())) > 1:
         sys.exit(
             f"the readers do not give the same rows (number, digest): {read}; "
             "correct the reader that differs, in benchmarks/loader_rivals.py"
         )
-    wall_s: dict[str, list[float]] = {name: [] for name in ways}
+    wall_s: dict[str, list[float]] = {name: [] for name in readers}
 
-    def timed_epoch(name: str, way: Variant) -> Callable[[], float]:
-        """Return a function that reads one epoch, records its wall time and returns its CPU seconds."""
-
+    def timed_epoch(name: str, reader: Reader) -> Callable[[], float]:
         def read_epoch() -> float:
             cpu_begin = time.process_time()
             wall_begin = time.perf_counter()
-            for _ in way.read(store, folder / name):
+            for _ in reader.read(store, folder / name):
                 pass
             wall_s[name].append(time.perf_counter() - wall_begin)
             return time.process_time() - cpu_begin
 
         return read_epoch
 
-    cpu_s = alternate({name: timed_epoch(name, way) for name, way in ways.items()}, rounds, warm_up=0)
+    cpu_s = alternate({name: timed_epoch(name, reader) for name, reader in readers.items()}, rounds, warm_up=0)
     num_rows = read["ours"][0]
     return {
         name: {
@@ -107,48 +104,74 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
             "rows": read[name][0],
             "digest": read[name][1],
         }
-        for name in ways
+        for name in readers
     }
 
 
-def requests_per_million_rows(store: Store) -> float:
-    """Return the GET requests of a node per million rows, computed from the manifest: one request per shard."""
-    shards = read_manifest(store).shards
-    return 1e6 * len(shards) / sum(entry.rows for entry in shards)
-
-
-def report_rates(found: Json, missing: Sequence[str]) -> ResultLine:
-    """Print the table of the readers' rates and return its row for docs/results.md.
-
-    Args:
-        found: Result of `compare`.
-        missing: Names of the readers that could not be imported.
-    """
+def report_rates(found: Json) -> ResultLine:
+    """Print the table of the readers' rates; return its row for docs/results.md."""
     rows = [
         [
             name,
-            f"{way['rows_per_core_s']:,.0f}",
-            f"{way['cpu_us_per_row']:.1f}",
-            f"{way['rows_per_s']:,.0f}",
-            format_summary(way["ratio"]),
+            f"{reader['rows_per_core_s']:,.0f}",
+            f"{reader['cpu_us_per_row']:.1f}",
+            f"{reader['rows_per_s']:,.0f}",
+            format_summary(reader["ratio"]),
         ]
-        for name, way in found.items()
+        for name, reader in found.items()
     ]
+    missing = [name for name in READERS if name not in found]
     rows += [[name, "not importable", "", "", ""] for name in missing]
     print_table(["", "rows / s core", "CPU us a row", "rows/s", "CPU / ours"], rows)
-    rivals = [f"{way['ratio']['median']:.1f} x {name}" for name, way in found.items() if name != "ours"]
+    rivals = [f"{reader['ratio']['median']:.1f} x {name}" for name, reader in found.items() if name != "ours"]
     rivals += [f"{name} not importable" for name in missing]
     value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"
     return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
 
 
-def report_positions(found: list[Json], facts: str) -> ResultLine:
-    """Print the table of the first batches and return its row for docs/results.md.
+def time_order(rows_per_shard: list[int], share: float) -> Json:
+    """Measure a new row order at a position, as a restarted run builds it: first step, next step, memory."""
+    position = int(share * sum(rows_per_shard))
+    positions = np.arange(position, position + GLOBAL_BATCH)
+    begin = time.perf_counter()
+    order = RowOrder([CorpusOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)])
+    order.locate(positions)
+    middle = time.perf_counter()
+    order.locate(positions + GLOBAL_BATCH)
+    end = time.perf_counter()
+    tracemalloc.start()  # In a run of its own, because tracing slows the code that it observes.
+    RowOrder([CorpusOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)]).locate(positions)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"order_ms": 1e3 * (middle - begin), "next_ms": 1e3 * (end - middle), "order_peak_bytes": peak_bytes}
 
-    Args:
-        found: Result of `time_positions`, one entry per position.
-        facts: Size of the corpus and of the window, as text.
+
+def time_first_batch(store: Store, cache_folder: Path, share: float, window_shards: int) -> float:
+    """Return the seconds from an open store to the first batch of rank 0 at a position, as a restarted run needs them.
+
+    They include reading the manifest, fetching and verifying the shards of the window, and computing the order.
     """
+    begin = time.perf_counter()
+    with our_loader(store, cache_folder, GLOBAL_BATCH, RANKS, window_shards, share) as (loader, _):
+        loader.next()
+        return time.perf_counter() - begin
+
+
+def time_positions(store: Store, folder: Path, window_shards: int) -> list[Json]:
+    """Measure the first batch at every position of `SHARES`, twice: as it is, then with a filled cache.
+
+    A local store needs no cache, so there the two times differ only by the page cache.
+    """
+    rows_per_shard = [entry.rows for entry in read_manifest(store).shards]
+    results = []
+    for share in SHARES:
+        first_s, again_s = (time_first_batch(store, folder, share, window_shards) for _ in range(2))
+        results.append({"epochs": share, "first_s": first_s, "again_s": again_s, **time_order(rows_per_shard, share)})
+    return results
+
+
+def report_positions(found: list[Json], facts: str) -> ResultLine:
+    """Print the table of the first batches; return its row for docs/results.md."""
     rows = [
         [
             f"{row['epochs']:g}",
@@ -169,30 +192,15 @@ def report_positions(found: list[Json], facts: str) -> ResultLine:
     return ResultLine(f"first batch at 0, 10, 50, 99 % and epoch 1,000, {facts}", value, "")
 
 
-def main(argv: Sequence[str] | None = None) -> Json:
-    """Run the three measurements, print their tables and return the record.
-
-    Everything is written to a temporary folder, except that `--s3` leaves its corpus in the bucket.
-    """
-    parse = parser(__doc__, rounds=3)
-    parse.add_argument(
-        "--shards", type=int, default=8, help="shards of 16.8 MB that the readers read (default: %(default)s)"
-    )
-    parse.add_argument(
-        "--s3",
-        metavar="URL",
-        help="time the first batches from S3: write `--shards` shards to this address, read them",
-    )
-    parse.add_argument("--endpoint-url", metavar="URL", help="address of the S3 service, unless it is AWS")
-    arguments = parse.parse_args(argv)
+def measure(arguments: argparse.Namespace) -> Found:
+    """Run the three measurements."""
     shards, rows_per_shard = (2, 1024) if arguments.smoke else (arguments.shards, ROWS_PER_SHARD)
     num_large_shards = 200 if arguments.smoke else SHARDS_OF_33B
     with tempfile.TemporaryDirectory(prefix="loader-") as temporary:
         folder = Path(temporary)
         store = write_corpus(str(folder / "corpus"), shards, rows_per_shard, shards)
         rates = compare(store, folder, arguments.rounds)
-        missing = [name for name in VARIANTS if name not in rates]
-        lines = [report_rates(rates, missing)]
+        lines = [report_rates(rates)]
         if arguments.s3:
             large = write_corpus(arguments.s3, shards, rows_per_shard, shards, endpoint_url=arguments.endpoint_url)
         else:
@@ -200,26 +208,12 @@ def main(argv: Sequence[str] | None = None) -> Json:
         entries = read_manifest(large).shards
         window = min(WINDOW_SHARDS, len(entries))
         num_rows = sum(entry.rows for entry in entries)
-        facts = (
-            f"{num_rows / 1e6:.1f} M rows in {len(entries):,} shards, window {window * entries[0].bytes / 1e6:.0f} MB"
-        )
+        window_mb = window * entries[0].bytes / 1e6
         positions = time_positions(large, folder / "cache", window)
-        lines.append(report_positions(positions, facts))
-        gets = requests_per_million_rows(store)
+    facts = f"{num_rows / 1e6:.1f} M rows in {len(entries):,} shards, window {window_mb:.0f} MB"
+    lines.append(report_positions(positions, facts))
+    gets = 1e6 / rows_per_shard
     print(f"GET requests per million rows: {gets:.0f} (a node fetches each shard once)")
     lines.append(ResultLine("GET requests a million rows of 512", f"{gets:.0f}, one a shard and node", ""))
-    packages = installed(*(way.package for way in VARIANTS.values()))
-    return finish(
-        "loader",
-        arguments,
-        argv,
-        lines,
-        packages=packages,
-        ways=rates,
-        positions=positions,
-        gets_per_million_rows=gets,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    found = {"ways": rates, "positions": positions, "gets_per_million_rows": gets}
+    return Found(lines, found, packages=[reader.package for reader in READERS.values()])

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from first_batch import WINDOW_SHARDS
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
@@ -34,11 +33,12 @@ from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.interface import Store
 
 BATCH = 256
+WINDOW_SHARDS = 64  # Shards whose rows our reader shuffles together.
 BUFFER_ROWS = 10_000  # Size of webdataset's shuffle buffer.
 Batches = Iterator[np.ndarray]
 
 
-class Variant(NamedTuple):
+class Reader(NamedTuple):
     """One reader of the comparison, with the functions that write its data set and read it."""
 
     package: str  # Distribution whose version the record names.
@@ -47,13 +47,10 @@ class Variant(NamedTuple):
     read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch.
 
 
-def is_usable(way: Variant) -> bool:
-    """Return whether the reader's module can be imported.
-
-    An installed package may still fail on import, because it needs others that do not fit the installed torch.
-    """
+def is_usable(reader: Reader) -> bool:
+    """Return whether the reader's module can be imported; an installed one may not fit the installed torch."""
     try:
-        importlib.import_module(way.module)
+        importlib.import_module(reader.module)
     except (ImportError, RuntimeError, OSError):
         return False
     return True
@@ -74,14 +71,23 @@ def _nothing(store: Store, folder: Path) -> None:
     """Write nothing, because the reader reads the shards of the corpus itself."""
 
 
+@contextlib.contextmanager
+def our_loader(
+    store: Store, folder: Path, global_batch: int, num_ranks: int, window_shards: int, epochs: float = 0.0
+) -> Iterator[tuple[RowLoader, RowOrder]]:
+    """Open our loader of rank 0 with its order; it begins after so many `epochs`. `folder` is that of the cache."""
+    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
+        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, window_shards)])
+        step = int(epochs * order.num_rows) // global_batch
+        with contextlib.closing(RowLoader(cache, order, global_batch, 0, num_ranks, start_step=step)) as loader:
+            yield loader, order
+
+
 def _read_ours(store: Store, folder: Path) -> Batches:
     """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
-    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
-        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, WINDOW_SHARDS)])
-        loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
+    with our_loader(store, folder, BATCH, 1, WINDOW_SHARDS) as (loader, order):
         for _ in range(order.num_rows // BATCH):
             yield loader.next().ids
-        loader.close()
 
 
 def _write_webdataset(store: Store, folder: Path) -> None:
@@ -116,12 +122,7 @@ def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
 
 
 def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Iterator[np.ndarray]]) -> Batches:
-    """Return the batches of a webdataset pipeline that shuffles files and rows.
-
-    Args:
-        paths: Tar files.
-        rows: Turns the samples of a tar file into rows, [S] each.
-    """
+    """Return the batches of a webdataset pipeline; `rows` turns the samples of a tar file into rows, [S] each."""
     import webdataset
 
     return iter(
@@ -185,10 +186,10 @@ def _read_litdata(store: Store, folder: Path) -> Batches:
     return (batch.numpy() for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0))
 
 
-VARIANTS = {
-    "ours": Variant("electra-dist", "electra_dist", _nothing, _read_ours),
-    "webdataset": Variant("webdataset", "webdataset", _write_webdataset, _read_webdataset),
-    "webdataset, blocks": Variant("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
-    "mosaicml-streaming": Variant("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
-    "litdata": Variant("litdata", "litdata", _write_litdata, _read_litdata),
+READERS = {
+    "ours": Reader("electra-dist", "electra_dist", _nothing, _read_ours),
+    "webdataset": Reader("webdataset", "webdataset", _write_webdataset, _read_webdataset),
+    "webdataset, blocks": Reader("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
+    "mosaicml-streaming": Reader("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
+    "litdata": Reader("litdata", "litdata", _write_litdata, _read_litdata),
 }

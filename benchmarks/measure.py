@@ -1,30 +1,30 @@
-"""Shared tools of the benchmark scripts: timing in turns, ratios, the JSON record of a run, printed tables.
+"""Tools of the benchmarks: timing in turns, ratios, printed tables, and the record of a run.
 
-Guarantee: the variants that a benchmark compares run in one process, one after another in every round, so that other
-load on the machine affects all of them alike. A ratio is taken within each round; its median and its extremes over the
-rounds are reported. A record names the hardware, the versions, the date and the command that repeats the run.
+Guarantee: the ways that a benchmark compares take turns, round after round, so that other load on the machine affects
+all of them alike. A ratio is taken within each round; its median and its extremes over the rounds are reported.
 
-How: a script builds its options with `parser`, times its variants with `alternate`, and ends with `finish`, which
-returns the record and writes it where `--save` asks. `table.py` builds the table in docs/results.md from the records.
+A benchmark is a module of this folder with a function `measure(arguments) -> Found`, which `run.py` calls. It may have
+`add_options(parser)`, and `ROUNDS`, the default of `--rounds`.
 
 Limits: the tools measure wall-clock time; a benchmark that needs CPU time or GPU events measures them itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from electra_dist.run.environment_record import cpu, versions
+from electra_dist.run.environment_record import commit, cpu, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -38,54 +38,28 @@ Json = dict[str, Any]
 
 
 class ResultLine(NamedTuple):
-    """One row of the benchmark table in docs/results.md.
-
-    The row's date and command are not stored in it: `table.py` takes them from the record that holds the row.
-    """
+    """One row of the benchmark table in docs/results.md; its date and command are those of its record."""
 
     what: str  # Subject and conditions of the measurement.
     value: str  # Our figure with its unit.
     ratio: str  # Comparison with the rivals; empty if there is none.
 
 
-def parser(doc: str, *, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Return a command-line parser with the options that every benchmark has.
+@dataclass
+class Found:
+    """Result of a benchmark."""
 
-    The caller adds its own options before it parses.
-
-    Args:
-        doc: Help text of the script, printed as it is; usually the module's docstring.
-        rounds: Default of `--rounds`; None leaves this option out.
-    """
-    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if rounds is not None:
-        options.add_argument(
-            "--rounds",
-            type=int,
-            default=rounds,
-            help="timed rounds, each with every variant once (default: %(default)s)",
-        )
-    options.add_argument(
-        "--smoke", action="store_true", help="run the same code at toy sizes in seconds; the times mean nothing"
-    )
-    options.add_argument(
-        "--save",
-        nargs="?",
-        type=Path,
-        const=RESULTS,
-        metavar="FOLDER",
-        help="write the record as a dated JSON file into FOLDER (without FOLDER: into benchmarks/results/)",
-    )
-    return options
+    lines: list[ResultLine]
+    measured: Json  # The record has these keys, too; JSON values.
+    fault: str = ""  # What exceeds a limit that the benchmark guarantees; the program then ends with exit code 1.
+    packages: Sequence[str] = field(default=())  # Rivals whose versions the record names.
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run the variants in turn, round after round, and return the seconds of each by name.
+    """Run the ways in turn, round after round; return the seconds of each timed round by name.
 
-    Args:
-        ways: Variants by name. If one returns a float, that is recorded as its seconds; otherwise its wall time is.
-        rounds: Timed rounds, which is the length of each list that is returned.
-        warm_up: Additional rounds that run first and are not recorded.
+    If a way returns a float, that is recorded as its seconds; otherwise its wall time is. `warm_up` more rounds run
+    first and are not recorded.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(-warm_up, rounds):
@@ -93,8 +67,7 @@ def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int =
             begin = time.perf_counter()
             result = way()
             elapsed = result if isinstance(result, float) else time.perf_counter() - begin
-            is_warm_up = round_number < 0
-            if not is_warm_up:
+            if round_number >= 0:
                 seconds[name].append(elapsed)
     return seconds
 
@@ -105,23 +78,28 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Return median, least and largest of `over` / `under`, divided round by round.
-
-    Dividing within a round cancels a change of the machine's speed between rounds.
-
-    Args:
-        over: Samples of one variant, one per round.
-        under: Samples of the other variant, one per round.
-
-    Raises:
-        ValueError: The two have different numbers of rounds.
-    """
+    """Return the `summary` of `over` / `under` within each round, which cancels changes of the machine's speed."""
     return summary([numerator / denominator for numerator, denominator in zip(over, under, strict=True)])
 
 
 def format_summary(found: Mapping[str, float], form: str = ".2f") -> str:
-    """Format a `summary` as the text "median (least to most)", each number by the format `form`."""
+    """Format a `summary` as "median (least to most)", each number by the format `form`."""
     return f"{found['median']:{form}} ({found['least']:{form}} to {found['most']:{form}})"
+
+
+def in_new_process(module: str, function: str, *arguments: Any) -> Any:
+    """Call a function of a benchmark's module in a new Python process; return its result.
+
+    Arguments are written by `repr`, and the result must be a JSON value.
+    """
+    code = f"import json, {module}; print(json.dumps({module}.{function}(*{arguments!r})))"
+    search_path = [str(Path(__file__).parent), str(REPOSITORY), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{module}.{function}{arguments} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def hardware() -> str:
@@ -130,7 +108,7 @@ def hardware() -> str:
     return f"{facts['model']}, {facts['usable_cores']} cores, {facts['memory_gb']} GB"
 
 
-def installed(*packages: str) -> dict[str, str]:
+def installed(packages: Sequence[str]) -> dict[str, str]:
     """Return the version of each distribution by name; "not installed" where it is missing."""
     version_by_name = {}
     for package in packages:
@@ -141,47 +119,32 @@ def installed(*packages: str) -> dict[str, str]:
     return version_by_name
 
 
-def finish(
-    name: str, arguments: argparse.Namespace, argv: Sequence[str] | None, lines: Sequence[ResultLine], **found: Any
-) -> Json:
-    """Return the record of a run, print the machine and the versions, and write the record if `--save` is set.
-
-    The file is FOLDER/<name>-<YYYYMMDD>.json (UTC); a later run of the same day replaces it.
-
-    Args:
-        name: Name of the script without `.py`, optionally with a hyphen and the subject ("step-packed").
-        arguments: Parsed options; `smoke` and `save` are read.
-        argv: Words of the command line; None means those of this process. `--save` is left out of the record.
-        lines: Rows of this run for the table in docs/results.md.
-        found: Measurements, stored in the record under their own names; they must be JSON values.
-    """
-    command_line = sys.argv[1:] if argv is None else argv
-    given = [word for word in command_line if word not in ("--save", str(arguments.save))]
-    date = datetime.now(UTC)
-    record: Json = {
+def make_record(name: str, command: str, *, smoke: bool = False) -> Json:
+    """Return the facts of a record that every benchmark has."""
+    return {
         "benchmark": name,
-        "date": date.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{name.partition('-')[0]}.py", *given]),
-        "smoke": arguments.smoke,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": commit(),
+        "smoke": smoke,
         "hardware": hardware(),
         "versions": versions(),
-        **found,
-        "lines": [line._asdict() for line in lines],
     }
-    if arguments.save:
-        arguments.save.mkdir(parents=True, exist_ok=True)
-        (arguments.save / f"{name}-{date:%Y%m%d}.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{record['hardware']}, " + ", ".join(f"{package} {v}" for package, v in record["versions"].items()))
-    return record
+
+
+def record_file(record: Json, folder: Path) -> Path:
+    """Return the file of a record: FOLDER/NAME-YYYYMMDD.json (UTC)."""
+    return folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json"
+
+
+def between_markers(text: str, begin: str, end: str, content: str) -> str:
+    """Return the page `text` with `content` between two markers; ValueError if one is missing."""
+    first = text.index(begin) + len(begin)
+    return f"{text[:first]}\n{content}\n{text[text.index(end) :]}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as aligned text, the first column to the left and all others to the right.
-
-    Args:
-        header: Titles of the columns.
-        rows: Cells, as many in each row as there are titles.
-    """
+    """Print a table as aligned text, the first column to the left and all others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:

@@ -1,23 +1,22 @@
-"""Measure the time from the command to the end of the first step, for a fresh start and for a resume.
+"""How long does a start take until its first step is done, fresh and resumed, beside a plain DeepSpeed script?
 
-    python benchmarks/restart.py          # configs/small.yaml, 16 rows of 128, one CPU rank, ZeRO-1, fp32
+    python benchmarks/run.py restart          # configs/small.yaml, 16 rows of 128, one CPU rank, ZeRO-1, fp32
 
-It compares our launcher with a plain DeepSpeed script, `restart_rival.py`.
-
-How: both are started by `deepspeed --num_gpus 1`, in turn, with the same model and settings. Ours reads a corpus,
-verifies shards and checkpoint by their digests, and writes ledger, metrics and report; the plain script does none of
-this. A start has four parts, in seconds (ours are setup_s and spent_s of the ledger):
+How: our launcher and `restart_rival.py` are started by `deepspeed --num_gpus 1`, in turn, with the same model and
+settings. Ours reads a corpus, verifies shards and checkpoint by their digests, and writes ledger, metrics and report;
+the plain script does none of this. A start has four parts, in seconds (ours are setup_s and spent_s of the ledger):
 
     launch and import    the launcher, the rank's interpreter and its imports
     build                inputs, process group, model, engine
     restore              the checkpoint (in a fresh start: the search for one)
     first step           until its end, including the wait for data
 
-Limits: one rank on one machine with a warm page cache.
+Limits: one rank on one machine with a warm page cache. The smoke run starts toy models with plain Python.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -29,26 +28,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from first_batch import write_corpus
-from measure import REPOSITORY, TOY, Json, ResultLine, finish, format_summary, parser, print_table, ratio, summary
+from measure import REPOSITORY, TOY, Found, Json, ResultLine, format_summary, print_table, ratio, summary
+from random_corpus import write_corpus
 
 from electra_dist.config_file import load_config
 from electra_dist.run import history
 from electra_dist.run.ledger import read_ledger
 
+ROUNDS = 2
 PARTS = ("launch and import", "build", "restore", "first step")
 SAVED, LAST = 2, 4  # The steps after which the run saves. The resume starts from the first of the two.
 
 
 def run(launcher: Sequence[str], *words: object) -> tuple[float, str]:
-    """Run a command to its end; return the time at which it started, in seconds since the epoch, and its stdout.
-
-    If the command fails, the program exits with the end of its output. A command may take 600 s at most.
-
-    Args:
-        launcher: First words of the command.
-        words: Script and its arguments.
-    """
+    """Run a command of at most 600 s; return the Unix time at which it started, and its stdout. End if it fails."""
     command = [*launcher, *map(str, words)]
     begin = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
@@ -61,18 +54,9 @@ def run(launcher: Sequence[str], *words: object) -> tuple[float, str]:
 
 
 def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
-    """Start our training once and return the seconds of its parts.
+    """Start our training once; return `resumed`, `seconds` of each of `PARTS`, and `total_s`.
 
-    Afterwards, later checkpoints than the one of step `SAVED` are deleted, so that the next start resumes from that
-    step.
-
-    Args:
-        launcher: First words of the command.
-        config: Config file of the run.
-        run_dir: Run folder that the config names.
-
-    Returns:
-        `resumed`, `seconds` of each of `PARTS`, and `total_s`.
+    Checkpoints later than the one of step `SAVED` are deleted, so that the next start resumes from that step.
     """
     begin, _ = run(launcher, "launcher/pretrain.py", "--config", config)
     ledger = read_ledger(run_dir)
@@ -86,38 +70,21 @@ def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
     # Launch and import are one part, because the time between them, the process's start, is known only to a second.
     seconds["launch and import"] = ready - seconds["build"] - seconds["restore"]
     for folder in (run_dir / "checkpoints").glob("step-*"):
-        step = int(folder.name.split("-")[1])
-        if step > SAVED:
+        if int(folder.name.split("-")[1]) > SAVED:
             shutil.rmtree(folder)
-    return {"resumed": start["event"] == "resume", "seconds": seconds, "total_s": ready + start.spent["first"]}
+    return {"resumed": start.events[0].event == "resume", "seconds": seconds, "total_s": ready + start.spent["first"]}
 
 
 def theirs(launcher: Sequence[str], config: Path, folder: Path) -> Json:
-    """Start the plain DeepSpeed script once and return the seconds of its parts.
-
-    Args:
-        launcher: First words of the command.
-        config: Config file with model and engine settings.
-        folder: Folder of its checkpoints; it resumes if there is one.
-
-    Returns:
-        `resumed`, `seconds` of each of `PARTS`, and `total_s`.
-    """
+    """Start the plain DeepSpeed script once; return what `ours` returns. It resumes if `folder` has a checkpoint."""
     begin, output = run(launcher, "benchmarks/restart_rival.py", "--config", config, "--folder", folder)
-    json_lines = [line for line in output.splitlines() if line.startswith("{")]
-    report_of_script = json.loads(json_lines[-1])
-    seconds = {"launch and import": report_of_script["imported"] - begin, **report_of_script["seconds"]}
-    total_s = report_of_script["first_step_done"] - begin
-    return {"resumed": report_of_script["resumed"], "seconds": seconds, "total_s": total_s}
+    report = json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+    seconds = {"launch and import": report["imported"] - begin, **report["seconds"]}
+    return {"resumed": report["resumed"], "seconds": seconds, "total_s": report["first_step_done"] - begin}
 
 
 def write_config(folder: Path, smoke: bool) -> Path:
-    """Write a random corpus and the config of a run of `LAST` steps on it; return the config's path.
-
-    Args:
-        folder: Folder for corpus, config and run.
-        smoke: Whether to use the toy model.
-    """
+    """Write a random corpus and the config of a run of `LAST` steps on it; return the config's path."""
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if smoke else []
     small = load_config(REPOSITORY / "configs/small.yaml", toy)
     write_corpus(str(folder / "corpus"), 2, 512, 2, seq_len=small.data.seq_len, vocab_size=small.model.vocab_size)
@@ -131,16 +98,8 @@ def write_config(folder: Path, smoke: bool) -> Path:
     return folder / "run.yaml"
 
 
-def measure(smoke: bool, rounds: int) -> Json:
-    """Start both in turn, first fresh and then resuming, with a new folder in each round.
-
-    Args:
-        smoke: Whether to start toy models with plain Python instead of the `deepspeed` launcher.
-        rounds: Fresh starts, and resumes, of each.
-
-    Returns:
-        Under "fresh" and "resume", then under "ours" and "DeepSpeed", the list of starts.
-    """
+def time_starts(smoke: bool, rounds: int) -> Json:
+    """Start both in turn, first fresh and then resuming, with a new folder in each round; return all starts."""
     deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", "0"]
     launcher = [sys.executable] if smoke else deepspeed
     found: Json = {kind: {"ours": [], "DeepSpeed": []} for kind in ("fresh", "resume")}
@@ -151,20 +110,17 @@ def measure(smoke: bool, rounds: int) -> Json:
             for kind, by in found.items():
                 by["ours"].append(ours(launcher, config, folder / "run"))
                 by["DeepSpeed"].append(theirs(launcher, config, folder / "plain"))
-                expects_resume = kind == "resume"
                 for who, starts in by.items():
                     resumed = starts[-1]["resumed"]
-                    assert resumed == expects_resume, f"{who}: a {kind} start has resumed={resumed}"
+                    assert resumed == (kind == "resume"), f"{who}: a {kind} start has resumed={resumed}"
     return found
 
 
-def report(found: Json, facts: str) -> list[ResultLine]:
-    """Print the tables of fresh starts and of resumes, and return their rows for docs/results.md.
-
-    Args:
-        found: Result of `measure`.
-        facts: Model and number of ranks, as text.
-    """
+def measure(arguments: argparse.Namespace) -> Found:
+    """Measure all starts and compare them."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    found = time_starts(arguments.smoke, arguments.rounds)
+    facts = "a toy" if arguments.smoke else "ELECTRA-Small, 1 CPU rank"
     lines = []
     for kind, by in found.items():
         totals = {who: [start["total_s"] for start in starts] for who, starts in by.items()}
@@ -174,21 +130,7 @@ def report(found: Json, facts: str) -> list[ResultLine]:
             over = format_summary(ratio(totals[who], totals["ours"]))
             rows.append([who, format_summary(summary(totals[who])), *(f"{part:.2f}" for part in parts), over])
         print_table([kind, "seconds", *PARTS, "/ ours"], rows)
-        print()
         value = f"{summary(totals['ours'])['median']:.1f} s"
         times = f"{ratio(totals['ours'], totals['DeepSpeed'])['median']:.2f} of a plain DeepSpeed script's"
         lines.append(ResultLine(f"command to first step done, {kind}, {facts}", value, times))
-    return lines
-
-
-def main(argv: Sequence[str] | None = None) -> Json:
-    """Measure all starts, print their tables and return the record."""
-    arguments = parser(__doc__, rounds=3).parse_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found = measure(arguments.smoke, arguments.rounds)
-    lines = report(found, "a toy" if arguments.smoke else "ELECTRA-Small, 1 CPU rank")
-    return finish("restart", arguments, argv, lines, starts=found)
-
-
-if __name__ == "__main__":
-    main()
+    return Found(lines, {"starts": found})

@@ -65,11 +65,21 @@ class Cluster(NamedTuple):
         return self.num_shards * self.rows_per_shard // self.global_batch
 
 
+class Run(NamedTuple):
+    """One simulated run of the nodes."""
+
+    name: str
+    link_share: float  # Rate of the link as a share of the need, at which nodes that share nothing never wait.
+    is_sharing: bool = True  # Whether the nodes pass shards to one another.
+    kills_one: bool = False  # Whether the last node is killed when the first epoch is half over.
+    cache_share: float | None = None  # Size of each cache as a share of the corpus; None for no limit.
+    num_epochs: int = 1
+
+
 class CountingStore(LocalStore):
     """Store in a local folder that must be copied from, as S3 must, and counts the fetched objects."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the store in `folder`; no object has been fetched yet."""
         super().__init__(folder)
         self.num_fetched = 0
 
@@ -78,7 +88,7 @@ class CountingStore(LocalStore):
         return None
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to `destination`, and count it."""
+        """Copy an object, and count it."""
         self.num_fetched += 1
         with replacing(destination) as out, super().local_path(key).open("rb") as stream:
             shutil.copyfileobj(stream, out)
@@ -88,12 +98,11 @@ class LinkedStore(CountingStore):
     """Store whose objects are fetched from `_serve_corpus` over HTTP, at the rate of the link."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Open the store in `folder`, whose objects the server at `port` of this machine sends."""
         super().__init__(folder)
         self._port = port
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Fetch an object from the server to `destination`, and wait as long as the link needs."""
+        """Copy an object over HTTP."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONGEST_S)
         with contextlib.closing(connection), replacing(destination) as out:
             connection.request("GET", f"/{key}")
@@ -119,20 +128,13 @@ class _Link:
 def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connection) -> None:
     """Serve the files of a folder over HTTP at a limited rate, until this process is killed.
 
-    Args:
-        folder: Folder of the corpus.
-        bytes_per_s: Rate of the link.
-        num_sent: Shared counter of the sent bytes; only this process changes it.
-        port: Pipe that receives the number of the server's port.
+    `num_sent` is a shared counter of the sent bytes, which only this process changes; `port` receives the port.
     """
     link = _Link(bytes_per_s)
     counting = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        """Handler of one request for a file."""
-
         def do_GET(self) -> None:
-            """Send the file at the pace of the link."""
             data = (folder / self.path.lstrip("/")).read_bytes()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
@@ -154,38 +156,20 @@ def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connect
 
 
 def _run_node(
-    node: int,
-    cluster: Cluster,
-    store: LinkedStore,
-    folder: Path,
-    limit_bytes: int | None,
-    num_epochs: int,
-    is_sharing: bool,
-    is_killed: bool,
-    script: Connection,
-    num_sent: Any,
-) -> None:
-    """Read the batches of one node, and report to the script; the main function of a node's process.
+    node: int, cluster: Cluster, run: Run, store: LinkedStore, folder: Path, limit_bytes: int | None,
+    script: Connection, num_sent: Any,
+) -> None:  # fmt: skip
+    """Read the batches of one node, which has a single rank, and report to the script; the main function of a process.
 
-    Args:
-        node: Number of the node, from 0; it has a single rank.
-        cluster: Sizes of the run.
-        store: Store of the corpus.
-        folder: Folder of the cache.
-        limit_bytes: Limit of the cache; None for none.
-        num_epochs: Epochs to read.
-        is_sharing: Whether the nodes pass shards to one another.
-        is_killed: Whether the node kills itself when the first epoch is half over.
-        script: Pipe to the script. It receives the reports (kind, value), and sends the addresses of all nodes once
-            all nodes are ready.
-        num_sent: Shared counter of the bytes that have left the store.
+    `folder` and `limit_bytes` are those of the cache. `script` receives the reports (kind, value), and sends the
+    addresses of all nodes once all nodes are ready. `num_sent` counts the bytes that have left the store.
     """
     manifest = read_manifest(LocalStore(Path(store.url)))
     order = RowOrder([CorpusOrder([entry.rows for entry in manifest.shards], _SEED, cluster.window_shards)])
     server = ShardServer("127.0.0.1", _TOKEN)
     script.send(("address", server.address))
     addresses = [Address(*address) for address in script.recv()]
-    peers = PeerGroup(addresses, node, _TOKEN) if is_sharing else None
+    peers = PeerGroup(addresses, node, _TOKEN) if run.is_sharing else None
     begin = time.monotonic()
     cache = ShardCache(Corpora.of(store, manifest), folder, fetch_threads=4, limit_bytes=limit_bytes, peers=peers)
     server.serve(cache.node_cache, cache.corpora, fetch_threads=4)
@@ -195,7 +179,8 @@ def _run_node(
     first_row = node * rows_per_node  # first row of the node in each step
     first_batch_s = 0.0
     first_wait_s = 0.0
-    for step in range(num_epochs * cluster.steps_per_epoch):
+    is_killed = run.kills_one and node == cluster.num_nodes - 1
+    for step in range(run.num_epochs * cluster.steps_per_epoch):
         row_ids = loader.next().row_ids
         if step == 0:
             first_batch_s = time.monotonic() - begin
@@ -214,74 +199,46 @@ def _run_node(
     time.sleep(_LONGEST_S)  # Other nodes may still ask this node for shards; the script kills the process.
 
 
-def measure_nodes(
-    name: str,
-    corpus: Path,
-    folder: Path,
-    cluster: Cluster,
-    link_share: float,
-    *,
-    is_sharing: bool,
-    kills_one: bool = False,
-    cache_share: float | None = None,
-    num_epochs: int = 1,
-) -> Json:
-    """Run all nodes until each has read its epochs, and return the measured times and bytes.
+def measure_nodes(run: Run, corpus: Path, folder: Path, cluster: Cluster) -> Json:
+    """Run all nodes until each has read its epochs; their caches are in `folder`.
 
-    Args:
-        name: Name of the run in the record.
-        corpus: Folder of the corpus.
-        folder: Folder for the caches of the nodes.
-        cluster: Sizes of the run.
-        link_share: Rate of the link as a share of the need: the rate at which nodes that share nothing never wait.
-        is_sharing: Whether the nodes pass shards to one another.
-        kills_one: Whether the last node is killed when the first epoch is half over.
-        cache_share: Size of each cache as a share of the corpus; None for no limit.
-        num_epochs: Epochs to read.
-
-    Returns:
-        A JSON object with `name`; `link_bytes_per_s`, the rate of the link; `first_batch_s`, the seconds to the first
-        batch of the slowest node; `waiting_share`, the mean share of the time after the first batch in which a node
-        waits for rows; and `store_share_by_epoch`, the bytes that the store sent in each epoch, divided by the bytes
-        of the corpus.
+    Return `first_batch_s`, the seconds to the first batch of the slowest node; `waiting_share`, the mean share of the
+    time after the first batch in which a node waits for rows; and `store_share_by_epoch`, the bytes that the store
+    sent in each epoch, divided by the bytes of the corpus.
     """
     corpus_bytes = sum(entry.bytes for entry in read_manifest(LocalStore(corpus)).shards)
     epoch_s = cluster.steps_per_epoch * cluster.step_s
-    bytes_per_s = link_share * cluster.num_nodes * corpus_bytes / epoch_s
+    bytes_per_s = run.link_share * cluster.num_nodes * corpus_bytes / epoch_s
+    limit_bytes = None if run.cache_share is None else round(run.cache_share * corpus_bytes)
     num_sent = _FORK.RawValue("q", 0)
     port, port_of_store = _FORK.Pipe(duplex=False)
     processes = [_start(_serve_corpus, corpus, bytes_per_s, num_sent, port_of_store)]
     nodes: list[Connection] = []
     try:
         store = LinkedStore(corpus, port.recv())
-        limit_bytes = None if cache_share is None else round(cache_share * corpus_bytes)
         for node in range(cluster.num_nodes):
-            is_killed = kills_one and node == cluster.num_nodes - 1
             ours, theirs = _FORK.Pipe()
-            arguments = (node, cluster, store, folder / f"node-{node}", limit_bytes, num_epochs, is_sharing, is_killed)
-            processes.append(_start(_run_node, *arguments, theirs, num_sent))
+            arguments = (node, cluster, run, store, folder / f"node-{node}", limit_bytes, theirs, num_sent)
+            processes.append(_start(_run_node, *arguments))
             theirs.close()  # Otherwise the end of the node's process would not close the pipe.
             nodes.append(ours)
-        reported = _follow(nodes, num_killed=1 if kills_one else 0)
+        reported = _follow(nodes, num_killed=1 if run.kills_one else 0)
     finally:
         for process in processes:
             process.kill()
             process.join()
     sent_bytes = [max(values) for values in zip(*reported["epoch"].values(), strict=True)]
-    sent_by_epoch = np.diff([0, *sent_bytes])
-    first_batches = [first_batch_s for first_batch_s, _ in reported["end"].values()]
-    waiting_shares = [share for _, share in reported["end"].values()]
+    first_batches, waiting_shares = zip(*reported["end"].values(), strict=True)
     return {
-        "name": name,
+        "name": run.name,
         "link_bytes_per_s": bytes_per_s,
         "first_batch_s": max(first_batches),
         "waiting_share": float(np.mean(waiting_shares)),
-        "store_share_by_epoch": (sent_by_epoch / corpus_bytes).tolist(),
+        "store_share_by_epoch": (np.diff([0, *sent_bytes]) / corpus_bytes).tolist(),
     }
 
 
 def _start(function: Callable[..., None], *arguments: Any) -> Any:
-    """Fork a process that calls `function` with the arguments; return the process."""
     process = _FORK.Process(target=function, args=arguments, daemon=True)
     process.start()
     return process
@@ -290,16 +247,8 @@ def _start(function: Callable[..., None], *arguments: Any) -> Any:
 def _follow(nodes: list[Connection], num_killed: int) -> dict[str, dict[int, Any]]:
     """Let the nodes begin once all of them listen, and collect their reports until all have ended.
 
-    Args:
-        nodes: Pipe to each node.
-        num_killed: Number of nodes that are killed before their end.
-
-    Returns:
-        Kind of report -> number of the node -> value. For `epoch` the value is a list with one entry per epoch. A
-        killed node has no `end`.
-
-    Raises:
-        SystemExit: a node reports an error, ends too early, or no node reports for `_LONGEST_S` seconds.
+    Return kind of report -> number of the node -> value. For `epoch` the value is a list with one entry per epoch. A
+    killed node has no `end`. The program ends if a node reports an error, ends too early, or none reports any more.
     """
     reported: dict[str, dict[int, Any]] = {"address": {}, "epoch": {}, "end": {}}
     living = dict(enumerate(nodes))

@@ -13,7 +13,13 @@ from electra_dist.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Configs of commands, not of a run.
-OTHERS = ("compare_cpu.yaml", "compare_tiny_modern.yaml", "compare_tiny_rtd.yaml", "corpus_prepare.yaml")
+OTHERS = (
+    "compare_cpu.yaml",
+    "compare_temperatures.yaml",
+    "compare_tiny_modern.yaml",
+    "compare_tiny_rtd.yaml",
+    "corpus_prepare.yaml",
+)
 RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *OTHERS))
 DEMO = CONFIGS / "demo_cpu.yaml"
 

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu_parts.recording import Case, Rows
-from gpu_parts.timing import facts_of, time_and_peak
+from gpu_parts.recording import Case, Rows, facts_of, time_and_peak
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # (query, key, value), each [B, N, S, D]; example lengths of the whole batch; dropout -> [B, N, S, D]
@@ -128,15 +127,7 @@ CONTENDERS: list[tuple[str, Attention, float]] = [
 
 
 def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield every contender with its dropout.
-
-    Args:
-        num_rows: Rows of the timed call; the comparison with float64 uses two of them.
-        num_heads: Heads, each 64 wide.
-        num_tokens: Tokens of a row, which packs three examples.
-        device: "cuda" or "cpu".
-        dtype: Type of query, key and value.
-    """
+    """Yield every contender with its dropout, on rows of `num_tokens` tokens in three examples, with heads 64 wide."""
     for name, attend, p in CONTENDERS:
         operation = f"attention p={p}"
 
@@ -146,7 +137,7 @@ def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype
                 return [row | {"skipped": "needs a CUDA device"}]
             lengths = [num_tokens // 3, num_tokens // 2]
             shape = (num_rows, num_heads, num_tokens, 64)
-            call = _differentiated(attend, shape, pack(num_rows, num_tokens, lengths, device, dtype), p, device, dtype)
+            call = _differentiated(attend, shape, pack(num_rows, num_tokens, lengths, device, dtype), p, dtype, dtype)
             row |= dropped_share(attend, num_heads, p, device, dtype)
             if p == 0:
                 drops_nothing = row["right"]
@@ -158,11 +149,12 @@ def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype
 
 
 def _differentiated(
-    attend: Attention, shape: tuple[int, ...], examples: Examples, p: float, device: str, dtype: torch.dtype
+    attend: Attention, shape: tuple[int, ...], examples: Examples, p: float, dtype: torch.dtype, kind: torch.dtype
 ) -> Callable[[], list[torch.Tensor]]:
-    """Return a call that computes output and gradients, from the same random numbers each time."""
+    """Return a call that computes output and gradients in `kind`, from equal numbers, rounded to `dtype`."""
+    device = examples.begin_E.device
     generator = torch.Generator(device).manual_seed(0)
-    numbers = torch.randn((4, *shape), generator=generator, device=device).to(dtype)
+    numbers = torch.randn((4, *shape), generator=generator, device=device).to(dtype).to(kind)
     inputs = [tensor.clone().requires_grad_() for tensor in numbers[:3]]
 
     def call() -> list[torch.Tensor]:
@@ -175,21 +167,15 @@ def _differentiated(
 def errors(
     attend: Attention, num_heads: int, num_tokens: int, lengths: list[int], device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Compare output and gradients, without dropout, with torch's plain attention in float64.
+    """Compare output and gradients of two rows, without dropout, with torch's plain attention in float64.
 
-    Returns:
-        `error` and, for plain attention in the same type, `reference_error`: the largest root-mean-square error of the
-        four, relative to the exact values. It is right up to twice the reference's, plus one rounding.
+    `error` and, for plain attention in the same type, `reference_error` are the largest root-mean-square error of the
+    four, relative to the exact values. An error is right up to twice the reference's, plus one rounding.
     """
     shape = (2, num_heads, num_tokens, 64)
 
     def results(attend: Attention, kind: torch.dtype) -> list[torch.Tensor]:
-        examples = pack(2, num_tokens, lengths, device, kind)
-        generator = torch.Generator(device).manual_seed(0)
-        numbers = torch.randn((4, *shape), generator=generator, device=device).to(dtype).to(kind)
-        inputs = [tensor.clone().requires_grad_() for tensor in numbers[:3]]
-        out = attend(*inputs, examples, 0.0)
-        return [out.detach(), *torch.autograd.grad(out, inputs, numbers[3])]
+        return _differentiated(attend, shape, pack(2, num_tokens, lengths, device, kind), 0.0, dtype, kind)()
 
     plain = with_bias(SDPBackend.MATH)
     exact = results(plain, torch.float64)
@@ -205,12 +191,8 @@ def dropped_share(attend: Attention, num_heads: int, p: float, device: str, dtyp
     """Measure which share of the attention probabilities dropout removes, and by which factor it scales the others.
 
     Query and key are 0, so that every probability is 1 / _PROBE_TOKENS; the values are the identity, so that the
-    output shows each probability after dropout.
-
-    Returns:
-        dropped: the share of probabilities that are 0.
-        factor: by how much the others have grown.
-        right: whether `dropped` is within 0.01 of p, and `factor` within 1 % of 1 / (1 - p).
+    output shows each probability after dropout. A result is right if `dropped`, the share of zeros, is within 0.01 of
+    p, and `factor`, by which the others have grown, within 1 % of 1 / (1 - p).
     """
     S = _PROBE_TOKENS
     zeros = torch.zeros(_PROBE_ROWS, num_heads, S, S, device=device, dtype=dtype)

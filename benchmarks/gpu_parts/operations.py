@@ -1,72 +1,245 @@
-"""Times the generator's head and every other fused operation against their rivals: two parts of `gpu.py`."""
+"""Fused operations on the GPU: their correctness and their time beside the alternatives. Parts of `gpu.py`.
+
+    ceilings                  a copy, and the model's matrix products alone, in all three directions
+    values                    outputs and gradients of every operation, in fp32 and bf16, against float64
+    integers, chi_square      replaced ids, labels and samples against the references; the samples' distribution
+    without_host              the head makes the host wait for nothing, and gives equal results from a CUDA graph
+    heads, operations         forward and backward against eager torch, torch.compile, Liger, cut-cross-entropy
+
+Every head draws a sample. A rival without a sampler gets a separate one, which computes the logits again, as its users
+have to. Each check returns rows with a boolean `right`.
+
+Limits: a rival that is not installed is left out of the tables; the record's versions show which these are. Without a
+GPU, the checks run on the references at toy sizes, and torch.compile and the check of host waits are left out.
+
+Shapes: M masked rows, D features, V padded vocabulary, B rows, S tokens, N slots (masked positions) per row; a product
+[m, k] x [k, n] has 2 m n k FLOPs.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from gpu_parts.cases import GpuCase, Sizes, cases, head_inputs, our_head, rival_heads
-from gpu_parts.recording import Case, Row, Rows
-from gpu_parts.timing import time_and_peak
+import torch.nn.functional as F
+from electra_kernels.discriminator_tail import rtd_loss
+from electra_kernels.dropout_add_norm import dropout_add_norm
+from electra_kernels.masked_gather import gather_masked
+from electra_kernels.mlm_head import mlm_head_loss_and_sample
+from electra_kernels.replace_tokens import replace_and_label
+from gpu_parts.recording import Case, Row, Rows, time_and_peak
+
+from electra_dist.config import ModelConfig
+from electra_dist.objectives.masking import num_slots
+
+Tensors = list[torch.Tensor]
 
 
-def head_cases(sizes: Sizes, device: str, backend: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield forward, sample and backward of our generator head and its rivals at each number of masked rows.
+class Sizes(NamedTuple):
+    """Sizes of all inputs: `LARGE` for the large model on one GPU, `TOY` for the smoke run."""
 
-    Args:
-        sizes: Sizes of the inputs; `masked` holds the numbers of rows.
-        device: Device of the inputs; torch.compile is left out on a CPU.
-        backend: Implementation of our head.
-        dtype: Type of the inputs.
-    """
-    heads = {f"ours ({backend})": lambda inputs: our_head(inputs, sizes.vocab, backend)}
-    heads |= rival_heads(sizes.vocab, with_compile=device == "cuda")
+    masked: tuple[int, ...]  # Numbers of masked rows with which the head is timed.
+    embedding: int  # Features of an embedding, which are the head's input.
+    vocab: int  # Entries of the vocabulary.
+    padded: int  # Rows of the embedding table, `vocab` rounded up.
+    batch: int  # Rows of a micro-batch.
+    seq_len: int  # Tokens of a row.
+    slots: int  # Masked positions of a row.
+    widths: tuple[int, int]  # Hidden widths of generator and discriminator.
+    exact_rows: int  # Masked rows of the head in the comparison with float64.
+
+
+_LARGE_SLOTS = num_slots(0.25, 512)  # 130
+LARGE = Sizes(
+    masked=(64 * _LARGE_SLOTS, 128 * _LARGE_SLOTS),
+    embedding=1024,
+    vocab=30522,
+    padded=30592,
+    batch=64,
+    seq_len=512,
+    slots=_LARGE_SLOTS,
+    widths=(256, 1024),
+    exact_rows=512,
+)
+TOY = Sizes((24,), 16, 300, 384, 2, 16, 4, (8, 16), 12)
+
+
+class Operation(NamedTuple):
+    """One fused operation with the alternatives that a user has without it."""
+
+    name: str
+    ours: Callable[[Tensors, str], torch.Tensor]  # (inputs, backend) -> output
+    rivals: dict[str, Callable[[Tensors], torch.Tensor]]  # name -> (inputs -> output); the first is eager torch
+    inputs: Tensors  # Tensors that get a gradient; empty if the operation has no backward pass.
+    num_bytes: int = 0  # Least memory traffic of forward and backward; 0 for the head, which computes.
+
+    def backends(self, backends: list[str]) -> list[str]:
+        """Return the backends of ours that are measured: all for the discriminator tail, else the first."""
+        return backends if self.name == "discriminator tail" else backends[:1]
+
+
+def _head_operation(name: str, sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype, chunk: int) -> Operation:
+    """Return the generator's head at M = `num_rows`: forward and sample; the output is the summed loss."""
+    vocab = sizes.vocab
+    x_MD = torch.randn(num_rows, sizes.embedding, device=device, dtype=dtype).requires_grad_()
+    table_VD = torch.randn(sizes.padded, sizes.embedding, device=device, dtype=dtype) * sizes.embedding**-0.5
+    bias_V = torch.randn(vocab, device=device, dtype=dtype).requires_grad_()
+    target_M = torch.randint(vocab, (num_rows,), device=device)
+
+    def ours(given: Tensors, backend: str) -> torch.Tensor:
+        return our_head(given, target_M, vocab, backend, chunk)[0]
+
+    def eager(given: Tensors) -> torch.Tensor:
+        x_MD, table_VD, bias_V = given
+        logits_MV = (F.linear(x_MD, table_VD[:vocab]) + bias_V).float()
+        _gumbel_max(logits_MV.detach())
+        return F.cross_entropy(logits_MV, target_M, reduction="sum")
+
+    @torch.no_grad()
+    def separate_sample(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor) -> None:
+        for x in x_MD.split(4096):
+            _gumbel_max(F.linear(x, table_VD[:vocab], bias_V).float())
+
+    rivals: dict[str, Callable[[Tensors], torch.Tensor]] = {"eager": eager}
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger_loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+
+        def liger(given: Tensors) -> torch.Tensor:
+            x_MD, table_VD, bias_V = given
+            separate_sample(*given)
+            return liger_loss(table_VD[:vocab], x_MD, target_M, bias_V)
+
+        rivals["Liger + sampler"] = liger
+    if importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        def cut_cross_entropy(given: Tensors) -> torch.Tensor:
+            x_MD, table_VD, bias_V = given
+            separate_sample(*given)
+            return linear_cross_entropy(x_MD, table_VD[:vocab], target_M, bias=bias_V, reduction="sum")
+
+        rivals["CCE + sampler"] = cut_cross_entropy
+    return Operation(name, ours, rivals, [x_MD, table_VD.requires_grad_(), bias_V])
+
+
+def our_head(
+    given: Tensors, target_M: torch.Tensor, vocab: int, backend: str, chunk: int = 4096
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the summed loss and the samples, int64 [M], with our head, `chunk` rows at a time."""
+    row_M = torch.arange(len(target_M), device=target_M.device)
+    weight_M = torch.ones(len(target_M), device=target_M.device)
+    out = mlm_head_loss_and_sample(
+        *given, target_M, weight_M, seed=1, step=2, row_M=row_M, vocab_size=vocab, chunk=chunk, backend=backend
+    )
+    return out.loss_sum, out.sampled_M
+
+
+def _gumbel_max(logits_MV: torch.Tensor) -> torch.Tensor:
+    """Return a sample from the softmax of each row, int64 [M], by adding Gumbel noise and taking the largest."""
+    uniform_MV = torch.rand_like(logits_MV).clamp_(1e-9, 1 - 6e-8)
+    return (logits_MV - torch.log(-torch.log(uniform_MV))).argmax(1)
+
+
+def heads(sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Operation]:
+    """Yield the generator's head at each number of masked rows that is timed."""
     for num_rows in sizes.masked:
-        operation = f"head M={num_rows}"
-        for name, head in heads.items():
-
-            def run(
-                name: str = name, head: Callable = head, num_rows: int = num_rows, operation: str = operation
-            ) -> Rows:
-                inputs = head_inputs(sizes, num_rows, device, dtype)
-
-                def call() -> None:
-                    loss, _ = head(inputs)
-                    torch.autograd.grad(loss, inputs.differentiable())
-
-                return [{"operation": operation, "by": name, **time_and_peak(call)}]
-
-            yield Case(operation, name, "compiled head" if name == "torch.compile" else "head", run)
+        yield _head_operation(f"head M={num_rows}", sizes, num_rows, device, dtype, chunk=4096)
 
 
-def operation_cases(sizes: Sizes, device: str, backends: list[str], dtype: torch.dtype) -> Iterator[Case]:
-    """Yield forward and backward of every operation except the head: ours, eager torch and torch.compile.
+def operations(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Operation]:
+    """Return all operations except the head, with random inputs of the model's sizes."""
+    B, S, N = sizes.batch, sizes.seq_len, sizes.slots
+    size = torch.finfo(dtype).bits // 8  # Bytes per element.
+    narrow, wide = sizes.widths
 
-    A row also has `tb_per_s`: the least memory traffic of the operation divided by its time, in TB/s.
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
-    Args:
-        sizes: Sizes of the inputs.
-        device: Device of the inputs; torch.compile is left out on a CPU.
-        backends: Implementations of ours; only the discriminator tail is timed with all, the others with the first.
-        dtype: Type of the inputs.
+    positions = torch.rand(B, S, device=device).argsort(1)[:, :N]
+    flat_positions = (positions + torch.arange(B, device=device)[:, None] * S).flatten()
+    rows = torch.arange(B, device=device)
+    label = torch.rand(B * S, device=device) > 0.85
+    mask = torch.rand(B * S, device=device) > 0.02
+    ids = torch.randint(sizes.vocab, (B, S), device=device)
+    weight = (torch.rand(B, N, device=device) > 0.1).float()
+    sampled = torch.randint(sizes.vocab, (B * N,), device=device)
+
+    def eager_tail(given: Tensors) -> torch.Tensor:
+        dense, bias, out_weight, out_bias = given
+        logits = (F.gelu(dense + bias) @ out_weight + out_bias).float()
+        loss = F.binary_cross_entropy_with_logits(logits, label.float(), reduction="none")
+        return (loss * mask).sum()
+
+    def eager_replace(_: Tensors) -> torch.Tensor:
+        corrupted = ids.scatter(1, positions, torch.where(weight > 0, sampled.view(B, N), ids.gather(1, positions)))
+        return (corrupted != ids).sum()
+
+    found = [
+        Operation(
+            "masked gather",
+            lambda given, backend: gather_masked(given[0], positions, backend=backend),
+            {"eager": lambda given: given[0].flatten(0, 1)[flat_positions]},
+            [normal(B, S, narrow)],
+            size * narrow * (3 * B * N + B * S),
+        ),
+        Operation(
+            "replace + label",
+            lambda _, backend: replace_and_label(ids, positions, weight, sampled, backend=backend)[1].sum(),
+            {"eager": eager_replace},
+            [],
+            B * (S * 17 + N * 20),
+        ),
+        Operation(
+            "discriminator tail",
+            lambda given, backend: rtd_loss(*given, label, mask, backend=backend).loss_sum,
+            {"eager": eager_tail},
+            [normal(B * S, wide), normal(wide), normal(wide), normal(1)],
+            3 * size * B * S * wide,
+        ),
+    ]
+    key = torch.tensor([1, 2, 1], device=device)  # seed, step, layer
+
+    def our_norm(given: Tensors, backend: str) -> torch.Tensor:
+        return dropout_add_norm(*given, rows, key, 1, 0.1, 1e-12, backend)[0]
+
+    def eager_norm(given: Tensors) -> torch.Tensor:
+        x, residual, scale, shift = given
+        return F.layer_norm(F.dropout(x, 0.1) + residual, scale.shape, scale, shift, 1e-12)
+
+    for width in sizes.widths:
+        inputs = [normal(B, S, width), normal(B, S, width), normal(width), normal(width)]
+        traffic = 8 * size * B * S * width
+        found.append(Operation(f"dropout+add+norm {width}", our_norm, {"eager": eager_norm}, inputs, traffic))
+    return found
+
+
+def timing_cases(subjects: Iterable[Operation], device: str, backends: list[str]) -> Iterator[Case]:
+    """Yield forward and backward of every operation: ours, its rivals and, on a GPU, torch.compile of eager torch.
+
+    A row of an operation that moves data has `tb_per_s`: its least memory traffic divided by its time, in TB/s.
     """
-    for subject in cases(sizes, device, dtype):
-        our_backends = backends if subject.name == "discriminator tail" else backends[:1]
-        functions: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
-            f"ours ({backend})": functools.partial(_run_ours, subject, backend) for backend in our_backends
+    for subject in subjects:
+        functions: dict[str, Callable[[Tensors], torch.Tensor]] = {
+            f"ours ({backend})": functools.partial(subject.ours, backend=backend)
+            for backend in subject.backends(backends)
         }
-        functions["eager"] = subject.eager
+        functions |= subject.rivals
         if device == "cuda":
-            functions["torch.compile"] = torch.compile(subject.eager, dynamic=False)
+            # Shapes are static in training, so every operation gets a compilation of its own.
+            functions["torch.compile"] = torch.compile(subject.rivals["eager"], dynamic=False)
         for name, function in functions.items():
             run = functools.partial(_time, subject, name, function)
-            yield Case(subject.name, name, "compiled operation" if name == "torch.compile" else "operation", run)
+            kind = subject.name.partition(" M=")[0] if "head" in subject.name else "operation"
+            yield Case(subject.name, name, f"compiled {kind}" if name == "torch.compile" else kind, run)
 
 
-def _time(subject: GpuCase, name: str, function: Callable[[list[torch.Tensor]], torch.Tensor]) -> Rows:
-    """Time forward and backward of one implementation of an operation."""
-    upstream = torch.ones_like(subject.eager(subject.inputs)) if subject.inputs else None
+def _time(subject: Operation, name: str, function: Callable[[Tensors], torch.Tensor]) -> Rows:
+    upstream = torch.ones_like(subject.rivals["eager"](subject.inputs)) if subject.inputs else None
 
     def call() -> None:
         out = function(subject.inputs)
@@ -74,9 +247,233 @@ def _time(subject: GpuCase, name: str, function: Callable[[list[torch.Tensor]], 
             torch.autograd.grad(out, subject.inputs, upstream.to(out.dtype))
 
     row: Row = {"operation": subject.name, "by": name, **time_and_peak(call)}
-    return [row | {"tb_per_s": subject.num_bytes / row["ms"] / 1e9}]
+    if subject.num_bytes:
+        row["tb_per_s"] = subject.num_bytes / row["ms"] / 1e9
+    return [row]
 
 
-def _run_ours(subject: GpuCase, backend: str, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Run our implementation of an operation; with the first two arguments bound, it takes inputs as the rivals do."""
-    return subject.ours(inputs, backend)
+def ceilings(model: ModelConfig, sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield a copy within the device and every product of the model, with which all other times can be compared."""
+    num_bytes = 4 * 2**30 if device == "cuda" else 2**16
+    yield Case("copy", f"{num_bytes / 2**30:.0f} GiB", "product", functools.partial(_copy, device, num_bytes))
+    num_tokens = sizes.batch * sizes.seq_len
+    products = {}  # name -> (m, n, k)
+    for name in ("discriminator", "generator"):
+        tower = getattr(model, name)
+        hidden, wide = tower.hidden_size, tower.intermediate_size
+        products[f"{name} qkv"] = num_tokens, 3 * hidden, hidden
+        products[f"{name} attention output"] = num_tokens, hidden, hidden
+        products[f"{name} feed-forward in"] = num_tokens, wide, hidden
+        products[f"{name} feed-forward out"] = num_tokens, hidden, wide
+    products["generator head"] = sizes.batch * sizes.slots, sizes.padded, model.embedding_size
+    products["square"] = (8192,) * 3 if num_tokens > 8192 else (32,) * 3
+    for name, (m, n, k) in products.items():
+        for direction in ("forward", "input gradient", "weight gradient"):
+            operation = f"{name} {m}x{n}x{k}"
+            run = functools.partial(_multiply, operation, direction, (m, n, k), device, dtype)
+            yield Case(operation, direction, "product", run)
+
+
+def _copy(device: str, num_bytes: int) -> Rows:
+    """Time a copy; `tb_per_s` counts the bytes read and the bytes written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    row: Row = {"operation": "copy", "by": f"{num_bytes / 2**30:.0f} GiB"}
+    row |= time_and_peak(lambda: target.copy_(source))
+    return [row | {"tb_per_s": 2 * num_bytes / row["ms"] / 1e9}]
+
+
+def _multiply(operation: str, direction: str, mnk: tuple[int, int, int], device: str, dtype: torch.dtype) -> Rows:
+    """Time one product of a linear layer with random numbers (a product of zeros is faster than any other)."""
+    m, n, k = mnk
+    x_mk = torch.randn(m, k, device=device, dtype=dtype)
+    weight_nk = torch.randn(n, k, device=device, dtype=dtype)
+    upstream_mn = torch.randn(m, n, device=device, dtype=dtype)
+    calls = {
+        "forward": lambda: x_mk @ weight_nk.t(),
+        "input gradient": lambda: upstream_mn @ weight_nk,
+        "weight gradient": lambda: upstream_mn.t() @ x_mk,
+    }
+    row: Row = {"operation": operation, "by": direction, **time_and_peak(calls[direction])}
+    return [row | {"tflop_per_s": 2 * m * n * k / row["ms"] / 1e9}]
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
+    return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+def value_cases(sizes: Sizes, device: str, backends: list[str]) -> Iterator[Case]:
+    """Yield the comparison of every operation with the reference in float64, in fp32 and bf16, on 4 rows at most."""
+    small = sizes._replace(batch=min(sizes.batch, 4))
+    for dtype in (torch.float32, torch.bfloat16):
+        # Several chunks are used, so that the head's sums over chunks are checked, too.
+        head = _head_operation("head", small, sizes.exact_rows, device, dtype, chunk=sizes.exact_rows // 4)
+        for subject in [head, *operations(small, device, dtype)]:
+            for backend in subject.backends(backends) if subject.inputs else []:
+                run = functools.partial(_compare_values, subject, backend, dtype)
+                yield Case(f"{subject.name} {dtype}", f"ours ({backend})", "check", run)
+
+
+def _compare_values(subject: Operation, backend: str, dtype: torch.dtype) -> Rows:
+    """Compare outputs and gradients of one operation with the reference in float64.
+
+    A backend is right if no output or gradient has a larger error than the reference has in the same type, plus one
+    unit of rounding, because the two may round a tie differently.
+    """
+    exact = _outputs(
+        subject, [tensor.detach().double().requires_grad_() for tensor in subject.inputs], "reference", dtype
+    )
+    reference_errors, errors = (
+        [relative_error(value, e) for value, e in zip(_outputs(subject, subject.inputs, by, dtype), exact)]
+        for by in ("reference", backend)
+    )
+    rounding = torch.finfo(dtype).eps
+    right = all(error <= limit + rounding for error, limit in zip(errors, reference_errors))
+    row: Row = {"operation": subject.name, "by": f"ours ({backend})", "dtype": str(dtype).removeprefix("torch.")}
+    return [row | {"error": max(errors), "reference_error": max(reference_errors), "right": right}]
+
+
+def _outputs(subject: Operation, inputs: Tensors, backend: str, dtype: torch.dtype) -> Tensors:
+    """Return the output of an operation, followed by the gradients of its inputs.
+
+    The upstream gradient is the same random tensor in every call; its values are representable in `dtype`, so that a
+    run in float64 gets exactly the same.
+    """
+    out = subject.ours(inputs, backend)
+    generator = torch.Generator(out.device).manual_seed(0)
+    upstream = torch.randn(out.shape, generator=generator, device=out.device) if out.dim() else torch.ones_like(out)
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(dtype).to(out.dtype))]
+
+
+def integer_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
+    """Yield the comparison of a backend's integers with the reference's."""
+    yield Case("integers", f"ours ({backend})", "check", functools.partial(_integers, sizes, device, backend))
+
+
+def _integers(sizes: Sizes, device: str, backend: str) -> Rows:
+    """Compare replaced ids, labels and samples with the reference's.
+
+    Ids and labels must be equal. Of the samples, 99.9 % must be equal, because two candidates may be closer than
+    rounding errors.
+    """
+    B, S, N = sizes.batch, sizes.seq_len, sizes.slots
+    ids = torch.randint(sizes.vocab, (B, S), device=device)
+    sampled = torch.randint(sizes.vocab, (B * N,), device=device)
+    positions = torch.randint(S, (B, N), device=device)  # Some slots share a position.
+    weight = (torch.rand(B, N, device=device) > 0.1).float()
+    replaced, expected = (
+        replace_and_label(ids, positions, weight, sampled, backend=by) for by in (backend, "reference")
+    )
+    are_equal = all(torch.equal(tensor, expected_tensor) for tensor, expected_tensor in zip(replaced, expected))
+    states_MD = torch.randn(sizes.exact_rows * 16, 4, device=device)
+    table_VD = torch.randn(1000, 4, device=device)
+    drawn, expected_drawn = (_sample(states_MD, table_VD, by) for by in (backend, "reference"))
+    share = (drawn == expected_drawn).double().mean().item()
+    by = {"by": f"ours ({backend})"}
+    return [
+        {"operation": "replace + label", **by, "share_equal": float(are_equal), "right": are_equal},
+        {"operation": "sample", **by, "share_equal": share, "right": share >= 0.999},
+    ]
+
+
+def _sample(states_MD: torch.Tensor, table_VD: torch.Tensor, backend: str) -> torch.Tensor:
+    """Return the tokens that the generator's head draws for states and a token table, int64 [M]."""
+    vocab = len(table_VD)
+    bias_V = torch.zeros(vocab, device=states_MD.device)
+    target_M = torch.zeros(len(states_MD), dtype=torch.int64, device=states_MD.device)
+    return our_head([states_MD, table_VD, bias_V], target_M, vocab, backend)[1]
+
+
+def chi_square_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
+    """Yield the tests of the samples' distribution, with a million draws on a GPU and 20,000 on a CPU."""
+    draws = 1_000_000 if device == "cuda" else 20_000
+    run = functools.partial(_chi_square, device, backend, draws, sizes.vocab)
+    yield Case("chi squared", f"ours ({backend})", "check", run)
+
+
+def _chi_square(device: str, backend: str, draws: int, vocab: int) -> Rows:
+    """Test whether the samples follow the softmax, for flat, peaked and Zipf-distributed logits, which resemble text.
+
+    A result is right if p > 1e-3. Tokens that are expected fewer than 10 times are counted together.
+    """
+    zipf = -1.1 * torch.arange(1, vocab + 1).float().log()
+    found: Rows = []
+    for name, logits in (("flat", torch.zeros(64)), ("peaked", torch.linspace(0, 8, 64)), ("realistic", zipf)):
+        ones_MD = torch.ones(draws, 1, device=device)  # their product with the logits as a table gives equal rows
+        drawn = _sample(ones_MD, logits.to(device)[:, None], backend)
+        observed = drawn.bincount(minlength=len(logits)).double().cpu()
+        expected = logits.double().softmax(0) * draws
+        is_rare = expected < 10
+        if is_rare.any():
+            observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
+            expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+        p = chi_square_p(observed, expected)
+        row: Row = {"operation": "chi squared", "by": f"ours ({backend})", "logits": name, "draws": draws}
+        found.append(row | {"p": p, "right": p > 1e-3})
+    return found
+
+
+def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the p-value of Pearson's chi-squared test for counts, float64, and expected counts with the same sum."""
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    degrees_of_freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
+    # The chi-squared distribution is a gamma distribution, whose upper tail is the regularised incomplete gamma
+    # function (Abramowitz and Stegun, 26.4.19).
+    return torch.special.gammaincc(degrees_of_freedom / 2, statistic / 2).item()
+
+
+def without_host_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Yield the check of host waits, which needs a GPU."""
+    if device == "cuda":
+        yield Case("head", "ours (triton)", "check", functools.partial(_without_host, sizes))
+
+
+def _without_host(sizes: Sizes) -> Rows:
+    """Check that the head runs without a host synchronisation and gives equal results from a CUDA graph.
+
+    Forward, sample and backward run once while torch turns every synchronisation into an error. They are then captured
+    and replayed; 99.9 % of the samples must be equal, and the gradients must agree to 1 % (relative).
+    """
+    inputs = _head_operation("head", sizes, sizes.masked[0], "cuda", torch.bfloat16, 4096).inputs
+    target_M = torch.randint(sizes.vocab, (sizes.masked[0],), device="cuda")
+
+    def run() -> tuple[Any, ...]:
+        loss, sampled = our_head(inputs, target_M, sizes.vocab, "triton")
+        return sampled, *torch.autograd.grad(loss, inputs)
+
+    expected = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+        waits = ""
+    except RuntimeError as error:
+        waits = str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # cuBLAS workspaces and compiled kernels, which a first call sets up, must exist before the capture. The calls run
+    # on a separate stream, because the default stream cannot be captured.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    # cuBLAS may choose another kernel in a graph; its rounding then decides near-ties between candidates differently.
+    share = (captured[0] == expected[0]).double().mean().item()
+    gradients = max(relative_error(value, exact.double()) for value, exact in zip(captured[1:], expected[1:]))
+    rows: Rows = [
+        {"what": "the host waits for nothing", "found": waits or "no wait", "right": not waits},
+        {"what": "share of equal tokens from a CUDA graph", "found": share, "right": share > 0.999},
+        {"what": "gradients from a CUDA graph, relative difference", "found": gradients, "right": gradients < 0.01},
+    ]
+    return [{"operation": "head", "by": "ours (triton)", **row} for row in rows]

@@ -1,4 +1,4 @@
-"""Runs the cases of `gpu.py` one by one and writes the record after each.
+"""Runs the cases of `gpu.py` one by one, times them with CUDA events, and writes the record after each.
 
 Guarantee: an exception in a case is a row of the table with `failed`, and the next case runs. The JSON file is
 replaced atomically after every case, so a run that is cut keeps all finished cases. A case that no longer fits into
@@ -17,13 +17,16 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+REPEATS, WARM_UP = 20, 5  # timed calls on a GPU, and calls before these
 Row = dict[str, Any]
 Rows = list[Row]
 
@@ -51,12 +54,9 @@ class Recorder:
     """Runner of cases that holds the record and writes it."""
 
     def __init__(self, record: Row, path: Path | None, seconds: float | None) -> None:
-        """Take the record's header, and start the clock.
+        """Start the clock. The JSON file `path`, if any, is written after every case, and `seconds` is the time limit.
 
-        Args:
-            record: Header of the record. If it holds parts already, their cases are not run again.
-            path: JSON file to write after every case; None writes none.
-            seconds: Time limit of all cases together; None sets no limit.
+        Cases of parts that the record holds already are not run again.
         """
         self.record = record
         self.path = path
@@ -71,12 +71,8 @@ class Recorder:
     def run_part(self, part: str, make_cases: Callable[[], Iterator[Case]]) -> None:
         """Run all cases of a part, in order; rows are appended to `record[part]`.
 
-        Args:
-            part: Key of the part in the record.
-            make_cases: Yields the cases. If it fails, for example because an import does, this is a row, too.
-
-        Raises:
-            DeviceLost: A case left the GPU unusable; its row is written.
+        If `make_cases` fails, for example because an import does, this is a row, too. Raises DeviceLost if a case left
+        the GPU unusable; its row is written.
         """
         rows = self.record.setdefault(part, [])
         done = {(row.get("case_operation"), row.get("case_by")) for row in rows}
@@ -119,15 +115,7 @@ class Recorder:
             free()
 
     def _append(self, part: str, rows: Rows, operation: str, by: str, case_s: float = 0.0) -> None:
-        """Add the rows of a case to the record, print them, and write the record's JSON file anew.
-
-        Args:
-            part: the part of `gpu.py` that the case belongs to, such as "heads".
-            rows: the rows of the case.
-            operation: what the case timed or checked.
-            by: the implementation that did it, such as "ours" or "eager".
-            case_s: seconds that the whole case took.
-        """
+        """Add the rows of a case to the record, print them, and write the record's JSON file anew."""
         for row in rows:
             row |= {"case_operation": operation, "case_by": by, "case_s": round(case_s, 2)}
             print_row(row)
@@ -170,28 +158,114 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+_PLAIN = ("share_equal", "found", "p", "dropped", "graphs", "launches", "host_operators", "failed", "skipped")
+# Fact of a row -> how it is printed.
+_FORMS = {
+    "error": "error {:.1e}",
+    "reference_error": "reference_error {:.1e}",
+    **{key: f"{key} {{}}" for key in _PLAIN},
+    "ms": "{:>9.3f} ms",
+    "peak_gb": "peak {:.2f} GB",
+    "host_ms": "host {:.1f} ms",
+    "tb_per_s": "{:.2f} TB/s",
+    "tflop_per_s": "{:.1f} TFLOP/s",
+    "tokens_per_s": "{:.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+}
+
+
 def print_row(row: Row) -> None:
     """Print one row as one line, with WRONG behind a result that failed its check; missing facts are left out."""
     label = " ".join(str(row[key]) for key in ("operation", "what", "logits", "by", "dtype") if key in row)
-    facts = [f"{key} {row[key]:.1e}" for key in ("error", "reference_error") if key in row]
-    plain = ("share_equal", "found", "p", "dropped", "graphs", "launches", "host_operators", "failed", "skipped")
-    facts += [f"{key} {row[key]}" for key in plain if key in row]
-    if "ms" in row:
-        facts.append(f"{row['ms']:>9.3f} ms")
     if row.get("peak_bytes"):
-        facts.append(f"peak {row['peak_bytes'] / 1e9:.2f} GB")
-    if "host_ms" in row:
-        facts.append(f"host {row['host_ms']:.1f} ms")
-    if "tb_per_s" in row:
-        facts.append(f"{row['tb_per_s']:.2f} TB/s")
-    if "tflop_per_s" in row:
-        facts.append(f"{row['tflop_per_s']:.1f} TFLOP/s")
-    if "tokens_per_s" in row:
-        facts.append(f"{row['tokens_per_s']:.0f} tokens/s")
-    if "mfu" in row:
-        facts.append(f"MFU {row['mfu']:.1%}")
-    if "kernels" in row:
-        facts.append(", ".join(row["kernels"]))
-    if not row.get("right", True):
-        facts.append("WRONG")
+        row = row | {"peak_gb": row["peak_bytes"] / 1e9}
+    facts = [form.format(row[key]) for key, form in _FORMS.items() if key in row]
+    facts += row.get("kernels", [])
+    facts += [] if row.get("right", True) else ["WRONG"]
     print(f"  {label:<44} {'  '.join(facts)}", flush=True)
+
+
+# The device sleeps for about 20 ms while the host queues the calls, so that the times of short calls do not include
+# gaps in which the device waits for the host.
+_AHEAD_CYCLES = 40_000_000
+
+
+def time_and_peak(run: Callable[[], object], repeats: int = REPEATS, warm_up: int = WARM_UP) -> dict[str, float]:
+    """Time a call after a warm-up, and measure its peak memory above what was allocated before.
+
+    Return `ms`, the median, and `peak_bytes`. Without a GPU one call is timed by the wall clock, after one warm-up,
+    and the memory is 0.
+    """
+    if not torch.cuda.is_available():
+        run()
+        start = time.perf_counter()
+        run()
+        return {"ms": 1e3 * (time.perf_counter() - start), "peak_bytes": 0}
+    for _ in range(warm_up):
+        run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    event_pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda._sleep(_AHEAD_CYCLES)
+    for start_event, end_event in event_pairs:
+        start_event.record()
+        run()
+        end_event.record()
+    torch.cuda.synchronize()
+    times = [start_event.elapsed_time(end_event) for start_event, end_event in event_pairs]
+    return {"ms": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
+
+
+def host_ms(run: Callable[[], object], repeats: int = 3) -> float:
+    """Return the median milliseconds until a call returns to the host, from an idle device; the device may go on."""
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    synchronize()
+    return statistics.median(times)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def profile_kernels(run: Callable[[], object]) -> tuple[Counter[str], Counter[str], int]:
+    """Run a call once under torch's profiler; it must have run before, so that nothing is compiled now.
+
+    Return milliseconds by kernel name, launches by kernel name, and the number of operators that the host called.
+    Without a GPU the operators of the CPU take the place of kernels.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        synchronize()
+    spent: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    num_operators = 0
+    for event in profiler.key_averages():
+        # A range that is only a label, such as "Optimizer.step", would count its kernels twice.
+        if getattr(event, "is_user_annotation", False) or event.key.startswith("Optimizer."):
+            continue
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        if event.key.startswith("aten::"):
+            num_operators += event.count
+        if is_kernel == on_gpu:
+            microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            spent[event.key] += microseconds / 1e3
+            launches[event.key] += event.count
+    return spent, launches, num_operators
+
+
+def facts_of(run: Callable[[], object]) -> dict[str, Any]:
+    """Return the kernels of a call, longest first, at most four, each cut to 80 characters, as the fact `kernels`."""
+    spent, _, _ = profile_kernels(run)
+    return {"kernels": [name[:80] for name, _ in spent.most_common(4)]}

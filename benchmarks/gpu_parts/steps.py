@@ -1,29 +1,37 @@
-"""Timing of one training step of ELECTRA-Large on one GPU, eager and compiled: three parts of `gpu.py`.
+"""Training steps of ELECTRA-Large on one GPU: whole, profiled, with one change, by others. Parts of `gpu.py`.
 
-    steps        128 rows, eager and with compiled layers
-    more_steps   the other micro-batches, and references instead of kernels
-    modern       all micro-batches, eager and compiled, of the architecture `modern`, base size, rows of 1,024 tokens
+    profile            64 rows, eager: the time, the kernels by kind, the attention kernel
+    deepspeed          optimizer steps of two micro-batches by this project's engine under DeepSpeed, one rank
+    steps, more_steps  128 rows, then the other micro-batches and the references; eager and with compiled layers
+    fusions            64 rows: each fused operation alone replaced by its reference; other attention; recomputation
+    rivals             64 rows: the step of Hugging Face's modules, in plain torch and under DeepSpeed, where installed
+    modern             all micro-batches of the architecture `modern`, base size, rows of 1,024 tokens
 
 A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
 FLOPs that `model/flops.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
+Hugging Face's step has the same weights, masks and distribution of samples.
 
-Limits: no fp32 master weights, no DeepSpeed and no data loading.
+Limits: no data loading; no fp32 master weights, except under DeepSpeed.
 
 Shapes: B rows, S tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
+import importlib.util
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
-from gpu_parts.recording import Case, Row, Rows
-from gpu_parts.timing import host_ms, time_and_peak
+from gpu_parts.recording import Case, Row, Rows, host_ms, profile_kernels, time_and_peak
 from torch._dynamo.utils import counters
 
 from electra_dist.config import Config
@@ -32,63 +40,53 @@ from electra_dist.corpus.row_packing import make_rows
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.flops import peak_flops, token_flops
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.speed.operator_kinds import part_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
-CONFIG = _CONFIGS / "large_25pct_mask.yaml"
-MODERN_CONFIG = _CONFIGS / "modern_base.yaml"
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-# Settings of a model that trains a step in milliseconds on a CPU.
-TOY_MODEL = [
-    "model.embedding_size=64",
-    "model.discriminator={hidden_size: 64, num_layers: 2, num_heads: 2, intermediate_size: 256}",
-    "model.generator={hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 128}",
-    "model.vocab_size=300",
-    "model.max_positions=32",
-    "model.hidden_dropout=0",
-    "data.seq_len=32",
-]
-
-# Settings of the same kind for the architecture `modern`, whose embeddings have the width of the layers. The windows
-# of local attention are shorter than the rows.
-TOY_MODERN = [
-    "model.embedding_size=32",
-    "model.discriminator={hidden_size: 32, num_layers: 3, num_heads: 2, intermediate_size: 48}",
-    "model.generator={hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 48}",
-    "model.vocab_size=300",
-    "model.max_positions=32",
-    "model.local_window=8",
-    "data.seq_len=32",
-]
+FUSIONS = ("mlm_head", "discriminator_tail", "dropout_add_norm", "masked_gather", "replace_tokens")
+_TOY = ["model.vocab_size=300", "model.max_positions=32", "data.seq_len=32"]
+# Architecture -> its config, and settings of a model that trains a step in milliseconds on a CPU. With `modern`, the
+# windows of local attention are shorter than the rows.
+_MODELS = {
+    "bert": (
+        _CONFIGS / "large_25pct_mask.yaml",
+        [
+            *_TOY,
+            "model.embedding_size=64",
+            "model.discriminator={hidden_size: 64, num_layers: 2, num_heads: 2, intermediate_size: 256}",
+            "model.generator={hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 128}",
+            "model.hidden_dropout=0",
+        ],
+    ),
+    "modern": (
+        _CONFIGS / "modern_base.yaml",
+        [
+            *_TOY,
+            "model.embedding_size=32",
+            "model.discriminator={hidden_size: 32, num_layers: 3, num_heads: 2, intermediate_size: 48}",
+            "model.generator={hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 48}",
+            "model.local_window=8",
+        ],
+    ),
+}
+_MICRO_BATCHES = 2  # of a step under DeepSpeed, so that gradients are accumulated once, as in training
+_LEARNING_RATE = 1e-5
 
 
 class StepBench:
-    """Timer of training steps of one model.
+    """Config and initial weights of one model, which every variant copies, and the timer of its training steps."""
 
-    It holds the config and the initial weights, which every variant copies, and turns a step into a row of the table.
-    """
-
-    def __init__(
-        self, device: str, backend: str, smoke: bool, architecture: Literal["bert", "modern"] = "bert"
-    ) -> None:
-        """Load the config of an architecture.
-
-        Args:
-            device: "cuda" or "cpu".
-            backend: Implementation of the fused operations.
-            smoke: Whether to use the toy model in fp32.
-            architecture: "bert" loads the config of ELECTRA-Large, "modern" that of the architecture `modern` of base
-                size.
-        """
-        if architecture == "bert":
-            file, toy_settings = CONFIG, TOY_MODEL
-        else:
-            file, toy_settings = MODERN_CONFIG, TOY_MODERN
+    def __init__(self, device: str, backend: str, smoke: bool, architecture: str = "bert") -> None:
+        """Load the config of an architecture ("bert" or "modern"), or its toy in fp32 if `smoke`."""
+        file, toy_settings = _MODELS[architecture]
         self.config: Config = load_config(file, toy_settings if smoke else [])
         self.device = device
         self.backend = backend
@@ -114,13 +112,7 @@ class StepBench:
     def module(
         self, backend: str, *, compiled: bool = False, dtype: torch.dtype | None = None
     ) -> ReplacedTokenDetection:
-        """Return a new module in training mode with a copy of the initial weights, on the device.
-
-        Args:
-            backend: Implementation of the fused operations.
-            compiled: Whether to compile the layers with torch.compile.
-            dtype: Type of the parameters; None means that of the benchmark.
-        """
+        """Return a new module in training mode with a copy of the initial weights, on the device."""
         module = ReplacedTokenDetection(copy.deepcopy(self.towers), self.config.objective, SPECIAL, backend)
         module = module.to(self.device, dtype or self.dtype).train()
         module.attention = self.attention
@@ -128,11 +120,12 @@ class StepBench:
             compile_layers(module, backend="aot_eager" if self.smoke else "inductor")
         return module
 
-    def ids(self, batch: int) -> torch.Tensor:
-        """Return packed rows of random examples of any length, int64 [batch, S], on the device.
+    def adamw(self, module: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a plain step."""
+        return torch.optim.AdamW(module.parameters(), lr=_LEARNING_RATE, fused=not self.smoke)
 
-        Equal calls return equal rows.
-        """
+    def ids(self, batch: int) -> torch.Tensor:
+        """Return packed rows of random examples of any length, int64 [batch, S]; equal calls give equal rows."""
         generator = torch.Generator().manual_seed(0)
         seq_len = self.config.data.seq_len
         examples = []
@@ -145,17 +138,10 @@ class StepBench:
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
     def time(self, operation: str, by: str, batch: int, step: Callable[[], object]) -> Row:
-        """Time a training step and return its row of the table.
+        """Time a training step of `batch` rows and return its row of the table.
 
-        Args:
-            operation: What is measured; first column of the row.
-            by: Variant that is measured.
-            batch: Rows of the step, from which the tokens follow.
-            step: The step. Its first calls, which may compile or build a model, are warm-up and not timed.
-
-        Returns:
-            `ms`, `peak_bytes` above weights and optimizer states, `host_ms` until the host has queued the step, tokens
-            per second and, where the GPU's peak is known, MFU.
+        The first calls, which may compile or build a model, are warm-up and not timed. `host_ms` is the time until the
+        host has queued the step, and `peak_bytes` is above weights and optimizer states.
         """
         row: Row = {"operation": operation, "by": by, **time_and_peak(step, repeats=5, warm_up=3)}
         row["host_ms"] = host_ms(step, 1 if self.smoke else 3)
@@ -166,21 +152,15 @@ class StepBench:
         return row
 
     def case(self, by: str, batch: int, make: Callable[[], Objective], *, compiled: bool = False) -> Case:
-        """Return the case that times the training step of a module of ours.
+        """Return the case that times the training step of a module of ours, which `make` builds in the case.
 
-        Args:
-            by: Variant that is measured.
-            batch: Rows of the step.
-            make: Builds the module. It is called in the case, so that an error or too little memory is recorded in the
-                row and does not end the script.
-            compiled: Whether the layers of the module are compiled; the row then has `graphs`, their number, and is
-                wrong if it is 0, because the step then ran eagerly.
+        A row of compiled layers has `graphs`, their number, and is wrong if it is 0: the step then ran eagerly.
         """
         operation = f"step B={batch}"
 
         def run() -> Rows:
             module = make()
-            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not self.smoke)
+            optimizer = self.adamw(module)
             given = step_input(module, self.ids(batch))
             counters.clear()
             row = self.time(operation, by, batch, lambda: train(module, optimizer, given))
@@ -194,13 +174,7 @@ class StepBench:
 
 
 def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
-    """Return the input of step 0, with the given rows as its whole global batch.
-
-    Args:
-        module: Objective, whose config decides which tokens the losses are means over, and whose attention may need
-            the bounds of the examples.
-        ids_BS: [B, S] int64 token ids.
-    """
+    """Return the input of step 0, with the given rows as its whole global batch."""
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
     bounds = None
     if module.attention.backend == "flash":
@@ -216,24 +190,203 @@ def train(module: Objective, optimizer: torch.optim.Optimizer, given: StepInput)
     optimizer.zero_grad()
 
 
-def step_cases(bench: StepBench, batches: Sequence[int], backends: Sequence[str]) -> Iterator[Case]:
+def step_cases(
+    bench: StepBench, batches: Sequence[int], backends: Sequence[str], name: str = "ours"
+) -> Iterator[Case]:
     """Yield the training step for each micro-batch and backend, eager and with compiled layers."""
     for batch in batches:
         for backend in backends:
             for compiled in (False, True):
-                by = f"ours, compiled layers ({backend})" if compiled else f"ours ({backend})"
+                by = f"{name}, compiled layers ({backend})" if compiled else f"{name} ({backend})"
                 make = functools.partial(bench.module, backend, compiled=compiled)
                 yield bench.case(by, batch, make, compiled=compiled)
 
 
-def modern_cases(bench: StepBench) -> Iterator[Case]:
-    """Yield the training step of the architecture `modern` for each micro-batch, eager and with compiled layers.
+def profile_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield one eager step of the benchmark's middle micro-batch: its time, then its kernels."""
+    batch = bench.batches[1]
+    by = f"ours ({bench.backend})"
+    yield bench.case(by, batch, functools.partial(bench.module, bench.backend))
+    yield Case(f"step B={batch}", "ours, profile", "step", functools.partial(_profile, bench, batch))
 
-    Args:
-        bench: Timer that was created with `architecture="modern"`.
+
+def _profile(bench: StepBench, batch: int) -> Rows:
+    """Sum the kernels of one step by part of the step, as `electra-dist speed` does.
+
+    There is a row for the step with the numbers of launches and of host operators, one for the attention kernels by
+    name, one for each part, and one for each of the ten kernels that take the longest.
     """
-    for batch in bench.batches:
-        for compiled in (False, True):
-            by = "ours, modern, compiled layers" if compiled else "ours, modern"
-            make = functools.partial(bench.module, bench.backend, compiled=compiled)
-            yield bench.case(by, batch, make, compiled=compiled)
+    module = bench.module(bench.backend)
+    given = step_input(module, bench.ids(batch))
+    optimizer = bench.adamw(module)
+    for _ in range(3):  # The optimizer's states are made, and kernels compiled, before the profile.
+        train(module, optimizer, given)
+    spent, launches, host_operators = profile_kernels(lambda: train(module, optimizer, given))
+    spent_by_part: Counter[str] = Counter()
+    launches_by_part: Counter[str] = Counter()
+    for kernel, ms in spent.items():
+        spent_by_part[part_of(kernel)] += ms
+        launches_by_part[part_of(kernel)] += launches[kernel]
+    names = [kernel[:120] for kernel, _ in spent.most_common() if part_of(kernel) == "attention"]
+    attention: Row = {"by": module.attention.backend, "kernels": names, "reason": module.attention.reason}
+    counts = {"launches": launches.total(), "host_operators": host_operators}
+    rows: Rows = [
+        {"operation": f"profile B={batch}", "by": "sum of all kernels", "ms": spent.total(), **counts},
+        {"operation": "attention kernels", **attention},
+    ]
+    for part, ms in spent_by_part.most_common():
+        rows.append({"operation": "kernels", "by": part, "ms": ms, "launches": launches_by_part[part]})
+    for kernel, ms in spent.most_common(10):
+        rows.append({"operation": "kernel", "by": kernel[:120], "ms": ms, "launches": launches[kernel]})
+    return rows
+
+
+def fusion_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the training step with one change at a time, which shows the effect of each alone; first without any."""
+    batch = bench.batches[1]
+
+    def with_change(by: str, change: Callable[[ReplacedTokenDetection], None] = lambda module: None) -> Case:
+        def make() -> ReplacedTokenDetection:
+            module = bench.module(bench.backend)
+            change(module)
+            return module
+
+        return bench.case(by, batch, make)
+
+    yield with_change("ours")
+    for name in FUSIONS:
+        case = with_change(f"ours without {name}")
+        yield case._replace(run=functools.partial(_run_by_reference, name, case.run))
+    if bench.attention.backend != "sdpa":
+        yield with_change("ours, sdpa", functools.partial(_set_attention, "sdpa"))
+    for backend in ("sdpa", "flex"):
+        if bench.device == "cuda" or backend == "sdpa":  # FlexAttention has no backward pass on a CPU.
+            change = functools.partial(_set_attention, backend, without_dropout=True)
+            case = with_change(f"ours, {backend}, no attention dropout", change)
+            yield case._replace(kind="compiled step") if backend == "flex" else case
+    yield with_change("ours, activations again", _recompute)
+
+
+def _run_by_reference(name: str, run: Callable[[], Rows]) -> Rows:
+    """Run a case while one fused operation uses its reference, whatever backend its callers pass.
+
+    It replaces the function by which the operation's module chooses a backend, so it affects the whole process.
+    """
+    kernel = importlib.import_module(f"electra_kernels.{name}")
+    resolver_name = "resolve" if hasattr(kernel, "resolve") else "resolve_without_cuda"
+    original_resolver = getattr(kernel, resolver_name)
+    setattr(kernel, resolver_name, lambda *_: "reference")
+    try:
+        return run()
+    finally:
+        setattr(kernel, resolver_name, original_resolver)
+
+
+def _set_attention(backend: str, module: ReplacedTokenDetection, without_dropout: bool = False) -> None:
+    module.attention = AttentionChoice(backend, "benchmark")
+    for submodule in module.modules():
+        if without_dropout and isinstance(submodule, SelfAttention):
+            submodule.dropout = 0.0
+
+
+def _recompute(module: ReplacedTokenDetection) -> None:
+    """Make a module keep only the inputs of its layers and recompute the activations in the backward pass."""
+    for submodule in module.modules():
+        if isinstance(submodule, Encoder):
+            submodule.recompute = True
+
+
+def engine_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the optimizer step by this project's engine at the middle and the largest micro-batch."""
+    for batch in bench.batches[1:]:
+        operation = f"DeepSpeed step B={batch} x {_MICRO_BATCHES}"
+        yield Case(operation, "ours", "engine step", functools.partial(_time_engine, bench, operation, batch))
+
+
+def _time_engine(bench: StepBench, operation: str, batch: int) -> Rows:
+    if importlib.util.find_spec("deepspeed") is None:
+        return [{"operation": operation, "by": "ours", "skipped": "deepspeed is not installed"}]
+    from electra_dist.engine.engine import Engine
+    from electra_dist.engine.process_group import init_distributed
+
+    init_distributed()
+    global_batch = batch * _MICRO_BATCHES
+    precision = "fp32" if bench.smoke else bench.config.train.precision
+    settings = {"micro_batch": batch, "global_batch": global_batch, "precision": precision}
+    train_config = bench.config.train.model_copy(update=settings)
+    # The engine casts the parameters itself, so the module is in fp32 here.
+    module = bench.module(bench.backend, dtype=torch.float32)
+    engine = Engine(module, train_config, bench.config.engine, bench.config.optimizer)
+    given = step_input(module, bench.ids(batch))
+
+    def step() -> None:
+        for number in range(_MICRO_BATCHES):
+            engine.backward(engine.forward(given).loss)
+            if number < _MICRO_BATCHES - 1:
+                engine.step_micro_batch()
+        engine.step(_LEARNING_RATE)
+
+    with contextlib.closing(engine):
+        row = bench.time(operation, "ours", global_batch, step)
+    return [row | {"optimizer": engine.optimizer_name}]
+
+
+def rival_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the joint step of Hugging Face's modules from the same weights, in plain torch and under DeepSpeed.
+
+    In the cases named "gathered", the generator's head is computed at the masked positions only. What is not installed
+    is a row with `skipped`.
+    """
+    operation = f"step B={bench.batches[1]}"
+    for gathered in (False, True):
+        for engine in ("torch", "DeepSpeed ZeRO-1"):
+            by = f"Hugging Face{', gathered' if gathered else ''} ({engine})"
+            under_deepspeed = engine != "torch"
+            run = functools.partial(_time_rival, bench, operation, by, gathered, under_deepspeed)
+            yield Case(operation, by, "engine step" if under_deepspeed else "step", run)
+
+
+def _time_rival(bench: StepBench, operation: str, by: str, gathered: bool, under_deepspeed: bool) -> Rows:
+    row: Row = {"operation": operation, "by": by}
+    if importlib.util.find_spec("transformers") is None:
+        return [row | {"skipped": "transformers is not installed; install it to compare with Hugging Face"}]
+    if under_deepspeed and (bench.smoke or importlib.util.find_spec("deepspeed") is None):
+        return [row | {"skipped": "deepspeed is not installed, or this is a smoke run"}]
+    from hugging_face import HuggingFace
+
+    batch = bench.batches[1]
+    ids_BS = bench.ids(batch)
+    row_B = torch.arange(batch, device=bench.device)
+    objective = bench.config.objective
+    model: Any = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered, packed=True)
+    model = model.to(bench.device, bench.dtype).train()
+    optimizer = bench.adamw(model)
+    backward, update, zero_grad = torch.Tensor.backward, optimizer.step, optimizer.zero_grad
+    if under_deepspeed:
+        model = _under_deepspeed(model, optimizer, batch)
+        backward, update, zero_grad = model.backward, model.step, lambda: None  # DeepSpeed clears gradients in `step`.
+
+    def step() -> None:
+        losses = model(ids_BS, row_B, 0, 1)
+        backward(objective.mlm_weight * losses.mlm + objective.rtd_weight * losses.rtd)
+        update()
+        zero_grad()
+
+    return [bench.time(operation, by, batch, step)]
+
+
+def _under_deepspeed(module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:
+    """Return DeepSpeed's engine of a module, with ZeRO stage 1 in a group of one rank."""
+    import deepspeed
+
+    one_rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29555}
+    for name, value in one_rank.items():
+        os.environ.setdefault(name, str(value))
+    config = {
+        "train_batch_size": batch,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine

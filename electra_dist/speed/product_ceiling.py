@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 
 ProductShape = tuple[tuple[int, ...], tuple[int, ...]]  # shapes of the two factors
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1}  # operator -> number of its first factor
+# Operator -> number of its first factor. The gradient of the token table is added up in place.
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
 _REPEATS = 3
 
 

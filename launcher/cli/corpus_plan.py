@@ -63,7 +63,8 @@ def plan(
     rates_file: Annotated[
         Path | None,
         typer.Option(
-            "--rates", help="JSON file with rates, also a record of benchmarks/corpus_builder.py; nothing is measured"
+            "--rates",
+            help="JSON file with rates, also a record of benchmarks/run.py corpus_builder; nothing is measured",
         ),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="measure again, even if rates were kept")] = False,
@@ -107,7 +108,7 @@ def plan(
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Read rates (CPU times of a build's steps) from a file of this command or of benchmarks/corpus_builder.py."""
+    """Read rates (CPU times of a build's steps) from a file of this command or of benchmarks/run.py corpus_builder."""
     from electra_dist.planning.corpus.corpus_rates import CorpusRates
 
     next_step = "give another --rates, or leave it out to measure"

@@ -1,6 +1,5 @@
 """The benchmarks are scripts that import each other by file name."""
 
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -36,17 +35,3 @@ def bare_python(tmp_path: Path) -> Callable[[Sequence[str]], Path]:
         return folder / "bin" / "python"
 
     return make
-
-
-@pytest.fixture(scope="session")
-def demo_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus of `make pretrain`; built if it does not exist (25 s)."""
-    repository = Path(__file__).parents[2]
-    if (repository / "corpora" / "demo" / "corpus.json").exists():
-        return repository / "corpora" / "demo"
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
-    subprocess.run([*command, "python-docs", "--output", str(folder / "text")], cwd=repository, check=True)
-    build = ["build", "--input", str(folder / "text"), "--output", str(folder / "rows"), "--config"]
-    subprocess.run([*command, *build, "configs/demo_cpu.yaml"], cwd=repository, check=True)
-    return folder / "rows"

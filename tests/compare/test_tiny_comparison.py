@@ -1,4 +1,4 @@
-"""The comparison of configs/compare_tiny_rtd.yaml: equal FLOPs, and arms that differ in what their names say."""
+"""The comparisons of tiny_rtd.yaml in configs/: equal FLOPs, and arms that differ in what their names say."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ def test_the_four_arms_have_equal_flops_and_the_temperatures_and_weights_of_thei
     assert objective_of["rtd-curriculum-mlm"] == tiny.objective.model_copy(update={"discriminator_mlm_weight": 1.0})
     assert compare.criterion is not None
     assert plan.cells[0].config.train.num_steps == tiny.train.num_steps == compare.steps
+
+
+def test_the_two_temperatures_are_compared_in_runs_of_equal_length() -> None:
+    file = CONFIGS / "compare_temperatures.yaml"
+    plan = make_plan(load_section(file, CompareConfig), file)
+    tiny = load_config(CONFIGS / "tiny_rtd.yaml")
+
+    objective_of = {cell.entry: cell.config.objective for cell in plan.cells}
+    assert objective_of["falling"] == tiny.objective
+    assert objective_of["constant"] == tiny.objective.model_copy(update={"temperature": 1.0})
+    assert [cell.config.train.num_steps for cell in plan.cells] == [2600] * 6
+    assert {cell.config.optimizer.warmup_steps for cell in plan.cells} == {130}
+    assert {cell.config.log.eval_every_steps for cell in plan.cells} == {200}

@@ -27,6 +27,15 @@ def test_all_products_of_a_linear_layer_and_its_gradients_are_found() -> None:
     assert shapes == {forward: 1, gradient_of_input: 1, gradient_of_weight: 1}
 
 
+def test_a_product_that_is_added_in_place_is_found() -> None:
+    table = torch.zeros(3, 7)
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        table.addmm_(torch.randn(3, 5), torch.randn(5, 7))
+
+    assert product_shapes(profiler.events()) == {((3, 5), (5, 7)): 1}
+
+
 def test_other_operators_are_not_products() -> None:
     event = SimpleNamespace(name="aten::add", input_shapes=[[3, 5], [3, 5]])
 

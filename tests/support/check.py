@@ -34,7 +34,7 @@ FAST = (
     "tests/test_docs.py",
     "tests/test_tokenizer.py",
     "tests/run/test_goodput.py",
-    "tests/benchmarks/test_measure.py",
+    "tests/benchmarks/test_run.py",
     "tests/checkpoint/test_checkpoint_manifest.py",
     "tests/checkpoint/test_retention.py",
     "tests/compare/test_criterion.py",

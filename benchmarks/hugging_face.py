@@ -1,29 +1,33 @@
-"""Joint ELECTRA step built from Hugging Face's modules, with which `step.py` compares our step.
+"""Joint ELECTRA step built from Hugging Face's modules: the rival of our step on a CPU and on a GPU.
 
-ElectraForMaskedLM and ElectraForPreTraining share their embeddings and start from our weights. The masks are computed
-by our code, so both sides learn from the same slots. Samples are drawn by Gumbel-max over the generator's logits, as
-Google's code does. The losses are cross-entropy over the slots and binary cross-entropy over all real tokens; the
-caller weights and adds them. The generator is used in one of two ways:
+ElectraForMaskedLM and ElectraForPreTraining, or ModernBertForMaskedLM and ModernBertForTokenClassification, share
+their embeddings and start from our weights. The masks are computed by our code, so both sides learn from the same
+slots. Samples are drawn by Gumbel-max over the generator's logits, as Google's code does. The losses are cross-entropy
+over the slots and binary cross-entropy over all real tokens; the caller weights and adds them. The generator is used
+in one of two ways:
 
-    as published   ElectraForMaskedLM computes logits at every position, and the slots are taken from these
+    as published   its module computes logits at every position, and the slots are taken from these
     gathered       the slots are taken from its encoder's states, and only they go through its head, as a user would
                    write it who looks for speed
+
+Limits: with ModernBERT's modules each row must hold one example, because they take no mask between examples.
 
 Shapes: B rows, S tokens, N slots (masked positions) per row, M = B * N, V entries of the vocabulary, H hidden width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
+import transformers
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.row_layout import RowLayout, SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
 
 
@@ -46,51 +50,43 @@ class HuggingFace(torch.nn.Module):
         gathered: bool,
         packed: bool | None = None,
     ) -> None:
-        """Build both modules and copy the weights of `towers` into them.
+        """Build both modules with the weights of `towers`.
 
-        Args:
-            towers: Our model, whose weights are copied.
-            objective: Share and kind of masking.
-            special: Ids of the special tokens.
-            gathered: Whether the generator's head is computed at the masked slots only.
-            packed: Whether rows hold several examples. None looks at the rows of every batch, for which the host
-                waits for the device.
+        `packed` says whether rows hold several examples. None looks at the rows of every batch, for which the host
+        waits for the device.
         """
         super().__init__()
         model = towers.model
         self.objective = objective
         self.special = special
         self.gathered = gathered
-        self.packed = packed
-        self.generator = ElectraForMaskedLM(_config(model, "generator", special))
-        self.discriminator = ElectraForPreTraining(_config(model, "discriminator", special))
+        self.is_modern = model.architecture == "modern"
+        self.packed = False if self.is_modern else packed
+        if self.is_modern:
+            self.generator = _modern(transformers.ModernBertForMaskedLM, model, "generator", special)
+            self.discriminator = _modern(
+                transformers.ModernBertForTokenClassification, model, "discriminator", special, num_labels=1
+            )
+        else:
+            self.generator = transformers.ElectraForMaskedLM(_electra_config(model, "generator", special))
+            self.discriminator = transformers.ElectraForPreTraining(_electra_config(model, "discriminator", special))
         state = towers.state_dict()
         # Not strict: the output table is tied to the embeddings and therefore absent from the state.
         self.generator.load_state_dict(to_hf_generator(state, model), strict=False)
         self.discriminator.load_state_dict(to_hf_discriminator(state, model))
-        self.discriminator.electra.embeddings = self.generator.electra.embeddings
+        self.discriminator.base_model.embeddings = self.generator.base_model.embeddings
 
     def forward(
         self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, sampled_M: torch.Tensor | None = None
     ) -> Losses:
         """Return both losses of one batch.
 
-        Args:
-            ids_BS: [B, S] int64 token ids.
-            row_B: [B] int64 row numbers in the global batch, which key the masks.
-            step: Number of the step, which keys the masks.
-            seed: Seed of the masks. The samples are drawn by torch's global generator.
-            sampled_M: [M] int64 tokens that replace the samples; None draws samples from the generator's logits. Two
-                models that get the same tokens read the same corrupted text.
+        `row_B`, the numbers of the rows in the global batch, `step` and `seed` key the masks. `sampled_M` replaces the
+        samples: two models that get the same tokens read the same corrupted text.
         """
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
-        inputs = self.inputs(layout)
-        packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
-        if packed:  # Examples of one row must not attend to each other.
-            # Attention kernels of a GPU refuse a mask of another type than the queries'.
-            bias = attention_bias(layout, self.generator.dtype)
-            inputs |= {"attention_mask": bias, "position_ids": layout.position_BS}
+        inputs = self._inputs(layout)
         weight_M = masking.weight_BN.flatten()
         target_BN = ids_BS.gather(1, masking.position_BN)
         logits_MV = self._slot_logits(masking, inputs).float()
@@ -109,9 +105,17 @@ class HuggingFace(torch.nn.Module):
         rtd = (loss_BS * layout.is_real_BS).sum() / layout.is_real_BS.sum()
         return Losses(mlm, rtd)
 
-    def inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
-        """Return the arguments of both modules in addition to the token ids, for rows of one example each."""
-        return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
+    def _inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
+        """Return the arguments of both modules in addition to the token ids."""
+        if self.is_modern:
+            return {"attention_mask": layout.is_real_BS}
+        packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
+        if not packed:
+            return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
+        # Examples of one row must not attend to each other. Attention kernels of a GPU refuse a mask of another type
+        # than the queries'.
+        bias = attention_bias(layout, self.generator.dtype)
+        return {"token_type_ids": layout.token_type_BS, "attention_mask": bias, "position_ids": layout.position_BS}
 
     def _slot_logits(self, masking: Masking, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the generator's logits at the masked slots, [M, V]."""
@@ -121,17 +125,19 @@ class HuggingFace(torch.nn.Module):
             return logits_BSV.gather(1, position_BN.expand(-1, -1, logits_BSV.shape[-1])).flatten(0, 1)
         hidden_BSH = self.generator.base_model(input_ids=masking.input_BS, **inputs).last_hidden_state
         hidden_MH = hidden_BSH.gather(1, position_BN.expand(-1, -1, hidden_BSH.shape[-1])).flatten(0, 1)
-        return self.head(hidden_MH)
-
-    def head(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Return the generator's logits over the vocabulary, [M, V], for its last hidden states [M, H]."""
+        if self.is_modern:
+            return self.generator.decoder(self.generator.head(hidden_MH))
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
 
 
-def _config(model: ModelConfig, tower: str, special: SpecialIds) -> ElectraConfig:
-    """Return the Hugging Face config of one tower ("generator" or "discriminator") of our model."""
+def _modern(kind: Any, model: ModelConfig, tower: str, special: SpecialIds, **settings: Any) -> torch.nn.Module:
+    config = hf_modernbert.hf_config(model, tower, special, kind.__name__)
+    return kind(transformers.ModernBertConfig(**config, **settings))
+
+
+def _electra_config(model: ModelConfig, tower: str, special: SpecialIds) -> transformers.ElectraConfig:
     shape = getattr(model, tower)
-    return ElectraConfig(
+    return transformers.ElectraConfig(
         vocab_size=model.vocab_size,
         embedding_size=model.embedding_size,
         hidden_size=shape.hidden_size,

@@ -1,12 +1,15 @@
 """Turn text into tokens in the four ways that `corpus_builder.py` compares, and measure the memory of each way.
 
 All ways read one folder. It holds the documents as parquet files in `inputs/`, `vocab.txt`, and the same vocabulary as
-`tokenizer.json` for the libraries. The ways differ in how they shuffle the documents; `tokenizers` only encodes lines
-in memory and does not shuffle:
+`tokenizer.json` for the libraries.
 
-    ours        build_corpus: over all documents
-    datatrove   DocumentTokenizer: within the output file of each task
-    datasets    Dataset.shuffle: over all documents, by an index through which `map` reads
+    ours          build_corpus, which `electra-dist corpus build` runs: read, shuffle all documents, tokenise, make
+                  examples, pack, check, and write shards with digests; includes the start of the worker processes
+    tokenizers    encode_batch_fast on the same lines in memory, and nothing more; two workers are two of its threads
+    datatrove     its tokenizer step, DocumentTokenizer: reads the files, tokenises, and writes the ids of the
+                  documents of a task in a shuffled order, by its executor for one machine (extra `corpus`)
+    datasets      Hugging Face datasets: from_parquet, shuffle by an index through which map reads, map(tokenise), then
+                  map(group into rows of 512), like its run_mlm example (extra `bench`)
 """
 
 from __future__ import annotations
@@ -48,12 +51,7 @@ class Text:
     """Documents of the benchmark in a folder, with their vocabulary and the settings of the corpus."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        """Open a folder that `Text.write` has written.
-
-        Args:
-            folder: Folder with `inputs/`, vocab.txt and tokenizer.json.
-            config: Configuration of the corpus.
-        """
+        """Open a folder that `Text.write` has written."""
         self.folder = folder
         self.config = config
         self.vocabulary = Vocabulary.read(folder / VOCAB_FILE)
@@ -84,12 +82,7 @@ class Text:
         return list(itertools.chain.from_iterable(text.splitlines() for text in texts))
 
     def request(self, output: Path, num_workers: int) -> BuildRequest:
-        """Return the description of a build of these documents, for `build_corpus`.
-
-        Args:
-            output: Folder for the corpus.
-            num_workers: Number of worker processes.
-        """
+        """Return the request of a build of these documents into the folder `output`."""
         return BuildRequest(
             inputs=self.files,
             vocabulary=self.vocabulary,
@@ -173,11 +166,9 @@ def tokenise_by_datasets(text: Text, num_workers: int) -> int:
     tokenizer = tokenizers.Tokenizer.from_file(str(text.folder / "tokenizer.json"))
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        """Return the token ids of each document of a batch."""
         return {"ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(batch["text"])]}
 
     def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        """Concatenate the ids of a batch, and cut them into rows of `seq_len` ids."""
         ids = list(itertools.chain.from_iterable(batch["ids"]))
         return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
 
@@ -197,19 +188,14 @@ WAYS: dict[str, Callable[[Text, int], int]] = {
 
 
 def peak_memory(name: str, text: Text, num_workers: int) -> int:
-    """Run a way in a new process; return the peak memory of this process and its descendants, in bytes.
+    """Run a way of `WAYS` in a new process; return the peak memory of this process and its descendants, in bytes.
 
     A page that several processes share counts for each of them in equal parts (PSS). A peak between two readings is
     missed.
-
-    Args:
-        name: Key of `WAYS`.
-        text: Documents and vocabulary.
-        num_workers: Number of workers of the way.
     """
-    code = f"from builder_parts.ways import run_alone; run_alone({name!r}, {str(text.folder)!r}, {num_workers})"
+    code = f"from corpus_builder_ways import run_alone; run_alone({name!r}, {str(text.folder)!r}, {num_workers})"
     (text.folder / "config.json").write_text(text.config.model_dump_json())
-    paths = [str(Path(__file__).parents[1]), *sys.path]
+    paths = [str(Path(__file__).parent), *sys.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code]
     peak = 0
