@@ -102,6 +102,15 @@ def in_new_process(module: str, function: str, *arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def peak_memory() -> int:
+    """Return the peak of this process's resident memory, in bytes.
+
+    `ru_maxrss` would include the memory of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 def hardware() -> str:
     """Return one line that describes the machine: processor, cores that this process may use, memory in GB."""
     facts = cpu()

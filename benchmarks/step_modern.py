@@ -17,7 +17,6 @@ Limits: one process, without DeepSpeed and without a loader; each row holds one 
 from __future__ import annotations
 
 import argparse
-import resource
 from collections.abc import Callable
 
 import psutil
@@ -30,6 +29,7 @@ from measure import (
     alternate,
     format_summary,
     in_new_process,
+    peak_memory,
     print_table,
     ratio,
     summary,
@@ -108,7 +108,7 @@ def peak_of_step(name: str, length: int, smoke: bool, threads: int) -> int:
     take_step(side, first[:1, :64], 0, "fp32", config.optimizer.clip_norm)  # one short row, whose peak is lower
     before = psutil.Process().memory_info().rss
     take_step(side, second, 1, "fp32", config.optimizer.clip_norm)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return peak_memory() - before
 
 
 def compare(length: int, rounds: int, smoke: bool, threads: int) -> Json:
