@@ -11,12 +11,17 @@ decides about restarts.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.errors import StoreAway
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, read_records
+from electra_dist.store.patience import Patience
 
 Event = Literal[
     "start",
@@ -101,23 +106,52 @@ _JOB_RECORDS: dict[str, type[JobRecord]] = {"submit": JobSubmitted, "begin": Job
 
 
 class Ledger:
-    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one."""
+    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
+    Two threads may use it: the step loop and the checkpoint writer. An event that the disk refuses stays in memory and
+    is written before the next one; never append it again.
+    """
+
+    def __init__(self, run_dir: Path, patience: Patience | None = None) -> None:
+        """Open the file; `append` waits for the disk with `patience` (None: not at all)."""
+        self._run_dir = Path(run_dir)
+        self._patience = patience
+        self._file = JsonlFile(self._run_dir / LEDGER_FILE)
+        self._lock = threading.Lock()
 
     def append(self, event: Event, step: int, **details: Any) -> None:
         """Append an event with the current time (UTC), and return when it is on the disk (fsync).
 
-        Raises StoreAway if the disk is full or away. The event stays in memory then: do not append it again, but call
-        `sync` later.
+        Raises StorageLost if the disk is full or away for longer than the patience; without one, StoreAway at once.
         """
-        self._file.append(LedgerEvent(time=_now(), event=event, step=step, **details))
-        self._file.sync()
+        try:
+            self._append(event, step, details)
+        except StoreAway:
+            if self._patience is None:
+                raise
+            self._patience.call(self.sync)
+
+    def append_soon(self, event: Event, step: int, **details: Any) -> None:
+        """Append an event without waiting for a disk that is full or away."""
+        with contextlib.suppress(StoreAway):
+            self._append(event, step, details)
+
+    def append_once(self, event: Event, step: int, **details: Any) -> None:
+        """Append an event as `append_soon` does, unless the ledger has an event of this kind and step already."""
+        find = functools.partial(has_event, self._run_dir, event, step)
+        is_recorded = find() if self._patience is None else self._patience.call(find)
+        if not is_recorded:
+            self.append_soon(event, step, **details)
+
+    def _append(self, event: Event, step: int, details: dict[str, Any]) -> None:
+        with self._lock:
+            self._file.append(LedgerEvent(time=_now(), event=event, step=step, **details))
+            self._file.sync()
 
     def sync(self) -> None:
         """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk refuses again."""
-        self._file.sync()
+        with self._lock:
+            self._file.sync()
 
     def close(self) -> None:
         """Write the events that the disk has refused, and close the file; after StoreAway, call `close` again."""

@@ -127,7 +127,8 @@ class Evaluator:
             sampled_correct=_generator_mean(sums.sampled_correct, sums),
         )
         fault = fault or context.fault or _loss_fault(record)
-        return Evaluation(record=record, fault=fault, rows=local.rows if has_detection_loss else [])
+        shows_rows = has_detection_loss and not fault
+        return Evaluation(record=record, fault=fault, rows=local.rows if shows_rows else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         sums: list[torch.Tensor] = []

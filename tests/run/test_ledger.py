@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from electra_dist.run.folder import LEDGER_FILE
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, LedgerEvent, has_event, read_ledger
+from electra_dist.store.patience import Patience
 
 
 def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times(tmp_path: Path):
@@ -77,3 +79,33 @@ def test_a_resume_proves_the_checkpoint_that_a_killed_start_has_not_recorded():
     ledger = [LedgerEvent(time="2026-01-01", event=name, step=step) for name, step in names.items()]
 
     assert newest_checkpoint(ledger) == 8
+
+
+def test_an_event_that_the_disk_refuses_is_waited_for_and_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk is full until the ledger waits for it; an event that is not waited for comes with the next one."""
+    write = os.write
+    is_full = True
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    def free_space(reason: str) -> None:
+        nonlocal is_full
+        is_full = False
+
+    patience = Patience(60.0, note=lambda line: None)
+    patience.on_wait = free_space
+    ledger = Ledger(tmp_path, patience)
+    monkeypatch.setattr(os, "write", refuse)
+
+    ledger.append_soon("stopped_step", 4)
+    assert read_ledger(tmp_path) == []
+    ledger.append("checkpoint", 5)
+    ledger.append_once("checkpoint", 5)
+    ledger.close()
+
+    assert [(event.event, event.step) for event in read_ledger(tmp_path)] == [("stopped_step", 4), ("checkpoint", 5)]

@@ -145,6 +145,7 @@ def test_run_whose_evaluation_has_outputs_that_are_not_finite_has_diverged_and_e
     assert "outputs of the discriminator are not finite" in done.stderr
     folders = [path.parent.name[:13] for path in (tmp_path / "nan" / "checkpoints").glob("step-*/manifest.json")]
     assert folders == ["step-00000002"]  # the state that was evaluated is not saved
+    assert not (tmp_path / "nan" / "samples.jsonl").exists()  # probabilities that are undefined show nothing
 
 
 def run_cli(*arguments: str) -> str:

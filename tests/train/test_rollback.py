@@ -171,5 +171,5 @@ def test_a_crash_within_a_step_is_recorded_with_the_steps_that_are_done(tiny_cor
     config = write_tiny_config(tmp_path / "run.yaml", run_dir, str(tiny_corpus), **SETTINGS)
     finish(start(config, shell_at=[["false", 6]]), exit_code=1)
     *_, checkpoint, end = read_ledger(run_dir)
-    assert (checkpoint["event"], checkpoint["step"]) == ("checkpoint", 4)
-    assert (end["event"], end["step"]) == ("crash", 6)
+    assert (checkpoint.event, checkpoint.step) == ("checkpoint", 4)
+    assert (end.event, end.step) == ("crash", 6)

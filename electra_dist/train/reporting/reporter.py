@@ -30,7 +30,7 @@ from electra_dist.run.console import Console
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
-from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
 from electra_dist.schedule import describe, schedules_of
 from electra_dist.store.patience import Patience
@@ -38,7 +38,6 @@ from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
 from electra_dist.tracking.settings import flat_settings, hyperparameters
 from electra_dist.train.health.rank_monitor import RankObservation
-from electra_dist.train.reporting.lasting_ledger import LastingLedger
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.reporting.step_recorder import StepRecorder
 from electra_dist.train.step import StepResult
@@ -69,7 +68,7 @@ class Reporter:
         self._engine = engine
         self._run_dir = run_dir
         start_step = restored.step if restored else 0
-        self._ledger = LastingLedger(run_dir, self._patience)
+        self._ledger = Ledger(run_dir, self._patience)
         self._console = Console(run_dir, config.train.num_steps, start_step)
         settings = flat_settings(config)
         self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings))
@@ -105,10 +104,10 @@ class Reporter:
         step = restored.step if restored else 0
         for line in set_aside:
             self.note(line)
-            self._ledger.record("set_aside", step, reason=line)
+            self._ledger.append("set_aside", step, reason=line)
         if restored:
             self._record_new_numerics(restored, attempt)
-        self._ledger.record(
+        self._ledger.append(
             "resume" if restored else "start",
             step,
             attempt=attempt,
@@ -138,7 +137,7 @@ class Reporter:
                     f"new numerics accepted: steps before {restored.step:,} were computed with numerics {numerics}, "
                     f"steps from {restored.step:,} on are computed with numerics {current}"
                 )
-                self._ledger.record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
+                self._ledger.append("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
         """Log the checkpoint from which the run continues, or that the run has reached its last step already."""
@@ -252,7 +251,7 @@ class Reporter:
         The checkpoint thread calls this. `write_s` is the time that this thread took to write and commit; `spent_s`
         is `Clock.spent_s` at the beginning of the save.
         """
-        self._ledger.record(
+        self._ledger.append(
             "checkpoint",
             state.step,
             attempt=state.attempt,
@@ -268,7 +267,7 @@ class Reporter:
         Call this before the list of skipped steps is written. If the run is killed in between, its restart stops the
         step again.
         """
-        self._ledger.record_once("stopped_step", step, fault=fault, suspect=suspect)
+        self._ledger.append_once("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
         if suspect:
             advice = f"check the row that stands out: {suspect}"
@@ -280,7 +279,7 @@ class Reporter:
         Call this before the list of skipped steps is written. If the run is killed in between, its restart goes back.
         """
         last = stopped[-1]
-        self._ledger.record_once("rollback", last, skip_from=first, skip_to=last)
+        self._ledger.append_once("rollback", last, skip_from=first, skip_to=last)
         self.note(
             f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
             f"to {last:,}; if this happens again, lower optimizer.lr in a new run"
@@ -304,8 +303,8 @@ class Reporter:
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":
             reason = {"why": why} if why else {}
-            record = self._ledger.record_soon if is_lost else self._ledger.record
-            record(ending, step, **reason, spent_s=spent_s)
+            append = self._ledger.append_soon if is_lost else self._ledger.append
+            append(ending, step, **reason, spent_s=spent_s)
         self._refresh.close()
         for tracker in self._trackers:
             tracker.close(has_failed=ending == "crash")

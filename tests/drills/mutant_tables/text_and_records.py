@@ -242,7 +242,7 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="run: an event of the ledger is not synced to the disk",
         file="electra_dist/run/ledger.py",
-        original="**details))\n        self._file.sync()\n",
+        original="**details))\n            self._file.sync()\n",
         mutated="**details))\n",
         test="tests/run/test_ledger.py::test_an_event_is_in_the_file_when_it_is_synced_to_the_disk_by_append",
     ),
