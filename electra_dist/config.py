@@ -44,9 +44,7 @@ from electra_dist.config_sections.training import (
 __all__ = [
     "CACHE_DIR",
     "CHECKPOINTS_DIR",
-    "FIRST_NUMERICS",
     "NUMERICS",
-    "REFERENCE_MASKING_NUMERICS",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -75,12 +73,7 @@ CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.target
 CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
 # Numerics version: a number that is raised whenever the random draws (masks, samples, dropout) or the rounding of a
 # run change. A run that began with a lower number then continues only with --accept-new-numerics.
-NUMERICS = 2
-FIRST_NUMERICS = 1  # numerics version of runs whose identity records none
-# Numerics version of runs with `objective.masking: reference`. It is higher because one more change concerns them
-# alone: their number of masked positions is rounded in float32. The next change that concerns all runs raises both
-# numbers above this one.
-REFERENCE_MASKING_NUMERICS = 3
+NUMERICS = 1
 
 
 class Config(Section):
@@ -219,9 +212,7 @@ class Config(Section):
 
     @property
     def numerics(self) -> int:
-        """Return the version of random draws and rounding that this program uses for this config; see `NUMERICS`."""
-        if self.objective.masking == "reference":
-            return REFERENCE_MASKING_NUMERICS
+        """Return the version of random draws and rounding that this program uses; see `NUMERICS`."""
         return NUMERICS
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
@@ -249,9 +240,8 @@ class Config(Section):
             "optimizer": self._optimizer_identity(),
             "data": data,
             "train": {key: tree["train"][key] for key in train_keys},
+            "numerics": numerics,
         }
-        if numerics != FIRST_NUMERICS:
-            identity["numerics"] = numerics
         return identity
 
     def _optimizer_identity(self) -> dict[str, Any]:
@@ -269,7 +259,7 @@ class Config(Section):
 
     def older_identities(self) -> dict[int, str]:
         """Return the `identity_sha256` that older programs would record for this config: `NUMERICS` -> digest."""
-        return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
+        return {numerics: self.identity_sha256(numerics) for numerics in range(1, self.numerics)}
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.config import FIRST_NUMERICS, Config
+from electra_dist.config import Config
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -109,6 +109,6 @@ def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
     """Return the owner for a run folder's config and `identity` (its identity.json); None if `identity` is empty."""
     if not identity:
         return None
-    numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}
+    numerics = {*range(1, config.numerics + 1), identity["numerics"]}
     identities = frozenset(config.identity_sha256(number) for number in numerics)
     return Owner(identities, frozenset([identity["corpus_fingerprint"]]))

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
+from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
 from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, is_temporary, readable, replacing, writable
@@ -121,7 +121,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
         return {}
     next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
     identity = read_json_object(identity_file, next_step)
-    if not isinstance(identity.get("numerics", FIRST_NUMERICS), int):
+    if not isinstance(identity.get("numerics"), int):
         raise UserError(f"{identity_file}: damaged, because `numerics` is not a whole number; {next_step}")
     if not isinstance(identity.get("corpus_fingerprint"), str):
         raise UserError(f"{identity_file}: damaged, because `corpus_fingerprint` is not a text; {next_step}")
@@ -151,7 +151,7 @@ def recorded_numerics(run_dir: Path) -> int | None:
     """Return the version of random draws and rounding of the run's last start; None if no run was begun there."""
     if not (run_dir / IDENTITY_FILE).exists():
         return None
-    numerics: int = read_identity(run_dir).get("numerics", FIRST_NUMERICS)
+    numerics: int = read_identity(run_dir)["numerics"]
     return numerics
 
 
@@ -195,7 +195,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
             f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
             f"set another run_dir, or restore the old value to continue that run"
         )
-    check_numerics(run_dir, identity.get("numerics", FIRST_NUMERICS), accept_new_numerics)
+    check_numerics(run_dir, identity["numerics"], accept_new_numerics)
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:

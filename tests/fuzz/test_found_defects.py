@@ -85,7 +85,11 @@ FOUND = [
     ("run/meeting/sessions", "rendezvous", b"session\n\xff\n"),
     ("run/identity.json", "start of a run", b'{"numerics": "x"}'),
     ("run/identity.json", "open_corpus", b"{}"),
-    ("run/identity.json", "verify --bytes", b'{"corpus_fingerprint": "x", "phase_fingerprints": ["x", "y"]}'),
+    (
+        "run/identity.json",
+        "verify --bytes",
+        b'{"numerics": 1, "corpus_fingerprint": "x", "phase_fingerprints": ["x", "y"]}',
+    ),
     ("run/environment.json", "report", b'{"versions": 3}'),
     ("run/skipped_steps.json", "skip list", b'{"steps": %s}' % DEEP),
     ("run/skipped_steps.json", "verify", b'{"steps": [1e999], "rollbacks": 0, "streak": []}'),

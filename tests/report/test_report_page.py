@@ -111,7 +111,7 @@ def run_dir(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["my-secret-program"])
         write_environment(run, world_size=2, hosts=["my-secret-host", "other-host"], corpus=corpus)
-    (run / "identity.json").write_text('{"corpus_fingerprint": "fedcba9876543210"}')
+    (run / "identity.json").write_text('{"corpus_fingerprint": "fedcba9876543210", "numerics": 1}')
     assert write_report(run) == run / "report.html"
     return run
 

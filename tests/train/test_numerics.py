@@ -13,9 +13,10 @@ from support import checkpoints as small
 from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
 
+from electra_dist import config as config_module
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore import check_belongs
-from electra_dist.config import NUMERICS, REFERENCE_MASKING_NUMERICS
+from electra_dist.config import NUMERICS
 from electra_dist.config_file import load_config
 from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError
 from electra_dist.run.folder import check_run_folder, recorded_numerics, run_identity
@@ -27,15 +28,22 @@ from launcher.supervise import __main__ as supervise
 
 MakeConfig = Callable[..., Path]
 ACCEPT = "--accept-new-numerics"
-# Runs pretrain.py as a version did whose identity had no numerics.
-OLDER_PRETRAIN = """
+# Runs pretrain.py as a later version, which draws or rounds differently.
+NEWER_PRETRAIN = """
 import sys
 from electra_dist import config
-config.Config.identity.__defaults__ = (1,)
-config.Config.identity_sha256.__defaults__ = (1,)
+config.NUMERICS += 1
 from launcher.pretrain import main
 sys.exit(main())
 """
+NEWER = ("-c", NEWER_PRETRAIN)
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make this process a later version, which draws or rounds differently; return its numerics."""
+    monkeypatch.setattr(config_module, "NUMERICS", NUMERICS + 1)
+    return NUMERICS + 1
 
 
 def start(config: Path, *options: str, program: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -51,36 +59,36 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def test_an_older_run_is_refused_then_accepted_and_recorded_and_needs_no_flag_again(
-    tiny_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], newer: int
 ) -> None:
     run_dir = tmp_path / "run"
     config = tiny_config(**{"data.heldout": None, "train.num_steps": 4})
     # The file `stop` ends a start after its first step, with a checkpoint.
     run_dir.mkdir()
     (run_dir / "stop").touch()
-    assert start(config, program=("-c", OLDER_PRETRAIN)).returncode == 75
-    assert "numerics" not in json.loads((run_dir / "identity.json").read_text())
+    assert start(config).returncode == 75
+    assert json.loads((run_dir / "identity.json").read_text())["numerics"] == NUMERICS
     before = contents(run_dir)
 
     capsys.readouterr()
     assert pretrain.main(["--config", str(config)]) == 78  # refused before anything is started
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and "numerics 1" in error and ACCEPT in error
+    assert error.startswith("error: ") and f"numerics {NUMERICS}" in error and ACCEPT in error
     assert contents(run_dir) == before
 
     # The accepted start is stopped, too; the one after it goes on to the end without the option.
     (run_dir / "stop").touch()
-    assert start(config, ACCEPT).returncode == 75
-    assert recorded_numerics(run_dir) == NUMERICS
-    done = start(config)
+    assert start(config, ACCEPT, program=NEWER).returncode == 75
+    assert recorded_numerics(run_dir) == newer
+    done = start(config, program=NEWER)
     assert done.returncode == 0, done.stderr
     (event,) = [event for event in read_ledger(run_dir) if event.event == "new_numerics"]
-    assert (event.step, event.was, event.now) == (1, 1, NUMERICS)
+    assert (event.step, event.was, event.now) == (1, NUMERICS, newer)
     assert [record["step"] for record in step_records(run_dir)] == [1, 2, 3, 4]
 
 
 def config_of(tmp_path: Path) -> tuple[Path, dict]:
-    """Return a run folder whose run has the numerics 1, and the identity of that run in this version."""
+    """Return a run folder whose run has the first numerics, and the identity of that run in this version."""
     config = load_config(write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", "corpus"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -88,6 +96,7 @@ def config_of(tmp_path: Path) -> tuple[Path, dict]:
     return run_dir, run_identity(config, "c")
 
 
+@pytest.mark.usefixtures("newer")
 def test_a_run_folder_of_other_numerics_needs_the_flag_and_one_of_another_config_is_refused_with_it(
     tmp_path: Path,
 ) -> None:
@@ -100,22 +109,15 @@ def test_a_run_folder_of_other_numerics_needs_the_flag_and_one_of_another_config
         check_run_folder(run_dir, {**identity, "seed": 8}, accept_new_numerics=True)
 
 
-def test_only_runs_with_reference_masking_have_the_numerics_of_its_rounding(tmp_path: Path) -> None:
-    """Its number of masked positions was rounded in float64 with numerics 2; the draws of other runs are the same."""
-    config_file = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", "corpus")
-    plain = load_config(config_file)
-    reference = load_config(config_file, ["objective.masking=reference"])
-    assert plain.identity()["numerics"] == NUMERICS == 2
-    assert list(plain.older_identities()) == [1]
-    assert reference.identity()["numerics"] == REFERENCE_MASKING_NUMERICS == 3
-    assert reference.older_identities()[2] == reference.identity_sha256(2) != reference.identity_sha256()
-
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "identity.json").write_text(json.dumps({**reference.identity(2), "corpus_fingerprint": "c"}))
-    with pytest.raises(OtherNumerics, match="numerics 2, and this version computes with numerics 3"):
-        check_run_folder(run_dir, run_identity(reference, "c"))
-    check_run_folder(run_dir, run_identity(reference, "c"), accept_new_numerics=True)
+def test_a_version_knows_the_identity_that_each_earlier_one_gave_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", "corpus"))
+    assert config.identity()["numerics"] == NUMERICS
+    earlier = config.identity_sha256()
+    monkeypatch.setattr(config_module, "NUMERICS", NUMERICS + 2)
+    assert config.older_identities() == {number: config.identity_sha256(number) for number in range(1, NUMERICS + 2)}
+    assert config.older_identities()[NUMERICS] == earlier != config.identity_sha256()
 
 
 def test_an_acceptance_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_a_checkpoint_of_older_numerics_belongs_to_the_run_only_with_its_digest(
         check_belongs(found, expected.model_copy(update={"corpus_fingerprint": "other"}), ["1" * 64])
 
 
+@pytest.mark.usefixtures("newer")
 def test_submit_refuses_an_older_run_before_it_is_queued_and_passes_the_flag_on(tmp_path: Path) -> None:
     run_dir, _ = config_of(tmp_path)
     command = ["submit", "--config", str(tmp_path / "run.yaml"), "--nodes", "1", "--gpus-per-node", "1", "--dry-run"]
