@@ -118,8 +118,8 @@ def test_changed_are_edited_deleted_and_new_files_that_git_does_not_ignore(tree:
     assert changed_files(tree) == ["configs/small.yaml", "docs/results.md", "new file.py"]
 
 
-def test_in_this_repository_a_change_of_the_retries_selects_the_tests_of_the_store_first() -> None:
-    selected = select(ROOT, ["electra_dist/store/retry.py"])
+def test_in_this_repository_a_change_of_the_waits_selects_the_tests_of_the_store_first() -> None:
+    selected = select(ROOT, ["electra_dist/store/patience.py"])
     assert selected[0].file.startswith("tests/store/test_")
     assert selected[0].distance == 1
     distances = {one.file: one.distance for one in selected}
