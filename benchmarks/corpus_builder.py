@@ -43,11 +43,12 @@ from measure import (
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
+from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.inputs.text_decoding import decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.text_decoding import decode
-from electra_dist.corpus.text_readers import DocumentStream, find_inputs
-from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.planning.corpus.corpus_plan import plan_corpus, workload_of_tokens
 from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
 from electra_dist.planning.corpus.prepare_rates import measure_preparation

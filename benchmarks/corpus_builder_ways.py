@@ -34,10 +34,11 @@ from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.corpus.build_console import BuildConsole
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.text_decoding import decode
-from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
+from electra_dist.corpus.inputs.text_decoding import decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.tokenizer import MAX_WORD_CHARS, VOCAB_FILE, Vocabulary
 
 LINES_A_CALL = 2048  # Lines in one call of the library tokenizers.
@@ -172,7 +173,7 @@ def tokenise_by_datasets(text: Text, num_workers: int) -> int:
         ids = list(itertools.chain.from_iterable(batch["ids"]))
         return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
 
-    paths = [str(file.path) for file in text.files]
+    paths = [file.location for file in text.files]
     documents = datasets.Dataset.from_parquet(paths, cache_dir=str(text.fresh_folder("datasets")))
     rows = documents.shuffle(seed=1).map(tokenise, remove_columns=["text"], num_proc=num_workers, **_OPTIONS)
     rows = rows.map(group, num_proc=num_workers, **_OPTIONS)

@@ -115,6 +115,10 @@ class Vocabulary:
             text = text.removeprefix(BYTE_ORDER_MARK)  # where a digest is known, the text must keep it
         return cls(text, name)
 
+    def __reduce__(self) -> tuple[type[Vocabulary], tuple[str, str]]:
+        """Pickle the text alone: a pickled tokenizer of the library would forget how it encodes special tokens."""
+        return Vocabulary, (self._text, VOCAB_FILE)
+
     @property
     def text(self) -> str:
         """Return the content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json."""

@@ -106,7 +106,7 @@ def test_a_text_is_only_text_of_an_html_element_and_of_an_attribute(text: str) -
 # YAML, each line of a plan, texts for a terminal only).
 OWN_OUTPUT = (
     "electra_dist/config_reference.py",
-    "electra_dist/corpus/prepare/prepare_reference.py",
+    "electra_dist/corpus/prepare/prepare_config.py",
     "electra_dist/planning/plan_layout.py",
     "launcher/chaos/__main__.py",
     "launcher/cli/config.py",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_level import TEXTS, byte_level_vocabulary
 
-from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
+from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import SPECIAL_TOKENS, NamedDigest, Vocabulary, new_tokenizer
 

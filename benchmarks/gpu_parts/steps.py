@@ -36,7 +36,7 @@ from torch._dynamo.utils import counters
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.row_packing import make_rows
+from electra_dist.corpus.builder.row_packing import make_rows
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.corpus.build_request import tokenizer_entry
+from electra_dist.corpus.builder.build_request import tokenizer_entry
 from electra_dist.data.manifest import (
     MANIFEST_KEY,
     CorpusManifest,

@@ -1,7 +1,7 @@
 """Find the rows of a corpus that contain a text, documents of a source, or one document.
 
 Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
-texts, `corpus/origins/document_search.py` for sources and documents).
+texts, `corpus/origins.py` for sources and documents).
 
 Limits: a search for a text reads all shards once; one for a source or a document reads all origin files once. The
 found rows take 16 bytes of memory each, or 24 for a text; `RowSearch.hits` makes Python objects for the rows that it
@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 
 from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.analysis.text_search import rows_with_tokens
-from electra_dist.corpus.inputs.skipped_inputs import encodable
-from electra_dist.corpus.origins.document_search import (
+from electra_dist.corpus.inputs.file_kinds import encodable
+from electra_dist.corpus.origins import (
     Mask,
+    Origins,
     RowDocument,
     documents_of_rows,
     lines_of_document,
     lines_of_source,
+    open_origins,
     rows_of_lines,
     sources_of_table,
 )
-from electra_dist.corpus.origins.origin_files import Origins, open_origins
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from electra_dist.console import Console
-from electra_dist.corpus.origins.document_search import RowDocument
-from electra_dist.corpus.report.report_tables import plural
+from electra_dist.corpus.build_console import plural
+from electra_dist.corpus.origins import RowDocument
 from electra_dist.corpus_search.row_search import Hit, Query
 from electra_dist.corpus_search.row_uses import RowUse
 from electra_dist.data.corpora import Corpora

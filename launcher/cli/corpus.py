@@ -14,13 +14,19 @@ import typer
 
 from electra_dist.config_file import load_config
 from electra_dist.console import Console
-from electra_dist.corpus.build_console import BuildConsole, summary
+from electra_dist.corpus.build_console import (
+    BuildConsole,
+    input_table,
+    length_line,
+    plural,
+    remarks,
+    source_table,
+    summary,
+)
+from electra_dist.corpus.build_report import BuildReport, find_preparations, read_report
+from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.report.build_report import BuildReport, read_report
-from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
-from electra_dist.corpus.report.source_notes import find_preparations
-from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
-from electra_dist.corpus.text_readers import search_inputs
+from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -33,7 +39,7 @@ from launcher.cli.corpus_submit import submit
 from launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
 if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
-    from electra_dist.corpus.stages.join_parts import JoinedCorpus
+    from electra_dist.corpus.builder.join_parts import JoinedCorpus
 
 app = typer.Typer(
     help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
@@ -91,8 +97,8 @@ def build(
 
     A build that was interrupted is resumed; a finished corpus is left unchanged.
     """
-    from electra_dist.corpus.build_corpus import build_corpus, build_part, parse_part
-    from electra_dist.corpus.build_request import BuildRequest
+    from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
+    from electra_dist.corpus.builder.build_request import BuildRequest
 
     chosen_part = parse_part(part) if part else None
 
@@ -102,7 +108,7 @@ def build(
     console = open_console(soft_wrap=False)
     total_bytes = sum(file.size for file in files)
     size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
-    left_out = skipped.summary()
+    left_out = skipped.summary_of_skipped()
     console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True)
     if part and vocab is None and not open_store(output, settings.data.endpoint_url).exists(VOCAB_FILE):
         raise UserError(
@@ -150,7 +156,7 @@ def merge(
 
     The corpus, with its fingerprint, is the same for any number of parts. A part that is missing is reported.
     """
-    from electra_dist.corpus.stages.join_parts import join_parts, read_joined
+    from electra_dist.corpus.builder.join_parts import join_parts, read_joined
     from electra_dist.data.manifest import MANIFEST_KEY
 
     is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
@@ -179,7 +185,7 @@ def _outcome(result: JoinedCorpus) -> str:
 def _print_report(report: BuildReport | None, console: Console) -> None:
     """Print two tables (what the build read and left out; the figures of each source) and hints on what to change."""
     if report is None:
-        console.print("no report of the inputs: the corpus was indexed, or built before builds wrote build.json")
+        console.print("no report of the inputs: the corpus was indexed")
         return
     console.print(input_table(report))
     console.print(source_table(report))

@@ -17,10 +17,10 @@ from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import load_config, load_section
 from electra_dist.console import Console
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
+from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.corpus.text_decoding import SkippedDocument, decode
-from electra_dist.corpus.text_readers import DocumentStream
-from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import cpu
 from electra_dist.run.number_formats import format_count, format_duration
@@ -32,7 +32,7 @@ from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:  # These modules import all that a build needs, which takes seconds.
-    from electra_dist.corpus.build_request import BuildRequest
+    from electra_dist.corpus.builder.build_request import BuildRequest
     from electra_dist.planning.corpus.corpus_plan import CorpusPlan, Prices, Requests, Workload
     from electra_dist.planning.corpus.corpus_rates import CorpusRates, PrepareRate
 
@@ -156,7 +156,7 @@ class _Measurement:
 
     def request(self, files: list[InputFile], vocabulary: Vocabulary) -> BuildRequest:
         """Return a request to build a corpus from `files` with the config's settings, for measuring and planning."""
-        from electra_dist.corpus.build_request import BuildRequest
+        from electra_dist.corpus.builder.build_request import BuildRequest
 
         return BuildRequest(
             inputs=files,
@@ -218,7 +218,7 @@ class _Measurement:
         if corpus.tokenizer == "bpe":
             raise UserError("corpus.tokenizer: bpe needs --vocab; pass the tokenizer.json of the corpus")
         texts = []
-        for raw in DocumentStream(files, self._text_field):
+        for raw in DocumentStream(files, self._text_field, self._config.data.endpoint_url):
             with contextlib.suppress(SkippedDocument):
                 texts.append(decode(raw, self._text_field))
             if len(texts) == _VOCABULARY_DOCUMENTS:

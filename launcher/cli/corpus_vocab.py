@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,13 +10,13 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from electra_dist.config import Config, canonical_json
+from electra_dist.config import Config
 from electra_dist.console import Console
-from electra_dist.corpus.byte_level_bpe import TokenizerKind, train_kind
-from electra_dist.corpus.stages.build_records import read_output_vocabulary
-from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
-from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
-from electra_dist.corpus.vocabulary_sample import VocabularySample
+from electra_dist.corpus.builder.build_records import read_output_vocabulary
+from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
+from electra_dist.corpus.inputs.text_decoding import SkippedDocument, Undecodable, decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
+from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample, train_kind
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
@@ -45,13 +43,9 @@ def train_vocab(
     ] = SAMPLE_GB,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same vocabulary.
-
-    A sample that an interrupted call has taken is used again.
-    """
-    training = _Training(text_field, "skip", sample_gb, open_console(soft_wrap=False))
-    folder = Path(f"{output}.sample")
-    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, folder, tokenizer)
+    """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same one."""
+    training = _Training(text_field, "skip", endpoint_url, sample_gb, open_console(soft_wrap=False))
+    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, tokenizer)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
     open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
@@ -76,12 +70,8 @@ def find_vocabulary(
         return vocabulary
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
-    training = _Training(text_field, corpus.undecodable, SAMPLE_GB, console)
-    with contextlib.ExitStack() as stack:
-        local_path = store.local_path("progress/vocabulary-sample")
-        if local_path is None:
-            local_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="electra-sample-"))) / "sample"
-        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path, wanted_kind)
+    training = _Training(text_field, corpus.undecodable, settings.data.endpoint_url, SAMPLE_GB, console)
+    return training.train(files, settings.model.vocab_size, corpus.lowercase, wanted_kind)
 
 
 def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
@@ -98,33 +88,32 @@ def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -
 class _Training:
     """Training of a vocabulary on input files, or on a sample of them, with a progress bar."""
 
-    def __init__(self, text_field: str, undecodable: Undecodable, sample_gb: float, console: Console) -> None:
+    def __init__(
+        self, text_field: str, undecodable: Undecodable, endpoint_url: str | None, sample_gb: float, console: Console
+    ) -> None:
         self._text_field = text_field
+        self._endpoint_url = endpoint_url
         self._undecodable = undecodable
         self._limit_bytes = int(sample_gb * 1e9)
         self._console = console
 
-    def train(
-        self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
-    ) -> Vocabulary:
+    def train(self, files: list[InputFile], size: int, lowercase: bool, kind: TokenizerKind) -> Vocabulary:
         """Train a vocabulary on all files or, if the files are large, on a sample of their documents.
 
-        The sample lies in `folder` until the end. The same files and settings always give the same vocabulary.
+        The sample lies in a temporary folder meanwhile. The same files and settings always give the same vocabulary.
         """
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
             return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
-        names = canonical_json([[file.name, file.size] for file in files])
-        digest = hashlib.sha256(f"{names} {self._text_field} {self._undecodable}".encode()).hexdigest()
-        sample = VocabularySample(folder, digest, self._limit_bytes, _SAMPLE_SEED)
-        if not sample.is_finished():
+        with tempfile.TemporaryDirectory(prefix="electra-sample-") as folder:
+            sample = VocabularySample(Path(folder), self._limit_bytes, _SAMPLE_SEED)
             self._take(sample, files)
-        if sample.num_bytes() == 0:
-            raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
-        self._console.print(f"training on a sample of {sample.num_bytes() / 1e9:.2f} GB")
-        vocabulary = train_kind(kind, sample.texts, size, lowercase)
-        sample.delete()
-        return vocabulary
+            if sample.num_bytes == 0:
+                raise UserError(
+                    "a vocabulary cannot be trained: the input has no text; correct --input or --text-field"
+                )
+            self._console.print(f"training on a sample of {sample.num_bytes / 1e9:.2f} GB")
+            return train_kind(kind, sample.texts, size, lowercase)
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
         """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
@@ -138,8 +127,8 @@ class _Training:
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
         """Yield the file number, the number within the file, and the text of each usable document."""
-        for file, number, document in DocumentStream(list(files), self._text_field).numbered():
+        for document in DocumentStream(list(files), self._text_field, self._endpoint_url):
             try:
-                yield file, number, decode(document, self._text_field, self._undecodable)
+                yield document.file, document.number, decode(document, self._text_field, self._undecodable)
             except SkippedDocument:
                 continue

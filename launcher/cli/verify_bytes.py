@@ -25,7 +25,7 @@ from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
 from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.checkpoint.reader import verify as verify_checkpoint
 from electra_dist.console import Console
-from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
+from electra_dist.corpus.origins import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpora import open_corpora
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest as read_corpus

@@ -12,7 +12,7 @@ import restart
 import run
 import step
 
-from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.planning.corpus.corpus_rates import STEPS
 from launcher.cli.corpus_plan import read_rates
 

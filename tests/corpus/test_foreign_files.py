@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from support.folder_contents import file_contents
 
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.index_shards import index_corpus
-from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.shard_format import write_shard
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
@@ -90,13 +89,3 @@ def test_a_vocabulary_with_other_line_ends_counts_as_the_same(
     built = build_corpus(dataclasses.replace(request, vocabulary=Vocabulary.read(folder / "vocab.txt")))
     assert (folder / "vocab.txt").read_bytes() == content
     assert built.manifest.tokenizer.sha256 == vocabulary.sha256
-
-
-def test_a_sample_deletes_its_own_files_only(tmp_path: Path) -> None:
-    mine = write_mine(tmp_path, ["thesis.txt", "notes.zst", "00.zst.bak", "sub/00.zst"])
-    sample = VocabularySample(tmp_path, "inputs", 10_000, 1)
-    for _ in range(2):
-        sample.take(((0, number, "text " * 9) for number in range(1000)), lambda file: None)
-    assert len(list(sample.texts())) > 0
-    sample.delete()
-    assert file_contents(tmp_path) == mine

@@ -18,9 +18,9 @@ import pyarrow.parquet
 import pytest
 from support.folder_contents import file_contents, modification_times
 
-from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages import bucket_rows, read_group
+from electra_dist.corpus.builder import bucket_rows, read_group
+from electra_dist.corpus.builder.build_corpus import Part, build_corpus, build_part
+from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import Vocabulary
 

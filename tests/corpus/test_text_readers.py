@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from electra_dist.corpus.inputs import formats
-from electra_dist.corpus.text_decoding import RawDocument, SkippedDocument, decode
-from electra_dist.corpus.text_readers import DocumentStream, find_inputs
+from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.inputs.text_decoding import RawDocument, SkippedDocument, decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
 
 TEXTS = ["One line.", "Two lines,\nthe second one.", "na\u00efve \u4e2d\u6587 \U0001f600", "x " * 70_000]

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from electra_dist.corpus.origins.origin_table import SCHEMA, table_to_bytes
+from electra_dist.corpus.origins import SCHEMA, table_to_bytes
 
 NUM_ROWS = 3000  # several batches
 _WATCHED = """
@@ -29,14 +29,15 @@ def threads():
 number = 0
 """
 _READ_INPUT = """
-from electra_dist.corpus.text_readers import DocumentStream, find_inputs
+from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 before = len(threads())
 number = sum(1 for _ in DocumentStream(find_inputs([sys.argv[1]])))
 """
 _READ_SIDE_FILE = """
 import pyarrow
-from electra_dist.corpus.origins.document_search import documents_of_rows, lines_of_document, lines_of_source
-from electra_dist.corpus.origins.origin_table import table_from_bytes
+from electra_dist.corpus.origins import documents_of_rows, lines_of_document, lines_of_source
+from electra_dist.corpus.origins import table_from_bytes
 before = len(threads())
 table = table_from_bytes(Path(sys.argv[1]).read_bytes())
 rows = table.column("row").to_numpy()
@@ -45,7 +46,7 @@ number = len(documents_of_rows(table, rows, lines))
 """
 _COUNT_SOURCES = """
 import numpy as np
-from electra_dist.corpus.origins.origin_table import table_from_bytes
+from electra_dist.corpus.origins import table_from_bytes
 from electra_dist.report.corpus_stats.row_figures import RowFigures, _add_sources
 before = len(threads())
 figures = RowFigures()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 

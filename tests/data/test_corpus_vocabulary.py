@@ -204,7 +204,9 @@ def test_a_build_refuses_a_changed_vocabulary_in_its_output(config: Path, tmp_pa
     if not is_finished:
         (output / "corpus.json").unlink()
         (output / "progress").mkdir()
-        (output / "progress" / "build.json").write_text(f'{{"tokenizer": "{digest}"}}\n')
+        record = f'{{"tokenizer": "{digest}"}}'
+        record_sha256 = hashlib.sha256(record.encode()).hexdigest()
+        (output / "progress" / "build.json").write_text(f"{record}\n{record_sha256}\n")
         named_by = "progress/build.json"
     vocab = output / "vocab.txt"
     vocab.write_bytes(vocab.read_bytes().replace(b"\na\n", b"\n\xc3\xa6\n"))

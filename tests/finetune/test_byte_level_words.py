@@ -16,7 +16,7 @@ from support.byte_level import TEXTS, byte_level_vocabulary
 from support.modern_models import modern_model, random_towers
 from transformers import pipeline
 
-from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
+from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.seed_results import Result

@@ -20,14 +20,13 @@ from support.real_runs import VOCAB_SIZE
 
 from electra_dist.compare.criterion import record_criterion
 from electra_dist.config_file import load_config, load_section
+from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords
+from electra_dist.corpus.builder.document_order import NUM_CELLS
+from electra_dist.corpus.builder.join_parts import join_parts
+from electra_dist.corpus.builder.spill_file import open_spills
 from electra_dist.corpus.prepare.preparation import check, finished_report
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import write_plan
-from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords
-from electra_dist.corpus.stages.document_order import NUM_CELLS
-from electra_dist.corpus.stages.join_parts import join_parts
-from electra_dist.corpus.stages.spill_file import open_spills
-from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.shard import Shard
 from electra_dist.engine.micro_batch import read_known_sizes
 from electra_dist.errors import TornCheckpoint
@@ -137,14 +136,6 @@ def _preparation(root: Path) -> None:
         _print_report(report, Console(file=io.StringIO()))
 
 
-def _sample(root: Path) -> None:
-    """Read a stored sample of text as the training of a vocabulary does; skip a sample that is not finished."""
-    sample = VocabularySample(root / "sample", "0" * 64, 1000, 1)
-    if sample.is_finished():
-        sample.num_bytes()
-        list(sample.texts())
-
-
 def _lease(root: Path) -> None:
     """Read a lease as the start of a run does when it finds one in the run folder."""
     newest = find_newest(root / "leased" / LEASE_DIR)
@@ -184,7 +175,6 @@ def _criterion(root: Path) -> None:
 
 
 PREPARATION = Reader("corpus prepare", function=_preparation)
-SAMPLE = Reader("sample of a vocabulary", function=_sample)
 RATES = _command("corpus plan {root}/run.yaml --rates {root}/rates.json", 1)
 STATUS = _command("status {root}/run")
 STATUS_JSON = _command("status {root}/run --json")
@@ -242,8 +232,6 @@ TARGETS = (
     Target("run/environment.json", "json", (REPORT, EXPORT)),
     Target("prepare/work/plan.json", "json", (PREPARATION,)),
     Target("prepare/out/prepare.json", "json", (PREPARATION,)),
-    Target("sample/sample.json", "json", (SAMPLE,)),
-    Target("sample/*.zst", "text", (SAMPLE,)),
     Target("rates.json", "json", (RATES,)),
     Target("leased/lease/*.json", "json", (Reader("lease", function=_lease),)),
     Target("run/SHA256SUMS", "text", (EXPORT, SCORE_RUN)),

@@ -17,16 +17,14 @@ from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tin
 
 from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config_file import load_section
-from electra_dist.corpus.origins.origin_files import put_origins, write_origins
-from electra_dist.corpus.origins.origin_table import Origin, table_of_examples
+from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
+from electra_dist.corpus.builder.spill_file import write_spill
+from electra_dist.corpus.counts import Counts
+from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
+from electra_dist.corpus.origins import Origin, put_origins, table_of_examples, write_origins
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import REPORT_FILE, make_report
 from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
-from electra_dist.corpus.report.read_counts import ReadCounts
-from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
-from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
-from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
-from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
 from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
@@ -142,7 +140,13 @@ def _write_records(run: Path) -> None:
 def progress_parameters(root: Path) -> dict[str, object]:
     """Return the parameters of the build in the folder `building`, which uses the vocabulary of `corpus`."""
     tokenizer = read_manifest(open_store(str(root / "corpus"))).tokenizer
-    return {"seq_len": 32, "tokenizer": tokenizer.sha256, "shard_size_mb": 16.0, "lowercase": True}
+    return {
+        "seq_len": 32,
+        "tokenizer": tokenizer.sha256,
+        "shard_size_mb": 16.0,
+        "lowercase": True,
+        "undecodable": "skip",
+    }
 
 
 def _write_build_progress(root: Path) -> None:
@@ -153,18 +157,16 @@ def _write_build_progress(root: Path) -> None:
     vocabulary_text = (root / "corpus" / "vocab.txt").read_text()
     records.begin(progress_parameters(root), vocabulary_text, BuildNotes(with_origins=True))
     spill = "progress/spills/000000-000000"
-    write_spill(
-        store, spill, [OrderedDocument(key << 54, 0, key, RawDocument(b"some text", False)) for key in range(9)]
-    )
+    write_spill(store, spill, [RawDocument(b"some text", False, number=key, key=key << 54) for key in range(9)])
     group = ReadGroup(
         number=0,
         files_digest="0" * 64,
         modified="0" * 64,
         documents_digest="0" * 32,
         spills=[spill],
-        documents=9,
-        source_bytes={"a.txt": 81},
-        counts=ReadCounts(files={".txt": 1}),
+        counts=Counts.model_validate(
+            {"files": {".txt": {"files": 1, "bytes": 81}}, "sources": {"a.txt": {"read": 9, "read_bytes": 81}}}
+        ),
     )
     records.record_group(group)
     order = CorpusOrder(
@@ -174,7 +176,7 @@ def _write_build_progress(root: Path) -> None:
         num_buckets=1,
         shards_per_bucket=1,
         epochs={"a.txt": 1.0},
-        search=ReadCounts(),
+        search=Counts(),
     )
     records.record_order(order)
     entry = manifest.shards[0]
@@ -183,11 +185,12 @@ def _write_build_progress(root: Path) -> None:
     bucket = FinishedBucket(
         number=0,
         entries=[entry],
-        heldout_rows=4,
-        documents={"in": 4, "used": 3, "heldout": 1},
-        train=counts,
-        heldout=counts,
-        sources={"a.txt": {"documents": 4}},
+        counts=Counts.model_validate(
+            {
+                "rows": {"train": counts, "heldout": counts},
+                "sources": {"a.txt": {"documents": 4, "used": 3, "heldout": 1}},
+            }
+        ),
     )
     records.record_bucket(bucket, np.zeros((4, 32), np.uint16), _documents_of_rows(4))
     records.record_part("1/2")
@@ -196,7 +199,7 @@ def _write_build_progress(root: Path) -> None:
 
 
 def write_data_of_corpora(root: Path) -> None:
-    """Write the records that corpus commands read back (prepare.json, vocabulary sample, rates), and a lease."""
+    """Write the records that corpus commands read back (prepare.json, rates), and a lease."""
     prepare = root / "prepare"
     (prepare / "texts").mkdir(parents=True)
     (prepare / "texts" / "a.txt").write_text("w5 w6\n")
@@ -220,8 +223,6 @@ def write_data_of_corpora(root: Path) -> None:
         }
         report = make_report(config, plan, [[record]])
         open_store(config.output).write(REPORT_FILE, json.dumps(report).encode())
-    sample = VocabularySample(root / "sample", "0" * 64, 1000, 1)
-    sample.take(((0, number, f"w{number} w6") for number in range(9)), lambda file: None)
     rates = CorpusRates(
         sample="a text",
         date="2026-11-20T10:00:00+00:00",

@@ -44,7 +44,6 @@ NO_ROOM_FOR_TEXT = json.dumps(
         "electra_dist": "",
     }
 ).encode()
-SAMPLE_WITHOUT_FILES = json.dumps({"description": {"inputs": "0" * 64, "limit_bytes": 1000, "seed": 1}}).encode()
 EVALUATION_WITHOUT_ERROR = line(
     kind="eval",
     rows=4,
@@ -127,8 +126,6 @@ FOUND = [
     ("building/progress/build.json", "merge of parts", b'{"tokenizer": "0", "seq_len": "x"}'),
     ("prepare/work/plan.json", "corpus prepare", b'{"output": "out", "identity": {}, "files": [3], "tasks": []}'),
     ("prepare/out/prepare.json", "corpus prepare", b'{"config": {}, "sources": {"a": 3}}'),
-    ("sample/sample.json", "sample of a vocabulary", SAMPLE_WITHOUT_FILES),
-    ("sample/*.zst", "sample of a vocabulary", b""),
     ("rates.json", "corpus plan", b'{"rates": {"cpu_s": {}}}'),
 ]  # fmt: skip
 TARGET_OF = {target.file: target for target in TARGETS}

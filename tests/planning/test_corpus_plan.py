@@ -18,10 +18,10 @@ from support.s3_server import S3Server
 from typer.testing import CliRunner
 
 from electra_dist.config import CorpusConfig
-from electra_dist.corpus.build_corpus import WHOLE, build_part
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.builder.build_corpus import WHOLE, build_part
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.join_parts import join_parts
 from electra_dist.corpus.inputs.find_inputs import search_inputs
-from electra_dist.corpus.stages.join_parts import join_parts
 from electra_dist.errors import UserError
 from electra_dist.planning.corpus import corpus_rates
 from electra_dist.planning.corpus.corpus_plan import Prices, Workload, machines_needed, plan_corpus, total_requests

@@ -32,10 +32,8 @@ import electra_dist as ed
 from electra_dist.checkpoint.checkpoint_stores import OtherRun
 from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config_file import load_config
-from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
-from electra_dist.corpus.report.build_report import make_report, write_report
-from electra_dist.corpus.report.source_notes import SourceNotes
-from electra_dist.corpus.text_readers import StreamCounts
+from electra_dist.corpus.build_report import SourceNotes, make_report, write_report
+from electra_dist.corpus.counts import Counts
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
@@ -65,11 +63,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     write_corpus(str(folder / "corpus"), [70, 33, 48])
     write_corpus(str(folder / "corpus" / "heldout"), [24], seed=9)
-    counts = {"/data/texts/wiki": {"tokens": 3000}, "/data/texts/web": {"tokens": 1000}}
+    sources = {"/data/texts/wiki": {"tokens": 3000}, "/data/texts/web": {"tokens": 1000}}
+    counts = Counts.model_validate({"sources": sources})
     notes = SourceNotes(licences={"/data/texts/wiki": "cc-by-sa-4.0"})
-    write_report(
-        open_store(str(folder / "corpus")), make_report(SkippedInputs(), StreamCounts(), counts, "skip", notes)
-    )
+    write_report(open_store(str(folder / "corpus")), make_report(counts, "skip", notes))
     settings = {"log.eval_every_steps": 5, "checkpoint.keep_last": 10}
     config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
     done = subprocess.run(quick_command(config, 2), capture_output=True, text=True, timeout=300)

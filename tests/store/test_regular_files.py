@@ -23,7 +23,7 @@ OTHER_KINDS: dict[str, Callable[[Path], None]] = {
 }
 # Files that are no file of others: of the system, of this process, or written a moment ago by this program.
 OWN = {
-    "electra_dist/corpus/prepare/steps/document_files.py",
+    "electra_dist/corpus/prepare/document_files.py",
     "electra_dist/data/node_cache.py",
     "electra_dist/data/cache_folder.py",
     "electra_dist/data/peer_group.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
+from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.tokenizer import Vocabulary
 
 TEXTS = [

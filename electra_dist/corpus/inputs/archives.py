@@ -24,16 +24,15 @@ import io
 import tarfile
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, decompressed, read_whole
 from electra_dist.corpus.inputs.file_kinds import FileKind, ending_of, kind_of
 from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
-from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.inputs.table_files import NoTextColumn
-from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.data.shard_format import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
@@ -55,12 +54,11 @@ class ArchiveReader:
         self,
         name: str,
         text_field: str,
-        members_read: Counter[str],
-        skipped: SkippedInputs,
+        counts: Counts,
         *,
         with_fields: bool = False,
     ) -> None:
-        """Store where to count: `members_read` counts the members that are read, by ending, and `skipped` all others.
+        """Store where to count the members that are read and those that are left out.
 
         `text_field` has two meanings. In a JSON or table member it names the field or column that holds the text. It
         is also a file ending: with "caption", each member *.caption is read as one document of plain text.
@@ -70,8 +68,7 @@ class ArchiveReader:
         self._name = name
         self._text_field = text_field
         self._with_fields = with_fields
-        self._members_read = members_read
-        self._skipped = skipped
+        self._counts = counts
 
     def documents(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
         """Yield the undecoded documents of a decompressed archive, "tar" or "zip"; a zip stream must be seekable.
@@ -126,7 +123,7 @@ class ArchiveReader:
                 continue
             except DAMAGED_FILE_ERRORS as error:
                 raise OSError(f"member {name}: {error}") from None
-            self._members_read[ending_of(name)] += 1
+            self._counts.members[ending_of(name)] += 1
 
     def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
         """Yield the documents of one file in the archive.
@@ -164,7 +161,7 @@ class ArchiveReader:
         return ending == self._text_field.lower()
 
     def _skip(self, reason: str, member_name: str) -> None:
-        self._skipped.add(reason, f"{self._name}: {member_name}")
+        self._counts.skip_input(reason, f"{self._name}: {member_name}")
 
     def _tar_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
         """Yield the regular files of a tar archive; links and devices in it are counted as left out."""

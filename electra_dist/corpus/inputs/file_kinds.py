@@ -83,6 +83,11 @@ def ending_of(name: str) -> str:
     return "".join(usual_endings) or NO_ENDING
 
 
+def encodable(name: str) -> str:
+    r"""Return a file's name with escapes such as `\udcff` for bytes that are not UTF-8, so that JSON can hold it."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def known_endings(*, with_pages: bool = False) -> str:
     """Return the file endings that can be read, as text for error messages: ".txt, .jsonl, ..."."""
     known = FORMATS | PAGES if with_pages else FORMATS

@@ -1,10 +1,8 @@
 """Find the input files of a corpus build, in a fixed order, and count everything that is left out.
 
 Guarantee: the order is that of the files' names below the input path, wherever the files are. Each file is read once,
-also if links or several paths lead to it. Whatever is found and not read is counted with its reason (`SkippedInputs`);
-a folder or file that may not be read is an error.
-
-How: `folder_files.py` searches local folders; S3 prefixes are listed by their store.
+also if links or several paths lead to it. Whatever is found and not read is counted with its reason (`Counts`); a
+folder or file that may not be read is an error.
 
 Limits: objects on S3 are listed once, a thousand by a request.
 """
@@ -13,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import braceexpand
 
-from electra_dist.corpus.inputs.file_kinds import FileKind, is_no_data, kind_of, known_endings
-from electra_dist.corpus.inputs.folder_files import files_in_folder
-from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs, encodable
+from electra_dist.corpus.counts import Counts
+from electra_dist.corpus.inputs.file_kinds import FileKind, encodable, is_no_data, kind_of, known_endings
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -35,26 +33,23 @@ class InputFile(NamedTuple):
     """
 
     name: str  # path relative to the given input folder; only the file's own name if the user gave the file
-    path: Path  # on a local disk; for a file on S3 its name again, which is the key in `store`
+    location: str  # local path or s3:// URL
     format: str  # a value of FORMATS or PAGES
     size: int  # bytes on disk
     source: str = ""  # the given input and the first folder below it, such as "texts/wiki"; a key of the report
     is_given: bool = False  # True: the user gave the file or a brace pattern; False: a folder that contains the file
-    store: Store | None = None  # the S3 prefix that holds the file; None for a local file
 
     @property
-    def location(self) -> str:
-        """Return the path or the s3:// URL of the file, for messages."""
-        if self.store is None:
-            return str(self.path)
-        return f"{self.store.url}/{self.name}"
+    def is_remote(self) -> bool:
+        """Return whether the file is on S3."""
+        return self.location.startswith("s3://")
 
 
 class FoundInputs(NamedTuple):
     """Result of a search for inputs: the files to read, in reading order, and counts of what is left out."""
 
     files: list[InputFile]
-    skipped: SkippedInputs
+    skipped: Counts
 
 
 def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:
@@ -77,7 +72,7 @@ def search_inputs(
         search.add(str(path))
     if not search.file_of_identity:
         all_paths = " ".join(str(path) for path in paths)
-        left_out = search.skipped.summary()
+        left_out = search.skipped.summary_of_skipped()
         found = f" (left out: {left_out})" if left_out else ""
         raise UserError(
             f"--input {all_paths}: no file with a known ending{found}; give files or folders with "
@@ -93,7 +88,7 @@ class _Search:
     def __init__(self, endpoint_url: str | None, with_pages: bool) -> None:
         self._with_pages = with_pages
         self.file_of_identity: dict[str, InputFile] = {}  # resolved path or s3:// URL -> the file
-        self.skipped = SkippedInputs()
+        self.skipped = Counts()
         self._endpoint_url = endpoint_url
         self._store_of_url: dict[str, Store] = {}  # one client for all files of a brace pattern
 
@@ -121,7 +116,7 @@ class _Search:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
-            for name, file in files_in_folder(root, self.skipped, with_pages=self._with_pages):
+            for name, file in _files_in_folder(root, self.skipped, with_pages=self._with_pages):
                 self._add_file(name, file, _source_of(source, name), is_given=False)
             return
         if self._kind_of(root.name) is None:
@@ -130,7 +125,7 @@ class _Search:
         if root.is_file():
             self._add_file(root.name, root, source, is_given=True)
         else:
-            self.skipped.add("not_a_file", root.name)
+            self.skipped.skip_input("not_a_file", root.name)
 
     def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
         """Add a local file of known kind, unless it was added before through another path."""
@@ -138,12 +133,12 @@ class _Search:
         assert kind is not None
         identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
         if identity in self.file_of_identity:
-            self.skipped.add("read_before", name)
+            self.skipped.skip_input("read_before", name)
             return
         if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise UserError(f"{path}: the file may not be read; give read permission, or move it out of the input")
         size = path.stat().st_size
-        self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)
+        self.file_of_identity[identity] = InputFile(name, str(path), kind.format, size, source, is_given)
 
     def _add_remote(self, url: str, source: str) -> None:
         """Add an object on S3, or all objects below the URL.
@@ -163,11 +158,11 @@ class _Search:
             self._add_named_object(url, source)
         for key, size in sizes.items():
             if _is_hidden(key):
-                self.skipped.add("hidden", key)
+                self.skipped.skip_input("hidden", key)
             elif self._kind_of(key) is None:
-                self.skipped.add("unknown_kind", key)
+                self.skipped.skip_input("unknown_kind", key)
             elif is_no_data(key):
-                self.skipped.add("no_data", key)
+                self.skipped.skip_input("no_data", key)
             else:
                 self._add_object(store, key, size, _source_of(source, key), is_given=False)
 
@@ -183,9 +178,9 @@ class _Search:
         assert kind is not None
         identity = f"{store.url}/{key}"
         if identity in self.file_of_identity:
-            self.skipped.add("read_before", key)
+            self.skipped.skip_input("read_before", key)
             return
-        self.file_of_identity[identity] = InputFile(key, Path(key), kind.format, size, source, is_given, store)
+        self.file_of_identity[identity] = InputFile(key, identity, kind.format, size, source, is_given)
 
     def _kind_of(self, name: str) -> FileKind | None:
         return kind_of(name, with_pages=self._with_pages)
@@ -194,6 +189,82 @@ class _Search:
         if url not in self._store_of_url:
             self._store_of_url[url] = open_store(url, self._endpoint_url)
         return self._store_of_url[url]
+
+
+def _files_in_folder(folder: Path, skipped: Counts, *, with_pages: bool) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the path of each file of known kind below a folder; count everything else.
+
+    Real folders are searched first, sorted by path, then folders that a link leads to. A folder that was searched
+    before is not searched again, which also ends cycles of links. If a folder is reached by a real path and by a link,
+    its files therefore have the names of the real path.
+    """
+    searched: set[tuple[int, int]] = set()  # device and inode of the folders
+    waiting = deque([folder])
+    while waiting:
+        for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
+            name = path.relative_to(folder).as_posix()
+            reason = _reason_to_skip(path, name, with_pages)
+            if reason is None:
+                yield name, path
+            else:
+                skipped.skip_input(reason, name)
+
+
+def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
+    """Return why an entry of a folder is left out, as a key of `SKIP_REASONS`; None if the entry is read."""
+    try:
+        if not path.exists():  # the target is missing, or links lead to one another in a circle
+            return "broken_link"
+        if not path.is_file():
+            return "not_a_file"
+    except OSError as error:
+        raise UserError(
+            f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
+        ) from None
+    if kind_of(path.name, with_pages=with_pages) is None:
+        return "unknown_kind"
+    return "no_data" if is_no_data(name) else None
+
+
+def _walk(
+    start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: Counts
+) -> Iterator[Path]:
+    """Yield the paths of all visible files in the folder `start` and its real sub-folders; no link is followed.
+
+    Three arguments are changed. `searched` gets device and inode of each folder, and `linked` gets the links to
+    folders, for the caller to follow later. `skipped` counts hidden entries and folders searched before, by names
+    relative to `root`.
+    """
+    waiting = [start]
+    while waiting:
+        folder = waiting.pop()
+        status = folder.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in searched:
+            skipped.skip_input("read_before", folder.relative_to(root).as_posix())
+            continue
+        searched.add(identity)
+        for entry in _entries(folder):
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                skipped.skip_input("hidden", path.relative_to(root).as_posix())
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(path)
+            elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
+                linked.append(path)
+            else:
+                yield path
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the folder cannot be listed ({error.strerror}); give read permission, or move it out of the "
+            "input"
+        ) from None
 
 
 def paths_of_input(given: str) -> list[str]:

@@ -27,7 +27,7 @@ import zstandard
 from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, READ_BYTES, lines_of, read_whole
 from electra_dist.corpus.inputs.json_values import read_json
 from electra_dist.corpus.inputs.table_files import read_arrow, read_csv, read_parquet
-from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.corpus.inputs.text_decoding import RawDocument
 
 # Errors that the readers of the formats raise for a file that is damaged or cut off.
 DAMAGED_FILE_ERRORS = (

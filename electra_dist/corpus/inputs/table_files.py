@@ -26,7 +26,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, lines_of
-from electra_dist.corpus.text_decoding import RawDocument, name_of_value
+from electra_dist.corpus.inputs.text_decoding import RawDocument, name_of_value
 from electra_dist.escapes import printable
 
 _ARROW_FILE_MARK = b"ARROW1"
@@ -93,7 +93,7 @@ def read_csv(
                 fields = None
                 if with_fields:
                     fields = {column: cell for column, cell in zip(columns, row, strict=True) if column != text_field}
-                yield RawDocument(data, False, id=document_id, fields=fields)
+                yield RawDocument(data, False, document_id, fields)
             elif row:  # an empty row is an empty line
                 yield RawDocument(None, False)
     except csv.Error as error:

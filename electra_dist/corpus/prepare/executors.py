@@ -33,10 +33,10 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from typing_extensions import override
 
+from electra_dist.corpus.builder.workers import end_with_main_process
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
 from electra_dist.corpus.prepare.stages import Stage
-from electra_dist.corpus.prepare.steps.child_processes import begin_worker
 from electra_dist.errors import UserError
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
@@ -135,7 +135,7 @@ class _WatchedExecutor(LocalPipelineExecutor):
         _shorten_socket_paths()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
-        pool = ProcessPoolExecutor(self.workers, context, initializer=begin_worker)
+        pool = ProcessPoolExecutor(self.workers, context, initializer=_begin_worker)
         pickled = dill.dumps(self)
         try:
             waiting = {pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()}
@@ -177,6 +177,16 @@ def _check_workers(pool: ProcessPoolExecutor) -> None:
     """
     if any(process.exitcode is not None for process in _workers(pool)):
         raise BrokenProcessPool
+
+
+def _begin_worker() -> None:
+    """Set up a worker process: it ends when the main command ends, and the processes that it starts are its forks.
+
+    If a worker went on after a `kill -9` of the command, it could write a file while a restarted command reads it.
+    """
+    end_with_main_process()
+    # Otherwise the extractor's process would be the child of a further fork server, and outlive the worker.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _run_task(pickled: bytes, rank: int) -> None:

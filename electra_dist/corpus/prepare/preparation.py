@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.corpus.inputs.find_inputs import paths_of_input
+from electra_dist.corpus.prepare.document_files import DOCUMENTS_DIR, file_of_task
 from electra_dist.corpus.prepare.executors import (
     NothingSubmitted,
     Report,
@@ -26,7 +27,6 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_file
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
-from electra_dist.corpus.prepare.steps.document_files import DOCUMENTS_DIR, file_of_task
 from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.atomic_files import make_folder

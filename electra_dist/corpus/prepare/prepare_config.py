@@ -1,7 +1,8 @@
 """Define the config of `electra-dist corpus prepare`, a YAML file: sources, steps, executor and output.
 
 The steps have a fixed order, that of FineWeb (arXiv:2406.17557): extraction of text from HTML, filters, deduplication,
-formatting. A step is off unless its key is in the file. docs/corpus_prepare.md has all keys.
+formatting. A step is off unless its key is in the file. docs/corpus_prepare.md has all keys: after a change,
+run `python -m electra_dist.corpus.prepare.prepare_config` and put its output at the end of that page.
 """
 
 from __future__ import annotations
@@ -212,3 +213,23 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
     if filters.classifier is not None:
         files["filters.classifier.model"] = filters.classifier.model
     return {key: path for key, path in files.items() if path is not None}
+
+
+def reference() -> str:
+    """Return Markdown tables of all keys of the YAML file, a table for each section, from the fields' descriptions."""
+    from electra_dist.config_reference import plain_table, section_tables  # Nothing else here needs the module.
+
+    sections: dict[str, type[Section]] = {
+        "extraction": ExtractionSection,
+        "filters": FiltersSection,
+        "deduplication": DeduplicationSection,
+        "formatting": FormattingSection,
+        "executor": ExecutorSection,
+    }
+    tables = [plain_table("The file", PrepareConfig), plain_table("One of `sources`", SourceSection)]
+    tables += [section_tables(name, section) for name, section in sections.items()]
+    return "\n".join(tables)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -26,9 +26,9 @@ from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from electra_dist.corpus.prepare.document_files import RECORDS_DIR, record_of_task
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
-from electra_dist.corpus.prepare.steps.document_files import RECORDS_DIR, record_of_task
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 

@@ -20,7 +20,6 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSect
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
-from electra_dist.store.open_store import open_store
 
 PLAN_FILE = "plan.json"
 _FORMAT = 1
@@ -29,33 +28,16 @@ _PLACES = {"output", "work", "endpoint_url", "executor"}
 _LIBRARIES = ("datatrove", "trafilatura")
 
 
-class PlannedFile(NamedTuple):
-    """One input file of a run of `corpus prepare`."""
-
-    source: str  # name of its source
-    name: str  # path below the source's path
-    location: str  # local path or s3:// URL
-    format: str
-    size: int  # bytes
-
-    def input_file(self, endpoint_url: str | None) -> InputFile:
-        """Return the file in the form that the readers of `corpus build` take."""
-        if not self.location.startswith("s3://"):
-            return InputFile(self.name, Path(self.location), self.format, self.size, self.source)
-        store = open_store(self.location.removesuffix(f"/{self.name}"), endpoint_url)
-        return InputFile(self.name, Path(self.name), self.format, self.size, self.source, store=store)
-
-
 class SourcePlan(NamedTuple):
     """Content of plan.json: all input files of a preparation, and which task reads which of them."""
 
     output: str  # folder or s3:// URL into which the tasks of the last stage write
     identity: dict[str, Any]  # what decides the result, beside the files: the config and the versions of libraries
-    files: list[PlannedFile]
+    files: list[InputFile]  # the source of each is the name of its source in the config
     tasks: list[list[int]]  # for each task the indices of its files, in the order in which it reads them
     inputs_skipped: dict[str, dict[str, dict[str, int]]]  # source -> reason -> ending -> number of inputs left out
 
-    def files_of_task(self, rank: int) -> list[PlannedFile]:
+    def files_of_task(self, rank: int) -> list[InputFile]:
         """Return the files of a task in reading order."""
         return [self.files[index] for index in self.tasks[rank]]
 
@@ -65,7 +47,7 @@ _PLAN = TypeAdapter(SourcePlan)
 
 def make_plan(config: PrepareConfig) -> SourcePlan:
     """Find the files of all sources, and divide them among the tasks so that each has about the same bytes."""
-    files: list[PlannedFile] = []
+    files: list[InputFile] = []
     inputs_skipped: dict[str, dict[str, dict[str, int]]] = {}
     for source in config.sources:
         found, inputs_skipped[source.name] = _files_of_source(source, config.endpoint_url)
@@ -75,7 +57,7 @@ def make_plan(config: PrepareConfig) -> SourcePlan:
 
 def _files_of_source(
     source: SourceSection, endpoint_url: str | None
-) -> tuple[list[PlannedFile], dict[str, dict[str, int]]]:
+) -> tuple[list[InputFile], dict[str, dict[str, int]]]:
     """Return a source's files in reading order, and counts of what is left out: reason -> ending -> number."""
     paths = [source.path]
     is_glob = glob.has_magic(source.path) and "://" not in source.path and not Path(source.path).exists()
@@ -87,20 +69,14 @@ def _files_of_source(
         found = search_inputs(paths, endpoint_url, with_pages=True)
     except UserError as error:
         raise UserError(str(error).replace("--input ", f"sources: {source.name}: ", 1)) from None
-    files = [
-        PlannedFile(
-            source.name,
-            file.name,
-            file.location if file.store else str(file.path.resolve()),
-            file.format,
-            file.size,
-        )
-        for file in found.files
-    ]
-    return files, found.skipped.by_reason()
+    files = []
+    for file in found.files:
+        location = file.location if file.is_remote else str(Path(file.location).resolve())
+        files.append(InputFile(file.name, location, file.format, file.size, source.name))
+    return files, found.skipped.skipped_by_reason()
 
 
-def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
+def _divide(files: list[InputFile], num_tasks: int) -> list[list[int]]:
     """Give each file, the largest first, to the task with the fewest bytes so far; return the tasks' file indices."""
     tasks: list[list[int]] = [[] for _ in range(num_tasks)]
     loads = [(0, rank) for rank in range(num_tasks)]  # a heap of (bytes, task)

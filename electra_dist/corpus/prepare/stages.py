@@ -38,14 +38,12 @@ from datatrove.pipeline.dedup import (
 )
 from datatrove.utils.hashing import HashConfig
 
+from electra_dist.corpus.prepare.document_files import DropRecorder, ReadDocuments, WriteDocuments
+from electra_dist.corpus.prepare.extract_text import ExtractText
+from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps, word_tokenizer
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import WriteReport
-from electra_dist.corpus.prepare.steps.document_files import ReadDocuments, WriteDocuments
-from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
-from electra_dist.corpus.prepare.steps.extract_text import ExtractText
-from electra_dist.corpus.prepare.steps.filter_steps import filter_steps, formatting_steps
-from electra_dist.corpus.prepare.steps.read_sources import ReadSources
-from electra_dist.corpus.prepare.steps.words import word_tokenizer
+from electra_dist.corpus.prepare.read_sources import ReadSources
 
 # SHA-1 of the standard library; datatrove's default, xxhash, refuses text since its version 4.
 _HASH = HashConfig(precision=64, hash_fc="sha1")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_rows
+from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_rows
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig

@@ -18,10 +18,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from electra_dist.corpus.build_corpus import divide_into_buckets
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages.document_order import NUM_CELLS
-from electra_dist.corpus.stages.row_sample import SAMPLE_BYTES
+from electra_dist.corpus.builder.bucket_rows import SAMPLE_BYTES
+from electra_dist.corpus.builder.build_corpus import divide_into_buckets
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.document_order import NUM_CELLS
 from electra_dist.planning.corpus.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2

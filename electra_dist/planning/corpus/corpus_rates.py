@@ -22,15 +22,16 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from electra_dist.config_sections.section import Section
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor
+from electra_dist.corpus.builder.bucket_rows import cut_chunks, put_shard
+from electra_dist.corpus.builder.build_records import BuildRecords, FinishedBucket
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.chunk_processor import ChunkProcessor
+from electra_dist.corpus.builder.document_order import NUM_CELLS, document_key
+from electra_dist.corpus.builder.spill_file import SpillFile, write_spill
+from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.find_inputs import InputFile
-from electra_dist.corpus.stages.bucket_rows import cut_chunks, put_shard
-from electra_dist.corpus.stages.build_records import BuildRecords, FinishedBucket
-from electra_dist.corpus.stages.document_order import NUM_CELLS, document_key
-from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile, write_spill
-from electra_dist.corpus.text_decoding import RawDocument
-from electra_dist.corpus.text_readers import DocumentStream
+from electra_dist.corpus.inputs.text_decoding import RawDocument
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 
@@ -138,12 +139,11 @@ class _Measurement:
         sample_bytes = 0
         all_bytes = 0
         begin = time.process_time()
-        for document in DocumentStream(self._request.inputs, self._request.text_field):
-            length = len(document.data or b"")
-            all_bytes += length
+        for document in DocumentStream(self._request.inputs, self._request.text_field, self._request.endpoint_url):
+            all_bytes += document.size
             if sample_bytes < SAMPLE_BYTES:
                 documents.append(document)
-                sample_bytes += length
+                sample_bytes += document.size
         seconds = time.process_time() - begin
         share = sample_bytes / all_bytes if all_bytes else 1.0
         self._cpu_s[READ] = seconds * share
@@ -151,33 +151,29 @@ class _Measurement:
 
     def _spill(self, documents: list[RawDocument]) -> int:
         seed = self._request.order_seed
-        ordered = [
-            OrderedDocument(document_key(seed, 0, number), 0, number, document)
-            for number, document in enumerate(documents)
-        ]
+        for document in documents:
+            document.key = document_key(seed, document.file, document.number)
         begin = time.process_time()
-        spill_bytes = write_spill(self._store, "spill", ordered)
+        spill_bytes = write_spill(self._store, "spill", documents)
         self._cpu_s[SPILL] = time.process_time() - begin
         return spill_bytes
 
     def _collect(self, spill_bytes: int) -> list[RawDocument]:
         begin = time.process_time()
-        entries = list(SpillFile(self._store, "spill", spill_bytes).documents(range(NUM_CELLS)))
+        documents = list(SpillFile(self._store, "spill", spill_bytes).documents(range(NUM_CELLS)))
         self._cpu_s[COLLECT] = time.process_time() - begin
-        return [entry.document for entry in entries]
+        return documents
 
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
         """Make rows; return how many tokens they have without [PAD], and the rows in blocks, [rows, seq_len] each."""
-        processor = ChunkProcessor(self._request.rules())
+        processor = ChunkProcessor(self._request)
         blocks: list[np.ndarray] = []
         tokens = 0
         begin = time.process_time()
         for number, chunk in enumerate(cut_chunks(documents, self._request.chunk_bytes)):
-            rows = processor.process(Chunk(documents=chunk, seed=number, heldout_seed=number))
-            for chunk_rows in (rows.train, rows.heldout):
-                tokens += chunk_rows.counts["tokens"]
-                if len(chunk_rows.block):
-                    blocks.append(chunk_rows.block)
+            rows = processor.process(chunk, number, number)
+            tokens += sum(counts["tokens"] for counts in rows.counts.rows.values())
+            blocks += [part.block for part in (rows.train, rows.heldout) if len(part.block)]
         self._cpu_s[TOKENIZE] = time.process_time() - begin
         return tokens, blocks
 
@@ -187,10 +183,7 @@ class _Measurement:
         rows = np.concatenate(blocks)
         entry = put_shard(self._store, "shard-000000.tar", rows, len(rows))
         self._cpu_s[WRITE] = time.process_time() - begin
-        bucket = FinishedBucket(
-            number=0, entries=[entry], heldout_rows=0, documents={}, train={}, heldout={}, sources={}
-        )
-        return entry.bytes, bucket
+        return entry.bytes, FinishedBucket(number=0, entries=[entry], counts=Counts())
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
         """Return the CPU seconds in which the merge, a build's last step, reads one record and looks for its shard."""

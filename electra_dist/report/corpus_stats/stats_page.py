@@ -4,7 +4,7 @@ Guarantee: the page needs no other file and no network, and it is written atomic
 folders of its path, as few as make the names differ; a document is named as the build recorded it. The page names no
 user or host.
 
-Limits: without build.json (the corpus was indexed, or built by an earlier version), the page has no figures of sources
+Limits: without build.json (the corpus was indexed), the page has no figures of sources
 and documents. Without origin files, which record the documents of each row, it does not name the samples' documents.
 """
 
@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS
-from electra_dist.corpus.origins.origin_files import open_origins
-from electra_dist.corpus.report.build_report import BuildReport, read_report
-from electra_dist.corpus.report.report_tables import plural
-from electra_dist.corpus.report.source_notes import PreparedText
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+from electra_dist.corpus.build_console import plural
+from electra_dist.corpus.build_report import BuildReport, PreparedText, read_report
+from electra_dist.corpus.counts import SKIP_REASONS
+from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
+from electra_dist.corpus.origins import open_origins
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.escapes import html_text
 from electra_dist.report.corpus_stats.bar_diagram import draw_bars
@@ -61,7 +60,7 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
     ]
     if report is None:
         body.append(
-            '<p class="note">The corpus has no build.json: it was indexed, or built by an earlier version. Figures of '
+            '<p class="note">The corpus has no build.json: it was indexed. Figures of '
             "sources and documents are missing.</p>\n"
         )
     else:

@@ -20,7 +20,7 @@ from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warn
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
-from electra_dist.corpus.report.build_report import corpus_sources
+from electra_dist.corpus.build_report import corpus_sources
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws

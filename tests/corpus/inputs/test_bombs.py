@@ -19,7 +19,8 @@ import pytest
 import zstandard
 
 from electra_dist.corpus.inputs import archives, decompression, formats, json_values, table_files
-from electra_dist.corpus.text_readers import DocumentStream, find_inputs
+from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
 
 LIMIT = 1 << 20  # in place of 256 MiB

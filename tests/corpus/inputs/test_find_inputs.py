@@ -75,15 +75,15 @@ def test_everything_in_a_folder_is_read_or_counted_with_its_reason_and_its_name(
     files, skipped = search_inputs([folder])
 
     assert [file.name for file in files] == ["b.txt", "b_hard.txt", "wiki/a.jsonl"]
-    assert skipped.by_reason() == {
+    assert skipped.skipped_by_reason() == {
         "unknown_kind": {"(none)": 1, ".html": 2},
         "hidden": {"(none)": 1, ".txt": 1},
         "broken_link": {".txt": 2},
         "read_before": {".txt": 1},
         "not_a_file": {".txt": 1},
     }
-    assert skipped.names["broken_link"] == ["gone.txt", "ring.txt"]
-    assert skipped.names["read_before"] == ["c.txt"]
+    assert skipped.skipped_names["broken_link"] == ["gone.txt", "ring.txt"]
+    assert skipped.skipped_names["read_before"] == ["c.txt"]
 
 
 def test_linked_folders_are_searched_once_each_and_cycles_of_links_end(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_linked_folders_are_searched_once_each_and_cycles_of_links_end(tmp_path:
 
     files, skipped = search_inputs([folder])
 
-    assert {file.path.resolve() for file in files} == {folder / "real/one.txt", elsewhere / "deep/two.txt"}
+    assert {Path(file.location).resolve() for file in files} == {folder / "real/one.txt", elsewhere / "deep/two.txt"}
     assert [file.name for file in files] == ["again/two.txt", "real/one.txt"]
     # Links to the folder itself and to folders that were searched; `elsewhere/deep` under the name out/deep.
-    assert len(skipped.names["read_before"]) == 4
+    assert len(skipped.skipped_names["read_before"]) == 4
 
 
 def test_a_folder_that_cannot_be_listed_and_a_file_that_may_not_be_read_are_errors(
@@ -219,7 +219,7 @@ def test_a_folder_of_sparks_is_read_without_what_is_no_data(
         *(f"{given}/{folder}" for folder in ("date=2024-01-01", "date=2024-01-02", "_year=2024", "_notes")),
     }
     reasons = {why for why in SPARK_FILES.values() if why}
-    counts = {reason: sum(numbers.values()) for reason, numbers in found.skipped.by_reason().items()}
+    counts = {reason: sum(numbers.values()) for reason, numbers in found.skipped.skipped_by_reason().items()}
     assert counts == {reason: list(SPARK_FILES.values()).count(reason) for reason in reasons}
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from electra_dist.corpus.inputs import json_values
 from electra_dist.corpus.inputs.find_inputs import find_inputs
-from electra_dist.corpus.text_decoding import SkippedDocument, decode
-from electra_dist.corpus.text_readers import DocumentStream
+from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
 
 TEXTS = ['a "quoted" text', "two\nlines, with a comma", "na\u00efve \u4e2d\u6587 \U0001f600", "x " * 70_000, "[1, 2]"]
@@ -151,8 +151,8 @@ def test_a_table_without_the_column_is_refused_if_it_was_given_and_counted_if_it
     documents = [document.data for document in stream]
 
     assert documents == [b"one"]
-    assert stream.counts.skipped.names == {"no_text_column": ["about.csv"]}
-    assert stream.counts.files == {".txt": 1}
+    assert stream.counts.skipped_names == {"no_text_column": ["about.csv"]}
+    assert stream.counts.files[".txt"]["files"] == 1
     with pytest.raises(UserError, match=r"about\.csv: no column `text` of text; set --text-field .*: file, size"):
         texts_of(table)
 
@@ -175,7 +175,7 @@ def test_a_file_without_a_byte_is_counted_as_left_out(tmp_path: Path) -> None:
     stream = DocumentStream(find_inputs([tmp_path]))
 
     assert list(stream) == []
-    assert stream.counts.skipped.names == {"empty_file": ["a.jsonl.gz", "b.txt", "c.json", "d.csv"]}
+    assert stream.counts.skipped_names == {"empty_file": ["a.jsonl.gz", "b.txt", "c.json", "d.csv"]}
     assert not stream.counts.files
 
 

@@ -19,10 +19,10 @@ from made_sources import COMPRESS, english, lines, page, warc, wet
 from prepare_processes import REPOSITORY
 from support.s3_server import S3Server
 
-from electra_dist.corpus.build_corpus import WHOLE, build_corpus, build_part
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.builder.build_corpus import WHOLE, build_corpus, build_part
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 

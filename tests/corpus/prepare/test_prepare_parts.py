@@ -18,10 +18,10 @@ from electra_dist.errors import UserError
 
 
 def test_the_page_in_docs_has_every_key_of_the_file():
-    from electra_dist.corpus.prepare.prepare_reference import reference
+    from electra_dist.corpus.prepare.prepare_config import reference
 
     text = (REPOSITORY / "docs" / "corpus_prepare.md").read_text()
-    assert text.endswith(reference()), "put `python -m electra_dist.corpus.prepare.prepare_reference` at its end"
+    assert text.endswith(reference()), "put `python -m electra_dist.corpus.prepare.prepare_config` at its end"
 
 
 def test_the_example_is_a_valid_file():
@@ -58,7 +58,7 @@ def test_thresholds_that_a_file_leaves_out_are_those_of_datatrove():
 
 def read_until_error(file: InputFile) -> tuple[list[str], str | None]:
     """Return the texts of the pages of a file, and the message of the error that ended the reading."""
-    from electra_dist.corpus.prepare.steps.web_pages import read_pages
+    from electra_dist.corpus.prepare.read_sources import read_pages
 
     texts = []
     try:
@@ -89,7 +89,7 @@ def test_a_crawl_file_that_is_cut_off_anywhere_gives_an_error_or_all_whole_recor
 
 
 def test_pages_in_other_encodings_are_decoded(tmp_path: Path):
-    from electra_dist.corpus.prepare.steps.web_pages import read_pages
+    from electra_dist.corpus.prepare.read_sources import read_pages
 
     html = "<html><head><meta charset='iso-8859-1'></head><p>Gr\u00f6\u00dfe</p></html>"
     (tmp_path / "a.html").write_bytes(html.encode("latin1"))
@@ -102,11 +102,11 @@ def test_a_corpus_build_does_not_read_pages(tmp_path: Path):
     (tmp_path / "b.txt").write_text("text")
     found = search_inputs([tmp_path])
     assert [file.name for file in found.files] == ["b.txt"]
-    assert found.skipped.counts["unknown_kind", ".html"] == 1
+    assert found.skipped.skipped["unknown_kind"][".html"] == 1
 
 
 def test_words_and_sentences():
-    from electra_dist.corpus.prepare.steps.words import PlainWords
+    from electra_dist.corpus.prepare.filter_steps import PlainWords
 
     text = 'It\'s a well-known case. "Is it?" he asked\nA line without an end\n\nThe end...'
     words = PlainWords()
@@ -127,7 +127,7 @@ def test_words_and_sentences():
 def test_samples_depend_on_the_documents_and_not_on_their_order():
     from datatrove.data import Document
 
-    from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
+    from electra_dist.corpus.prepare.document_files import DropRecorder
 
     documents = [Document(f"text {number}", f"id{number}", metadata={"source": "a"}) for number in range(50)]
     samples = []
@@ -146,7 +146,7 @@ def test_samples_depend_on_the_documents_and_not_on_their_order():
 def test_counts_that_do_not_add_up_are_an_error():
     from datatrove.data import Document
 
-    from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
+    from electra_dist.corpus.prepare.document_files import DropRecorder
 
     recorder = DropRecorder(4)
     recorder.add_read(Document("text", "id", metadata={"source": "a"}))
@@ -158,7 +158,7 @@ def test_lists_of_addresses(tmp_path: Path):
     from datatrove.data import Document
 
     from electra_dist.corpus.prepare.filter_sections import UrlFilterSection
-    from electra_dist.corpus.prepare.steps.offline_filters import OfflineUrlFilter
+    from electra_dist.corpus.prepare.filter_steps import OfflineUrlFilter
 
     (tmp_path / "domains").write_text("# comment\n\nbad.co.uk\nsub.half.org\n")
     (tmp_path / "words").write_text("casino\n")

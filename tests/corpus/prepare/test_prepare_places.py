@@ -188,10 +188,10 @@ def test_the_tasks_that_slurm_loads_write_what_local_ones_write(
     """The pickled executor of a stage is what `launch_pickled_pipeline` runs in each task of the array."""
     import dill
 
+    from electra_dist.corpus.prepare.document_files import DOCUMENTS_DIR
     from electra_dist.corpus.prepare.executors import _slurm_executor
     from electra_dist.corpus.prepare.preparation import check
     from electra_dist.corpus.prepare.source_plan import write_plan
-    from electra_dist.corpus.prepare.steps.document_files import DOCUMENTS_DIR
 
     preparation = check(slurm_config)
     work = Path(slurm_config.work)

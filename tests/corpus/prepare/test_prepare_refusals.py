@@ -87,7 +87,7 @@ def test_a_filter_with_a_model_or_list_needs_its_path(write: Write, filters: dic
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path):
-    from electra_dist.corpus.prepare.steps.offline_filters import load_model
+    from electra_dist.corpus.prepare.filter_steps import load_model
 
     (tmp_path / "lid.bin").write_bytes(b"<html>404</html>")
     with pytest.raises(UserError, match=r"lid\.bin: no fastText model .*download the model again"):

@@ -14,9 +14,9 @@ from drills.kill_matrix.durable_operations import Kill
 from made_sources import BAD_WORD, GOOD_SEEDS, english
 from support.killed_forks import operations_of, run_killed
 
-from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages.join_parts import join_parts
+from electra_dist.corpus.builder.build_corpus import Part, build_corpus, build_part
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.join_parts import join_parts
 from electra_dist.data.shard import Shard
 from electra_dist.tokenizer import Vocabulary
 

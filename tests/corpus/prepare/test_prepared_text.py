@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from electra_dist.corpus.inputs.text_decoding import RawDocument, decode_counted
 from electra_dist.corpus.prepare.prepare_config import SourceSection
-from electra_dist.corpus.prepare.steps.read_sources import _read_record
-from electra_dist.corpus.text_decoding import RawDocument, decode_counted
+from electra_dist.corpus.prepare.read_sources import _read_record
 
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 
@@ -127,8 +127,9 @@ def test_nothing_reached_for_the_network(full_run: Run):
 
 
 def test_corpus_build_reads_what_was_prepared(full_run: Run, report: dict[str, Any]):
-    from electra_dist.corpus.text_decoding import decode
-    from electra_dist.corpus.text_readers import DocumentStream, find_inputs
+    from electra_dist.corpus.inputs.find_inputs import find_inputs
+    from electra_dist.corpus.inputs.text_decoding import decode
+    from electra_dist.corpus.inputs.text_readers import DocumentStream
 
     stream = DocumentStream(find_inputs([full_run[0] / "out" / "documents"]))
     assert len([decode(document) for document in stream]) == report["documents_out"]

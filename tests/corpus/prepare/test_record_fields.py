@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from launcher.cli.main import app
 

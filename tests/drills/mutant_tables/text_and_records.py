@@ -7,78 +7,70 @@ from mutant_tables.mutant import Mutant
 TEXT_AND_RECORDS = (
     Mutant(
         name="corpus: short targets are drawn from [5, S - 1]",
-        file="electra_dist/corpus/sentence_pairs.py",
+        file="electra_dist/corpus/builder/sentence_pairs.py",
         original="num_targets = self._seq_len - MIN_TARGET + 1",
         mutated="num_targets = self._seq_len - MIN_TARGET",
         test="tests/corpus/test_sentence_pairs.py::test_short_targets_are_uniform_from_5_to_the_row_length_both_included",
     ),
     Mutant(
         name="corpus: one more random draw for each example",
-        file="electra_dist/corpus/sentence_pairs.py",
+        file="electra_dist/corpus/builder/sentence_pairs.py",
         original="        self._target = self._seq_len\n        if",
         mutated="        self._target = self._seq_len\n        self._random.random()\n        if",
         test="tests/corpus/test_sentence_pairs.py::test_all_examples_equal_those_of_a_builder_by_the_references_rules",
     ),
     Mutant(
         name="corpus: a carried sentence is lost to the target of the next example",
-        file="electra_dist/corpus/sentence_pairs.py",
+        file="electra_dist/corpus/builder/sentence_pairs.py",
         original="        self._add(carried)\n        self._draw_target()",
         mutated="        self._add(carried)\n        self._draw_target()\n        self._target += len(carried)",
         test="tests/corpus/test_sentence_pairs.py::test_all_examples_equal_those_of_a_builder_by_the_references_rules",
     ),
     Mutant(
         name="corpus: examples are packed shortest first",
-        file="electra_dist/corpus/row_packing.py",
+        file="electra_dist/corpus/builder/row_packing.py",
         original="key=lambda index: (-lengths[index], index)",
         mutated="key=lambda index: (lengths[index], index)",
         test="tests/corpus/test_row_packing.py::test_less_than_one_percent_is_padding_if_four_examples_in_five_are_full",
     ),
     Mutant(
         name="corpus: ids of a vocabulary of exactly 65,536 entries take four bytes",
-        file="electra_dist/corpus/row_packing.py",
+        file="electra_dist/corpus/builder/row_packing.py",
         original="vocab_size <= 1 << 16",
         mutated="vocab_size < 1 << 16",
         test="tests/corpus/test_row_packing.py::test_ids_take_two_bytes_up_to_65536_entries_and_then_four",
     ),
     Mutant(
         name="corpus: a copy of a document is looked for in the wrong direction",
-        file="electra_dist/corpus/stages/document_order.py",
+        file="electra_dist/corpus/builder/document_order.py",
         original="return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS",
         mutated="return (cell + copy * _CELLS_PER_COPY) % NUM_CELLS",
-        test="tests/corpus/stages/test_document_order.py::test_a_copy_is_found_through_the_cell_of_its_original",
+        test="tests/corpus/builder/test_document_order.py::test_a_copy_is_found_through_the_cell_of_its_original",
     ),
     Mutant(
         name="corpus: a fractional epoch takes a document when it should leave it out",
-        file="electra_dist/corpus/stages/document_order.py",
+        file="electra_dist/corpus/builder/document_order.py",
         original="if draw < threshold else whole",
         mutated="if draw >= threshold else whole",
-        test="tests/corpus/stages/test_document_order.py::test_documents_are_used_as_often_as_asked_on_average",
+        test="tests/corpus/builder/test_document_order.py::test_documents_are_used_as_often_as_asked_on_average",
     ),
     Mutant(
         name="corpus: the table of a spill file may be cut off",
-        file="electra_dist/corpus/stages/spill_file.py",
+        file="electra_dist/corpus/builder/spill_file.py",
         original="if len(table) != _TABLE_BYTES:",
         mutated="if not table:",
-        test="tests/corpus/stages/test_document_order.py::test_a_damaged_spill_file_is_an_error",
+        test="tests/corpus/builder/test_document_order.py::test_a_damaged_spill_file_is_an_error",
     ),
     Mutant(
         name="corpus: shares of sources are those of files instead of bytes",
-        file="electra_dist/corpus/stages/source_epochs.py",
+        file="electra_dist/corpus/builder/document_order.py",
         original="given_shares[source] / max(num_bytes, 1)",
         mutated="given_shares[source]",
-        test="tests/corpus/stages/test_document_order.py::test_shares_are_those_of_the_bytes",
-    ),
-    Mutant(
-        name="corpus: a sample of other inputs is taken for the vocabulary",
-        file="electra_dist/corpus/vocabulary_sample.py",
-        original='return is_whole and stored["description"] == self._description',
-        mutated="return is_whole",
-        test="tests/corpus/test_vocabulary_sample.py::"
-        "test_a_finished_sample_is_recognized_and_an_unfinished_or_foreign_one_is_not",
+        test="tests/corpus/builder/test_document_order.py::test_shares_are_those_of_the_bytes",
     ),
     Mutant(
         name="corpus: a byte order mark becomes part of the text",
-        file="electra_dist/corpus/text_decoding.py",
+        file="electra_dist/corpus/inputs/text_decoding.py",
         original='text = document.data.decode("utf-8-sig")\n',
         mutated='text = document.data.decode("utf-8")\n',
         test="tests/corpus/test_text_readers.py::test_a_byte_order_mark_at_the_start_of_a_document_is_dropped",
@@ -130,7 +122,7 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="corpus: hidden files are read",
-        file="electra_dist/corpus/inputs/folder_files.py",
+        file="electra_dist/corpus/inputs/find_inputs.py",
         original='if entry.name.startswith("."):',
         mutated='if entry.name.startswith(".."):',
         test="tests/corpus/inputs/test_find_inputs.py::"
@@ -145,17 +137,17 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="corpus: the length of a document is rounded up to a power of two",
-        file="electra_dist/corpus/report/document_counts.py",
+        file="electra_dist/corpus/counts.py",
         original="1 << (num_tokens.bit_length() - 1)",
         mutated="1 << num_tokens.bit_length()",
-        test="tests/corpus/report/test_build_report.py::test_the_lengths_of_documents_are_summed_up_by_powers_of_two",
+        test="tests/corpus/test_build_report.py::test_the_lengths_of_documents_are_summed_up_by_powers_of_two",
     ),
     Mutant(
         name="corpus: a changed byte of a spill file is not noticed",
-        file="electra_dist/corpus/stages/spill_file.py",
+        file="electra_dist/corpus/builder/spill_file.py",
         original="write_checksum=True",
         mutated="write_checksum=False",
-        test="tests/corpus/stages/test_document_order.py::"
+        test="tests/corpus/builder/test_document_order.py::"
         "test_a_changed_byte_of_a_spill_file_is_found_also_where_the_text_is_not_compressed",
     ),
     Mutant(
@@ -168,22 +160,22 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="corpus search: a source is found by the end of a word",
-        file="electra_dist/corpus/origins/document_search.py",
+        file="electra_dist/corpus/origins.py",
         original='pattern="/" + source',
         mutated="pattern=source",
-        test="tests/corpus/origins/test_origin_files.py::"
+        test="tests/corpus/test_origin_files.py::"
         "test_a_source_is_found_by_its_name_or_by_whole_folders_at_its_end_and_not_by_the_end_of_a_word",
     ),
     Mutant(
         name="prepare: samples of dropped documents are the first ones of a task",
-        file="electra_dist/corpus/prepare/steps/drop_recorder.py",
+        file="electra_dist/corpus/prepare/document_files.py",
         original="key=lambda pair: pair[0])",
         mutated="key=lambda pair: 0)",
         test="tests/corpus/prepare/test_prepare_parts.py::test_samples_depend_on_the_documents_and_not_on_their_order",
     ),
     Mutant(
         name="prepare: a crawl file that is cut off gives its last page in part",
-        file="electra_dist/corpus/prepare/steps/web_pages.py",
+        file="electra_dist/corpus/prepare/read_sources.py",
         original="if record.raw_stream.limit > 0:",
         mutated="if record.raw_stream.limit < 0:",
         test="tests/corpus/prepare/test_prepare_parts.py::"
@@ -191,14 +183,14 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="prepare: a sentence ends before its closing quotation mark",
-        file="electra_dist/corpus/prepare/steps/words.py",
+        file="electra_dist/corpus/prepare/filter_steps.py",
         original="[.!?\\u2026][\\\"'\\u201d\\u2019)\\]]*(?=\\s|$)",
         mutated=r"[.!?\u2026]+",
         test="tests/corpus/prepare/test_prepare_parts.py::test_words_and_sentences",
     ),
     Mutant(
         name="prepare: documents that no step has counted are accepted",
-        file="electra_dist/corpus/prepare/steps/drop_recorder.py",
+        file="electra_dist/corpus/prepare/document_files.py",
         original="            assert number == self.documents_out[source] + dropped_of_source[source], source\n",
         mutated="            pass\n",
         test="tests/corpus/prepare/test_prepare_parts.py::test_counts_that_do_not_add_up_are_an_error",

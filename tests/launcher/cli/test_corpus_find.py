@@ -14,9 +14,9 @@ from support.run_records import STEP
 from typer.testing import CliRunner
 
 from electra_dist.config import CorpusConfig
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.text_readers import find_inputs
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError

@@ -14,11 +14,11 @@ from support.corpus_texts import make_prose, make_vocabulary
 from typer.testing import CliRunner
 
 from electra_dist.config import CorpusConfig
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.build_report import find_preparations
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
-from electra_dist.corpus.origins.origin_files import open_origins
-from electra_dist.corpus.report.source_notes import find_preparations
+from electra_dist.corpus.origins import open_origins
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError

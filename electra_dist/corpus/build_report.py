@@ -1,0 +1,280 @@
+"""Write and read build.json, the report of a corpus build: what was read, what was left out, and what came of it.
+
+Guarantee: the report is the same for any number of workers and of interruptions of the build. It lies beside
+corpus.json, is written before it, and is no part of the corpus: neither the fingerprint nor a run depends on it. An
+input counts as made by `corpus prepare` only if prepare.json lies beside it, which a preparation writes last.
+
+How: the records of input groups and of buckets have counts (`counts.py`). The last stage of a build adds them up, so
+the report is complete if the build was resumed, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from electra_dist.config import Section
+from electra_dist.corpus.counts import LENGTH, SKIP_REASONS, SKIPPED, SKIPPED_BYTES, Counts, skipped_documents
+from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
+from electra_dist.data.verified_read import read_verified
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json, parse_json_object, validate_json
+from electra_dist.store.open_store import open_store
+
+REPORT_KEY = "build.json"
+_PREPARE_KEY = "prepare.json"
+_DOCUMENTS_FOLDER = "documents"  # in the output of a preparation
+
+
+class FileCounts(Section):
+    """Number and size of some input files."""
+
+    files: int = Field(description="number of files; an archive is one file")
+    bytes: int = Field(description="their size on disk")
+
+
+class SkippedDocuments(Section):
+    """Number and size of the documents that were left out for one reason."""
+
+    documents: int = Field(description="number of documents")
+    bytes: int = Field(description="their size before decoding")
+
+
+class UndecodableText(Section):
+    """Bytes that are not UTF-8, and what was done about them."""
+
+    policy: Undecodable = Field(description="corpus.undecodable of the build")
+    documents: int = Field(description="documents with such bytes: left out (skip) or used without them (replace)")
+    bytes: int = Field(description="such bytes in all documents")
+
+
+class TokenCounts(Section):
+    """Number of documents in the corpus, held-out ones included, and of their tokens of text."""
+
+    documents: int = Field(description="documents that were used or held out")
+    tokens: int = Field(description="their tokens, without [CLS], [SEP] and [PAD]")
+    unk_tokens: int = Field(description="tokens that are [UNK]")
+    unk_rate: float = Field(description="unk_tokens / tokens; 0 without tokens")
+    tokens_per_document: float = Field(description="tokens / documents; 0 without documents")
+
+
+class SourceReport(TokenCounts):
+    """Counts of one source of a corpus: an input that the user gave, or a folder directly in such an input."""
+
+    files: int = Field(description="files read")
+    bytes: int = Field(description="their size on disk")
+    documents_in: int = Field(description="documents read")
+    documents_skipped: int = Field(description="documents left out, for any reason")
+    licence: str | None = Field(default=None, description="licence of the source's text; null: not stated")
+
+
+class BuildReport(Section):
+    """Content of build.json: everything that a build has read and left out, in numbers."""
+
+    format: Literal[1] = Field(default=1, description="version of the file's format")
+    files_read: dict[str, FileCounts] = Field(description="files read, by the ending of their names")
+    members_read: dict[str, int] = Field(description="members of archives that were read, by ending")
+    inputs_skipped: dict[str, dict[str, int]] = Field(
+        description="files, links, folders and members of archives that were left out: reason -> ending -> number"
+    )
+    skipped_names: dict[str, list[str]] = Field(description="names of the first 1,000 of these, by reason")
+    bytes_in: int = Field(description="size of all files read, on disk")
+    document_bytes_in: int = Field(description="size of all documents read, decompressed, before decoding")
+    documents_in: int = Field(description="documents read: used, held out or skipped")
+    documents_used: int = Field(description="documents in the training corpus")
+    documents_heldout: int = Field(description="documents in the held-out corpus")
+    documents_skipped: dict[str, SkippedDocuments] = Field(description="documents left out, by reason")
+    undecodable: UndecodableText = Field(description="bytes that are not UTF-8")
+    text: TokenCounts = Field(description="the documents in the corpus and their tokens, over all sources")
+    document_lengths: dict[str, int] = Field(
+        description="documents in the corpus by their tokens: N -> documents of N up to 2N - 1 tokens"
+    )
+    sources: dict[str, SourceReport] = Field(description="the same by source")
+    prepared: dict[str, PreparedText] = Field(
+        default={}, description="source that `corpus prepare` made -> counts of its prepare.json"
+    )
+
+
+def make_report(counts: Counts, undecodable: Undecodable, notes: SourceNotes) -> BuildReport:
+    """Return the report of a finished build, the content of build.json, from the sum of all its counts."""
+    totals = counts.all_sources()
+    return BuildReport(
+        files_read={ending: FileCounts(**numbers) for ending, numbers in sorted(counts.files.items())},
+        members_read=dict(sorted(counts.members.items())),
+        inputs_skipped=counts.skipped_by_reason(),
+        skipped_names={reason: counts.skipped_names[reason] for reason in SKIP_REASONS if reason in counts.skipped},
+        bytes_in=totals["file_bytes"],
+        document_bytes_in=totals["bytes"],
+        documents_in=totals["documents"],
+        documents_used=totals["used"],
+        documents_heldout=totals["heldout"],
+        documents_skipped={
+            kind: SkippedDocuments(documents=totals[SKIPPED + kind], bytes=totals[SKIPPED_BYTES + kind])
+            for kind in SKIPPED_KINDS
+        },
+        undecodable=UndecodableText(
+            policy=undecodable, documents=totals["undecodable_documents"], bytes=totals["undecodable_bytes"]
+        ),
+        text=TokenCounts(**_token_counts(totals)),
+        document_lengths=_lengths(totals),
+        sources={source: _source_report(source, numbers, notes) for source, numbers in sorted(counts.sources.items())},
+        prepared=dict(sorted(notes.prepared.items())),
+    )
+
+
+def _token_counts(counts: Counter[str]) -> dict[str, Any]:
+    documents = counts["used"] + counts["heldout"]
+    tokens = counts["tokens"]
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "unk_tokens": counts["unk_tokens"],
+        "unk_rate": counts["unk_tokens"] / tokens if tokens else 0.0,
+        "tokens_per_document": tokens / documents if documents else 0.0,
+    }
+
+
+def _lengths(counts: Counter[str]) -> dict[str, int]:
+    """Return a histogram of document lengths: power of two N -> number of documents of N to 2N - 1 tokens."""
+    powers = sorted(int(key.removeprefix(LENGTH)) for key in counts if key.startswith(LENGTH))
+    return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
+
+
+def _source_report(source: str, counts: Counter[str], notes: SourceNotes) -> SourceReport:
+    return SourceReport(
+        **_token_counts(counts),
+        files=counts["files"],
+        bytes=counts["file_bytes"],
+        documents_in=counts["documents"],
+        documents_skipped=skipped_documents(counts),
+        licence=notes.licence(source),
+    )
+
+
+def write_report(store: Store, report: BuildReport) -> None:
+    """Write build.json beside corpus.json, indented for people to read."""
+    text = json.dumps(report.model_dump(mode="json"), indent=2)
+    store.write(REPORT_KEY, (text + "\n").encode())
+
+
+def read_report(store: Store) -> BuildReport | None:
+    """Return the report of the corpus in `store`; None if it has no build.json, because it was indexed.
+
+    Raises UserError if build.json is damaged or of another version of the format.
+    """
+    if not store.exists(REPORT_KEY):
+        return None
+
+    def parse(data: bytes) -> BuildReport:
+        try:
+            return BuildReport.model_validate(parse_json(data))
+        except (DamagedJson, ValidationError) as error:
+            reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
+            raise UserError(
+                f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
+            ) from None
+
+    return read_verified(store, REPORT_KEY, parse)
+
+
+def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
+    """Return a corpus's sources for a run's environment.json: source -> {"tokens": number, "licence": str or None}.
+
+    The result is empty if build.json is missing or damaged, because a run does not need that file.
+    """
+    try:
+        report = read_report(store)
+    except UserError:
+        return {}
+    if report is None:
+        return {}
+    return {name: {"tokens": source.tokens, "licence": source.licence} for name, source in report.sources.items()}
+
+
+class PreparedSource(Section):
+    """Licence of one source of `corpus prepare`, and the numbers of its documents."""
+
+    license: str = Field(description="licence of the source as the YAML file of the preparation states it")
+    documents_in: int = Field(description="documents that the preparation read")
+    documents_dropped: int = Field(description="documents that any step of the preparation dropped")
+    documents_out: int = Field(description="documents that the preparation kept")
+
+
+class PreparedText(Section):
+    """Counts of one run of `corpus prepare`, whose output is one source of a corpus."""
+
+    sources: dict[str, PreparedSource] = Field(description="source of the preparation -> its licence and counts")
+    dropped: dict[str, dict[str, dict[str, int]]] = Field(
+        description="step -> reason -> source -> number of documents that the step dropped"
+    )
+
+
+class SourceNotes(Section):
+    """Licences of a corpus's sources, and the counts of the sources that `corpus prepare` made."""
+
+    licences: dict[str, str] = Field(default={}, description="source -> its licence, as corpus.licences states it")
+    prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
+
+    def licence(self, source: str) -> str | None:
+        """Return a source's licence from corpus.licences, else all licences in its prepare.json, else None."""
+        if source in self.licences:
+            return self.licences[source]
+        if source in self.prepared:
+            return ", ".join(sorted({prepared.license for prepared in self.prepared[source].sources.values()}))
+        return None
+
+
+def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[str, PreparedText]:
+    """Find the given inputs that `corpus prepare` wrote; return source -> counts of the preparation.
+
+    An input is recognized if it is the folder `documents` in the command's output or, on a local disk, the output
+    folder itself. Raises UserError if a prepare.json is damaged.
+    """
+    prepared: dict[str, PreparedText] = {}
+    for location in inputs:
+        is_remote = location.startswith("s3://")
+        path = location.rstrip("/") if is_remote else os.path.normpath(location)
+        folder, _, name = path.rpartition("/")
+        if name == _DOCUMENTS_FOLDER:
+            text = _read_preparation(folder or ".", endpoint_url)
+            source = path
+        elif not is_remote and os.path.isdir(path):
+            text = _read_preparation(path, None)
+            source = f"{path}/{_DOCUMENTS_FOLDER}"
+        else:
+            continue
+        if text is not None:
+            prepared[source] = text
+    return prepared
+
+
+def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
+    """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json."""
+    store = open_store(folder, endpoint_url)
+    if not store.exists(_PREPARE_KEY):
+        return None
+    return read_verified(store, _PREPARE_KEY, lambda data: _parse_preparation(data, f"{store.url}/{_PREPARE_KEY}"))
+
+
+def _parse_preparation(data: bytes, url: str) -> PreparedText:
+    try:
+        tree = parse_json_object(data)
+        counts = {
+            "sources": {
+                name: {key: source.get(key) for key in PreparedSource.model_fields}
+                for name, source in tree.get("sources", {}).items()
+            },
+            "dropped": tree.get("dropped"),
+        }
+        return validate_json(TypeAdapter(PreparedText), counts)
+    except (DamagedJson, AttributeError) as error:
+        raise UserError(
+            f"{url}: not the report of a preparation ({error}); run `electra-dist corpus "
+            "prepare` again, or delete the file"
+        ) from None

@@ -1,0 +1,256 @@
+"""Stage 2 of a corpus build: turn the documents of a bucket into rows, and write them as shards.
+
+Guarantee: the shards of a bucket depend on the documents, the parameters and the bucket's number alone. The name of a
+shard follows from the number of its bucket, so two parts of a build never write shards of the same name. The record of
+the bucket is written after its shards.
+
+How: a cell is a range of the documents' shuffle keys (`document_order.py`), and a bucket is a range of cells. Its
+documents are collected from all spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows.
+The rows of a bucket are divided evenly among its shards.
+
+The number of shards follows from a sample of rows (`sample_rows`).
+
+Limits: a worker holds the documents of a bucket and their rows in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow
+
+from electra_dist.corpus.builder.build_records import BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.chunk_processor import ChunkProcessor, ChunkRows, Rows
+from electra_dist.corpus.builder.document_order import (
+    NUM_CELLS,
+    cell_of_original,
+    cells_of_bucket,
+    chunk_seed,
+    copy_key,
+    num_copies,
+)
+from electra_dist.corpus.builder.spill_file import SpillFile, documents_of_spills, open_spills
+from electra_dist.corpus.counts import Counts
+from electra_dist.corpus.inputs.file_kinds import encodable
+from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
+from electra_dist.corpus.origins import Origin, OriginFile, joined, put_origins, rows_of_table, table_of_examples
+from electra_dist.corpus.unknown_tokens import UnknownTokens
+from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.shard_format import write_shard
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+
+_BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
+_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
+_TRAIN_STREAM = 0  # numbers of the two streams of random draws of a chunk
+_HELDOUT_STREAM = 1
+SAMPLE_BYTES = 1_000_000  # size of the documents that are sampled; they take about half a second
+_WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
+
+
+def start_making_rows(
+    request: BuildRequest, order: CorpusOrder, spills: Sequence[str]
+) -> Callable[[int], FinishedBucket]:
+    """Return a function that takes the number of a bucket of documents, writes its shards and records them.
+
+    `spills` has the keys of all spill files.
+    """
+    return _RowMaker(request, order, spills).make
+
+
+class _RowMaker:
+    """Writer of the shards of buckets; keeps the tokenizer and the offset tables of all spill files in memory."""
+
+    def __init__(self, request: BuildRequest, order: CorpusOrder, spills: Sequence[str]) -> None:
+        self._request = request
+        self._order = order
+        self._store = open_store(request.output, request.endpoint_url)
+        self._records = BuildRecords(self._store)
+        self._spills = open_spills(self._store, spills)
+        self._processor = ChunkProcessor(request)
+
+    def make(self, bucket: int) -> FinishedBucket:
+        """Write the shards of a bucket (a range of documents) and then its record; return the record.
+
+        Only the written record has the digests of the held-out rows and of their documents; the returned one lacks
+        them.
+        """
+        chunks: list[ChunkRows] = []
+        train_origins: list[pyarrow.Table] = []
+        heldout_origins: list[pyarrow.Table] = []
+        with_origins = self._request.corpus.origins
+        for documents, chunk in self._rows_of_chunks(bucket):
+            chunks.append(chunk)
+            if with_origins:
+                origins = self._origins(documents, chunk)
+                train_origins.append(table_of_examples(chunk.train.places, origins))
+                heldout_origins.append(table_of_examples(chunk.heldout.places, origins))
+        entries, origin_files = self._write_shards(bucket, [chunk.train for chunk in chunks], train_origins)
+        heldout = [chunk.heldout for chunk in chunks]
+        record = FinishedBucket(
+            number=bucket,
+            entries=entries,
+            origins=origin_files,
+            counts=Counts.total(chunk.counts for chunk in chunks),
+        )
+        heldout_table = _join_origins(heldout, heldout_origins) if with_origins else None
+        self._records.record_bucket(record, self._join_rows(rows.block for rows in heldout), heldout_table)
+        return record
+
+    def _write_shards(
+        self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
+    ) -> tuple[list[ShardEntry], list[OriginFile]]:
+        """Write a bucket's training rows to shards, and each row's documents to origin files; return their entries.
+
+        If there are fewer rows than shards, the empty shards are not written, and their numbers are missing. `tables`
+        names the documents of each chunk's rows; it is empty if the build writes no origin files.
+        """
+        num_shards = self._order.shards_per_bucket
+        rows = self._join_rows(chunk.block for chunk in chunks)
+        table = _join_origins(chunks, tables) if self._request.corpus.origins else None
+        entries: list[ShardEntry] = []
+        origin_files: list[OriginFile] = []
+        pad_id = self._request.vocabulary.special["[PAD]"]
+        first_row = 0
+        for index, shard_rows in enumerate(np.array_split(rows, num_shards)):
+            if len(shard_rows):
+                name = f"shard-{bucket * num_shards + index:06d}.tar"
+                num_tokens = int(np.count_nonzero(shard_rows != pad_id))
+                entries.append(put_shard(self._store, name, shard_rows, num_tokens))
+                if table is not None:
+                    shard_table = rows_of_table(table, first_row, len(shard_rows))
+                    origin_files.append(put_origins(self._store, name, shard_table))
+            first_row += len(shard_rows)
+        return entries, origin_files
+
+    def _origins(self, documents: Sequence[RawDocument], chunk: ChunkRows) -> list[Origin]:
+        no_names = DocumentNames()
+        origins = []
+        for index, document in enumerate(documents):
+            file = self._request.inputs[document.file]
+            names = chunk.names.get(index, no_names)
+            origins.append(Origin(encodable(file.name), document.number, file.source, names))
+        return origins
+
+    def _join_rows(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
+        filled = [block for block in blocks if len(block)]
+        return np.concatenate(filled) if filled else np.empty((0, self._request.seq_len), np.uint16)
+
+    def _rows_of_chunks(self, bucket: int) -> Iterator[tuple[list[RawDocument], ChunkRows]]:
+        seed = self._request.example_seed
+        for number, documents in enumerate(cut_chunks(self._documents(bucket), self._request.chunk_bytes)):
+            train_seed = chunk_seed(seed, bucket, number, _TRAIN_STREAM)
+            heldout_seed = chunk_seed(seed, bucket, number, _HELDOUT_STREAM)
+            yield documents, self._processor.process(documents, train_seed, heldout_seed)
+
+    def _documents(self, bucket: int) -> list[RawDocument]:
+        """Return a bucket's documents, sorted by shuffle key; a document that is used twice occurs with two keys."""
+        epochs = self._order.epochs
+        cells = cells_of_bucket(bucket, self._order.num_buckets)
+        most_copies = max(map(math.ceil, epochs.values()), default=1)
+        found: list[RawDocument] = []
+        for copy in range(most_copies):
+            for original_cells in _consecutive(cell_of_original(cell, copy) for cell in cells):
+                for document in documents_of_spills(self._spills, original_cells):
+                    source = self._request.inputs[document.file].source
+                    if copy < num_copies(document.key, epochs[source]):
+                        document.key = copy_key(document.key, copy)
+                        found.append(document)
+        found.sort(key=lambda document: document.place)
+        return found
+
+
+def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> pyarrow.Table:
+    return joined((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
+
+
+def _consecutive(cells: Iterable[int]) -> Iterator[range]:
+    """Divide a sequence into ranges of consecutive numbers: [4094, 4095, 0, 1] gives 4094-4095 and 0-1."""
+    start: int | None = None
+    end = 0
+    for cell in cells:
+        if start is not None and cell == end:
+            end += 1
+            continue
+        if start is not None:
+            yield range(start, end)
+        start = cell
+        end = cell + 1
+    if start is not None:
+        yield range(start, end)
+
+
+def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
+    """Cut documents into chunks (groups of consecutive documents), and yield them in order.
+
+    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
+    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
+    """
+    chunk: list[RawDocument] = []
+    chunk_size = 0
+    for document in documents:
+        chunk.append(document)
+        chunk_size += document.size + _DOCUMENT_BYTES
+        if chunk_size >= chunk_bytes:
+            yield chunk
+            chunk = []
+            chunk_size = 0
+    if chunk:
+        yield chunk
+
+
+def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> ShardEntry:
+    """Write rows, [rows, seq_len], as a shard; return its entry for corpus.json. `num_tokens` counts all but [PAD]."""
+    tar = io.BytesIO()
+    write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
+    data = tar.getvalue()
+    store.write(name, data)
+    return ShardEntry(
+        name=name, rows=len(rows), tokens=num_tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+class RowSample(NamedTuple):
+    """What a sample of a corpus's documents shows about the size of the rows and the share of [UNK]."""
+
+    row_bytes_per_document_byte: float  # 0.5 if no document of the sample gives a row
+    unknown: UnknownTokens  # counts of its tokens and of [UNK]
+
+
+def sample_rows(spills: Sequence[SpillFile], request: BuildRequest) -> RowSample:
+    """Make rows of the first documents of the shuffled corpus, at least 1 MB (`SAMPLE_BYTES`), and measure the rows.
+
+    The documents are read in cells of 1/4096 of the corpus each, from all spill files. Of the last cell, only those
+    are used that are needed.
+    """
+    documents: list[RawDocument] = []
+    size = 0
+    for document in _first_documents(spills):
+        documents.append(document)
+        size += document.size
+        if size >= SAMPLE_BYTES:
+            break
+    seed = request.example_seed
+    rows = ChunkProcessor(request).process(documents, seed, seed)
+    row_bytes = rows.train.block.nbytes + rows.heldout.block.nbytes
+    counts = rows.counts.all_sources()
+    return RowSample(
+        row_bytes_per_document_byte=row_bytes / size if row_bytes else _WITHOUT_ROWS,
+        unknown=UnknownTokens(counts["tokens"], counts["unk_tokens"]),
+    )
+
+
+def _first_documents(spills: Sequence[SpillFile]) -> Iterator[RawDocument]:
+    """Yield the documents of the shuffled corpus from its beginning on; each reading takes twice as many cells."""
+    end = 0
+    while end < NUM_CELLS:
+        start = end
+        end = min(2 * start + 1, NUM_CELLS)
+        documents = documents_of_spills(spills, range(start, end))
+        yield from sorted(documents, key=lambda document: document.place)

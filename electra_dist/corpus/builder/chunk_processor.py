@@ -1,0 +1,207 @@
+"""Turn a chunk of documents into rows of token ids; any process may process any chunk, in any order.
+
+A chunk is a group of consecutive documents of the corpus's order. The documents become examples,
+[CLS] A [SEP] B [SEP], and one or more examples fill a row of seq_len ids.
+
+Guarantee: the rows depend on the chunk and the request alone. Every document of the chunk is counted once: as used,
+held out or one kind of skipped. Every token of a used or held-out document is in exactly one row.
+
+How: a chunk's seeds follow from its place in the corpus (`bucket_rows.py`), so the number of workers cannot
+change the rows. Examples of different chunks never share a row. A worker process imports this module, which does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.builder.row_packing import fill_rows, group_examples, places_of_examples, row_dtype
+from electra_dist.corpus.builder.sentence_pairs import ExampleBuilder
+from electra_dist.corpus.counts import Counts, skipped_documents
+from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument, SkippedDocument, decode_counted
+from electra_dist.tokenizer import new_tokenizer
+
+_LINES_PER_CALL = 2048  # lines in one call of the tokenizer
+
+
+class Rows(NamedTuple):
+    """Rows that one chunk of documents gives to one corpus, the training or the held-out one."""
+
+    block: np.ndarray  # [rows, seq_len], uint16 or uint32
+    places: np.ndarray  # int64 [examples, 3]: row, position of the first token, index of the document in the chunk
+
+
+class ChunkRows(NamedTuple):
+    """Training and held-out rows of one chunk of documents, and counts of these documents and rows."""
+
+    train: Rows
+    heldout: Rows
+    counts: Counts
+    # Index of a decoded document in the chunk -> the id and the source that its own record gives it.
+    names: dict[int, DocumentNames]
+
+
+class _Text(NamedTuple):
+    index_in_chunk: int
+    text: str
+    document: RawDocument
+
+
+class ChunkProcessor:
+    """Converter of chunks of documents to rows of token ids. A process keeps one, because it caches known words."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._tokenizer = new_tokenizer(request.vocabulary, request.corpus.lowercase)
+        self._unk_id = request.vocabulary.special["[UNK]"]
+        self._heldout_key = request.heldout_key.to_bytes(8, "little")
+
+    def process(self, documents: Sequence[RawDocument], seed: int, heldout_seed: int) -> ChunkRows:
+        """Return the rows of a chunk of documents, separately for training and held-out documents.
+
+        The two seeds are those of the random draws for the examples of training and of held-out documents. The result
+        does not depend on chunks that were processed before. An AssertionError means a bug: a document was not counted
+        exactly once, or a token was lost.
+        """
+        counts = Counts()
+        train = _RowCollector(self._request, seed)
+        heldout = _RowCollector(self._request, heldout_seed)
+        names: dict[int, DocumentNames] = {}
+        texts = self._decoded(documents, counts, names)
+        for text, sentences in self._tokenized(texts, counts):
+            is_heldout = self._is_heldout(text.text)
+            outcome = "heldout" if is_heldout else "used"
+            counts.keep_document(self._source_of(text.document), outcome, sentences, self._unk_id)
+            if is_heldout:
+                heldout.add(text.index_in_chunk, text.text, sentences)
+            else:
+                train.add(text.index_in_chunk, text.text, sentences)
+        outcomes = counts.all_sources()
+        num_counted = outcomes["used"] + outcomes["heldout"] + skipped_documents(outcomes)
+        assert outcomes["documents"] == len(documents), "a document was not read"
+        assert outcomes["documents"] == num_counted, "a document was not counted once"
+        train_rows, counts.rows["train"] = train.finish()
+        heldout_rows, counts.rows["heldout"] = heldout.finish()
+        return ChunkRows(train_rows, heldout_rows, counts, names)
+
+    def _source_of(self, document: RawDocument) -> str:
+        return self._request.inputs[document.file].source
+
+    def _decoded(
+        self, documents: Iterable[RawDocument], counts: Counts, names: dict[int, DocumentNames]
+    ) -> Iterator[_Text]:
+        """Decode documents and yield the usable texts; count all documents, and add the ids of the usable ones."""
+        request = self._request
+        for index, document in enumerate(documents):
+            source = self._source_of(document)
+            numbers = counts.of_source(source)
+            numbers["documents"] += 1
+            numbers["bytes"] += document.size
+            try:
+                decoded = decode_counted(document, request.text_field, request.corpus.undecodable)
+            except SkippedDocument as skipped:
+                counts.skip_document(source, skipped.kind, document.size)
+                counts.add_undecodable(source, skipped.undecodable_bytes)
+                continue
+            counts.add_undecodable(source, decoded.replaced_bytes)
+            names[index] = decoded.names
+            yield _Text(index, decoded.text, document)
+
+    def _tokenized(self, texts: Iterable[_Text], counts: Counts) -> Iterator[tuple[_Text, list[list[int]]]]:
+        """Yield each text with the token ids of its non-empty lines; count a text without tokens as "no_tokens".
+
+        One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
+        """
+        for batch in _batches(texts):
+            lines_of_texts = [self._tokenizer.split_lines(text.text) for text in batch]
+            all_lines = [line for lines in lines_of_texts for line in lines]
+            ids_of_all_lines = self._tokenizer.encode(all_lines)
+            start = 0  # index in `ids_of_all_lines` of the first line of the text
+            for text, lines in zip(batch, lines_of_texts):
+                end = start + len(lines)
+                sentences = [ids for ids in ids_of_all_lines[start:end] if ids]
+                start = end
+                if sentences:
+                    yield text, sentences
+                else:
+                    counts.skip_document(self._source_of(text.document), "no_tokens", text.document.size)
+
+    def _is_heldout(self, text: str) -> bool:
+        """Return whether a text is held out; a keyed hash of it decides, so that equal texts go to the same corpus."""
+        heldout_fraction = self._request.corpus.heldout_fraction
+        if heldout_fraction == 0:
+            return False
+        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
+        text_hash = int.from_bytes(digest, "little")
+        return text_hash < heldout_fraction * 2**64
+
+
+class _RowCollector:
+    """Collector of a chunk's training or held-out examples: call `add` for each document, then `finish` once."""
+
+    def __init__(self, request: BuildRequest, seed: int) -> None:
+        self._request = request
+        self._special = request.vocabulary.special
+        self._builder = ExampleBuilder(
+            seq_len=request.seq_len,
+            cls_id=self._special["[CLS]"],
+            sep_id=self._special["[SEP]"],
+            single_segment_prob=request.corpus.single_segment_prob,
+            short_target_prob=request.corpus.short_target_prob,
+            seed=seed,
+        )
+        self._examples: list[list[int]] = []
+        self._document_of_example: list[int] = []  # index of each example's document in the chunk
+        self._counts: Counter[str] = Counter()
+
+    def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
+        """Add the examples of the document with this index in the chunk; a sentence is the token ids of one line."""
+        self._counts["text_bytes"] += len(text.encode())
+        self._counts["text_tokens"] += sum(map(len, sentences))
+        self._examples.extend(self._builder.document(sentences))
+        num_new_examples = len(self._examples) - len(self._document_of_example)
+        self._document_of_example += [index] * num_new_examples
+
+    def finish(self) -> tuple[Rows, Counter[str]]:
+        """Pack the examples of all added documents into rows, and return the rows with their counts."""
+        pad_id = self._special["[PAD]"]
+        seq_len = self._request.seq_len
+        lengths = [len(example) for example in self._examples]
+        groups = group_examples(lengths, seq_len, self._request.corpus.packing)
+        places = places_of_examples(lengths, groups)
+        dtype = row_dtype(self._request.vocabulary.size)
+        block = fill_rows(self._examples, places, len(groups), seq_len, pad_id, dtype)
+        counts = self._counts
+        counts["examples"] = len(self._examples)
+        counts["rows"] = len(block)
+        counts["tokens"] = int(np.count_nonzero(block != pad_id))
+        # Every token is a token of text, the one [CLS] of its example, or a [SEP].
+        num_cls = int(np.count_nonzero(block == self._special["[CLS]"]))
+        num_sep = int(np.count_nonzero(block == self._special["[SEP]"]))
+        assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or added"
+        assert num_cls == counts["examples"], "text was encoded as [CLS]"
+        assert not (block == self._special["[MASK]"]).any(), "text was encoded as [MASK]"
+        documents = np.array(self._document_of_example, np.int64)
+        places[:, 2] = documents[places[:, 2]]  # replaces the index of each example by that of its document
+        return Rows(block, places), counts
+
+
+def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
+    """Yield consecutive texts in groups of at least `_LINES_PER_CALL` lines; only the last group may have fewer."""
+    batch: list[_Text] = []
+    num_lines = 0
+    for text in texts:
+        batch.append(text)
+        num_lines += text.text.count("\n") + 1
+        if num_lines >= _LINES_PER_CALL:
+            yield batch
+            batch = []
+            num_lines = 0
+    if batch:
+        yield batch

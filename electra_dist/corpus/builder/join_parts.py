@@ -1,0 +1,248 @@
+"""Stage 3 of a corpus build: join the records of all parts to a finished corpus.
+
+Guarantee: no byte of a shard is rewritten. The result is the same for any number of parts. If a part is missing,
+nothing is written. corpus.json of the training corpus is written last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, StrictBool, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from electra_dist.corpus.build_report import BuildReport, make_report, read_report, write_report
+from electra_dist.corpus.builder.bucket_rows import put_shard
+from electra_dist.corpus.builder.build_records import (
+    BuildRecords,
+    CorpusOrder,
+    FinishedBucket,
+    read_output_vocabulary,
+)
+from electra_dist.corpus.builder.build_request import tokenizer_entry
+from electra_dist.corpus.builder.row_packing import row_dtype
+from electra_dist.corpus.counts import SKIPPED, Counts
+from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
+from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins
+from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, validate_json
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE
+
+_COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
+_MAX_NAMED = 5  # missing buckets that an error names
+
+
+class _UsedParameters(TypedDict):
+    """Those parameters of a build, recorded in progress/build.json, that are needed to join its parts."""
+
+    seq_len: Annotated[int, Field(strict=True, gt=0)]
+    lowercase: StrictBool
+    shard_size_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    undecodable: Undecodable
+
+
+_USED_PARAMETERS = TypeAdapter(_UsedParameters)
+
+
+@dataclass(frozen=True)
+class JoinedCorpus:
+    """A finished corpus: manifests, report, and how much of it existed before the call that returns this object."""
+
+    manifest: CorpusManifest
+    heldout: CorpusManifest | None  # None if no document was held out
+    was_there: bool  # True if the corpus was finished before the call, which then built nothing
+    resumed_shards: int  # shards that were finished before the call
+    report: BuildReport | None  # None if the corpus was indexed
+
+
+def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
+    """Return a corpus that is finished already, and delete records of its build that are still in progress/.
+
+    A build or merge that is killed after it has written corpus.json leaves its records there.
+    """
+    store = open_store(output, endpoint_url)
+    manifest = read_manifest(store)
+    BuildRecords(store).clear()
+    heldout = None
+    if manifest.totals.get("documents_heldout"):
+        heldout = read_manifest(_heldout_store(output, endpoint_url))
+    return JoinedCorpus(
+        manifest=manifest,
+        heldout=heldout,
+        was_there=True,
+        resumed_shards=len(manifest.shards),
+        report=read_report(store),
+    )
+
+
+def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -> JoinedCorpus:
+    """Write the held-out corpus, build.json and corpus.json of a corpus whose parts are all finished.
+
+    `resumed_shards`, the shards that were finished before this build began, is only passed on in the result. Raises
+    UserError if a part is missing, no document gave a row, or a source has too many [UNK].
+    """
+    return _Join(output, endpoint_url).run(resumed_shards)
+
+
+class _Join:
+    """State of one call of `join_parts`."""
+
+    def __init__(self, output: str, endpoint_url: str | None) -> None:
+        """Read all records of the build; raise UserError if a part is missing."""
+        self._store = open_store(output, endpoint_url)
+        self._heldout_store = _heldout_store(output, endpoint_url)
+        self._records = BuildRecords(self._store)
+        self._parameters = self._records.parameters()
+        try:
+            validate_json(_USED_PARAMETERS, self._parameters)
+        except DamagedJson as error:
+            raise self._records.damaged_parameters(error) from None
+        self._order = self._find_order()
+        self._buckets = self._find_buckets()
+        groups = [group.counts for _, group in sorted(self._records.groups().items())]
+        self._counts = Counts.total([self._order.search, *groups, *(bucket.counts for bucket in self._buckets)])
+        self._vocabulary = read_output_vocabulary(self._store)
+
+    def run(self, resumed_shards: int) -> JoinedCorpus:
+        """Write the held-out corpus, build.json and, last, corpus.json; then delete the records in progress/."""
+        entries = [entry for bucket in self._buckets for entry in bucket.entries]
+        if not entries:
+            self._records.give_up()
+            raise self._nothing_usable()
+        notes = self._records.notes()
+        report = make_report(self._counts, self._parameters["undecodable"], notes.sources)
+        remarks_on_unknown_tokens(
+            unknown_tokens_of_report(report), notes.max_unk_rate, "corpus.max_unk_rate", self._store.url
+        )
+        heldout = self._write_heldout(notes.with_origins)
+        write_report(self._store, report)
+        manifest = self._make_manifest(entries, self._totals("train"))
+        if notes.with_origins:
+            write_origins(self._store, manifest, [file for bucket in self._buckets for file in bucket.origins])
+        write_manifest(self._store, manifest)
+        self._records.clear()
+        return JoinedCorpus(
+            manifest=manifest, heldout=heldout, was_there=False, resumed_shards=resumed_shards, report=report
+        )
+
+    def _find_order(self) -> CorpusOrder:
+        order = self._records.order()
+        if order is None:
+            raise UserError(
+                f"{self._store.url}: no part has read all inputs; run `electra-dist corpus build --part` until every "
+                "part is finished"
+            )
+        return order
+
+    def _find_buckets(self) -> list[FinishedBucket]:
+        finished = self._records.buckets()
+        missing = [number for number in range(self._order.num_buckets) if number not in finished]
+        if missing:
+            labels = ", ".join(self._records.parts()) or "none"
+            some = ", ".join(str(number) for number in missing[:_MAX_NAMED])
+            if len(missing) > _MAX_NAMED:
+                some += ", ..."
+            raise UserError(
+                f"{self._store.url}: {len(missing)} of {self._order.num_buckets} buckets have no shards yet (bucket "
+                f"{some}; finished parts: {labels}); run the other parts of `electra-dist corpus build --part`, then "
+                "merge again"
+            )
+        return [finished[number] for number in range(self._order.num_buckets)]
+
+    def _write_heldout(self, with_origins: bool) -> CorpusManifest | None:
+        """Write the held-out corpus; return its manifest, or None if no row was held out."""
+        pad_id = self._vocabulary.special["[PAD]"]
+        entries: list[ShardEntry] = []
+        origin_files: list[OriginFile] = []
+        for buckets, rows in self._heldout_shards():
+            name = f"shard-{len(entries):06d}.tar"
+            num_tokens = int(np.count_nonzero(rows != pad_id))
+            entries.append(put_shard(self._heldout_store, name, rows, num_tokens))
+            if with_origins:
+                table = joined((self._records.heldout_origins(bucket), bucket.heldout_rows) for bucket in buckets)
+                origin_files.append(put_origins(self._heldout_store, name, table))
+        if not entries:
+            return None
+        self._heldout_store.write(VOCAB_FILE, self._vocabulary.text.encode())
+        manifest = self._make_manifest(entries, self._totals("heldout"))
+        if with_origins:
+            write_origins(self._heldout_store, manifest, origin_files)
+        write_manifest(self._heldout_store, manifest)
+        return manifest
+
+    def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
+        """Yield (buckets, rows) for each held-out shard: its rows, [rows, seq_len], and the buckets they come from.
+
+        A bucket (range of documents) has far fewer held-out rows than a shard, so the rows of several buckets are
+        joined.
+        """
+        shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
+        buckets: list[FinishedBucket] = []
+        blocks: list[np.ndarray] = []
+        blocks_bytes = 0
+        for bucket in self._buckets:
+            if not bucket.heldout_rows:
+                continue
+            block = self._records.heldout_rows(bucket)
+            buckets.append(bucket)
+            blocks.append(block)
+            blocks_bytes += block.nbytes
+            if blocks_bytes >= shard_bytes:
+                yield buckets, np.concatenate(blocks)
+                buckets = []
+                blocks = []
+                blocks_bytes = 0
+        if blocks:
+            yield buckets, np.concatenate(blocks)
+
+    def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
+        """Return the content of corpus.json for the training corpus or the held-out corpus; nothing is written."""
+        builder = {key: value for key, value in self._parameters.items() if key != "tokenizer"}
+        ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16
+        return CorpusManifest(
+            seq_len=self._parameters["seq_len"],
+            dtype="uint16" if ids_are_uint16 else "uint32",
+            tokenizer=tokenizer_entry(self._vocabulary, self._parameters["lowercase"]),
+            builder={**builder, "num_inputs": self._order.num_inputs, "inputs_sha256": self._order.inputs_sha256},
+            totals=totals,
+            shards=tuple(entries),
+        )
+
+    def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
+        """Return the `totals` of a corpus.json: documents of both corpora together, other counts of `corpus` alone."""
+        documents = self._counts.all_sources()
+        rows = self._counts.rows.get(corpus, Counter())
+        return {
+            "documents_in": documents["documents"],
+            "documents_used": documents["used"],
+            "documents_heldout": documents["heldout"],
+            "documents_skipped": {kind: documents[SKIPPED + kind] for kind in SKIPPED_KINDS},
+            **{key: rows[key] for key in _COUNTS},
+        }
+
+    def _nothing_usable(self) -> UserError:
+        totals = self._totals("train")
+        left_out = self._counts.summary_of_skipped()
+        reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
+        if totals["documents_heldout"]:
+            reasons.append(f"held out {totals['documents_heldout']}")
+        if not reasons:
+            reasons.append("the inputs are empty")
+        if left_out:
+            reasons.append(f"left out: {left_out}")
+        return UserError(
+            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
+            "correct --input, --text-field or corpus.heldout_fraction"
+        )
+
+
+def _heldout_store(output: str, endpoint_url: str | None) -> Store:
+    return open_store(output.rstrip("/") + "/heldout", endpoint_url)

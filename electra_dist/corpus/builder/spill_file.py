@@ -1,0 +1,153 @@
+"""Write documents to a spill file, sorted by their keys, and read a range of keys back.
+
+A spill file holds the documents of some input files on their way from the order of the inputs to the order of the
+corpus. It is an object of the corpus's store: a table of `NUM_CELLS + 1` offsets (uint64), then the documents of each
+cell as one zstd frame. A reader fetches the table once and then only the cells that it needs. Spill files take a third
+to a half of the text's bytes; they are deleted when the corpus is finished.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from electra_dist.corpus.builder.document_order import NUM_CELLS, cell_of
+from electra_dist.corpus.inputs.text_decoding import RawDocument
+from electra_dist.data.verified_read import reread
+from electra_dist.errors import ManifestMismatch
+from electra_dist.store.interface import Store, in_parallel
+
+SPILLS_FOLDER = "progress/spills/"
+_TABLE_BYTES = (NUM_CELLS + 1) * 8
+_HEAD = struct.Struct("<QIQqB")  # key, file, number, bytes of the data (-1: no text), flags
+_IS_JSON = 1  # flag: the data is a JSON line
+_HAS_ID = 2  # flag: the data is followed by the id of the document
+_ID_LENGTH = struct.Struct("<I")  # length of the id in bytes; the id follows
+_LARGEST_CELL = 1 << 32  # most bytes of a decompressed cell, so that a damaged size does not allocate memory
+_LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
+
+
+def write_spill(store: Store, name: str, documents: list[RawDocument]) -> int:
+    """Sort documents by key, in place, and write all but their fields to a spill file; return its size in bytes."""
+    documents.sort(key=lambda document: document.place)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+    cells: list[list[bytes]] = [[] for _ in range(NUM_CELLS)]
+    for document in documents:
+        length = -1 if document.data is None else len(document.data)
+        flags = _IS_JSON if document.is_json else 0
+        packed_id = b""
+        if document.id is not None:
+            flags |= _HAS_ID
+            id_bytes = document.id.encode()
+            packed_id = _ID_LENGTH.pack(len(id_bytes)) + id_bytes
+        head = _HEAD.pack(document.key, document.file, document.number, length, flags)
+        cells[cell_of(document.key)] += [head, document.data or b"", packed_id]
+    frames = [compressor.compress(b"".join(cell)) if cell else b"" for cell in cells]
+    offsets = np.zeros(NUM_CELLS + 1, np.uint64)
+    offsets[1:] = np.cumsum([len(frame) for frame in frames])
+    offsets += np.uint64(_TABLE_BYTES)
+    content = b"".join([offsets.astype("<u8").tobytes(), *frames])
+    store.write(name, content)
+    return len(content)
+
+
+class SpillFile:
+    """Reader of a spill file (documents sorted by key), which keeps the file's table of offsets in memory."""
+
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        """Read the table of offsets of a file of `size` bytes; raise ManifestMismatch if the file is cut off."""
+        self._store = store
+        self._name = name
+        self._size = size
+        self._offsets = reread(store, name, self._read_table)
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether each reading of the file is a request to S3."""
+        return self._store.local_path(self._name) is None
+
+    def _read_table(self) -> NDArray[np.int64]:
+        table = self._store.read_range(self._name, 0, _TABLE_BYTES, must_exist=True)
+        if len(table) != _TABLE_BYTES:
+            raise self._damaged()
+        offsets = np.frombuffer(table, "<u8").astype(np.int64)
+        is_rising = offsets[0] == _TABLE_BYTES and (np.diff(offsets) >= 0).all()
+        if not is_rising or offsets[-1] != self._size:
+            raise self._damaged()
+        return offsets
+
+    def documents(self, cells: range) -> Iterator[RawDocument]:
+        """Yield the documents of some cells (key ranges), sorted by key; raise ManifestMismatch for a damaged file."""
+        if cells and self._offsets[cells.stop] > self._offsets[cells.start]:
+            for data in reread(self._store, self._name, lambda: self._read_cells(cells)):
+                yield from _split_documents(data)
+
+    def _read_cells(self, cells: range) -> list[bytes]:
+        """Return the documents of each cell that has some, decompressed."""
+        start = int(self._offsets[cells.start])
+        length = int(self._offsets[cells.stop]) - start
+        content = self._store.read_range(self._name, start, length, must_exist=True)
+        if len(content) != length:
+            raise self._damaged()
+        decompressor = zstandard.ZstdDecompressor()
+        decompressed = []
+        for cell in cells:
+            first = int(self._offsets[cell]) - start
+            end = int(self._offsets[cell + 1]) - start
+            if end > first:
+                frame = content[first:end]
+                try:
+                    if zstandard.frame_content_size(frame) > _LARGEST_CELL:
+                        raise self._damaged()
+                    decompressed.append(decompressor.decompress(frame))
+                except zstandard.ZstdError:
+                    raise self._damaged() from None
+        return decompressed
+
+    def _damaged(self) -> ManifestMismatch:
+        return ManifestMismatch(
+            f"{self._store.url}/{self._name}: damaged (an intermediate file of the build); delete this folder's "
+            "progress/ and start the build again"
+        )
+
+
+def open_spills(store: Store, names: Sequence[str]) -> list[SpillFile]:
+    """Return readers of spill files. Their sizes come from one listing, and the tables are read in parallel."""
+    sizes = store.sizes(SPILLS_FOLDER)
+    return in_parallel(lambda name: SpillFile(store, name, sizes.get(name, 0)), names)
+
+
+def documents_of_spills(spills: Sequence[SpillFile], cells: range) -> Iterator[RawDocument]:
+    """Yield the documents of some cells (key ranges) from several spill files, one file after another.
+
+    Files on S3 are read in parallel, and their documents held in memory.
+    """
+    if spills and spills[0].is_remote:
+        for documents in in_parallel(lambda spill: list(spill.documents(cells)), spills):
+            yield from documents
+    else:
+        for spill in spills:
+            yield from spill.documents(cells)
+
+
+def _split_documents(data: bytes) -> Iterator[RawDocument]:
+    position = 0
+    while position < len(data):
+        key, file, number, length, flags = _HEAD.unpack_from(data, position)
+        position += _HEAD.size
+        if length < 0:
+            text = None
+        else:
+            text = data[position : position + length]
+            position += length
+        document_id = None
+        if flags & _HAS_ID:
+            [id_length] = _ID_LENGTH.unpack_from(data, position)
+            position += _ID_LENGTH.size
+            document_id = data[position : position + id_length].decode()
+            position += id_length
+        yield RawDocument(text, bool(flags & _IS_JSON), document_id, None, file, number, key)

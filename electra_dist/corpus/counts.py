@@ -1,0 +1,143 @@
+"""Count what a corpus build reads, leaves out and makes, and add the counts of its parts.
+
+Guarantee: every count is a sum over files, documents or rows. The order of the additions, the number of workers and
+interruptions of the build therefore change nothing. The reports of a build (build.json, the totals of corpus.json) are
+views of the sum of all counts.
+
+This module imports nothing heavy, because worker processes and trainings use it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from electra_dist.config import Section
+from electra_dist.corpus.inputs.file_kinds import encodable, ending_of
+
+# Reason for which a file, a folder or a member of an archive is not read -> explanation for the user.
+SKIP_REASONS = {
+    "unknown_kind": "no known ending",
+    "hidden": "hidden: the name begins with a dot",
+    "no_data": "named as Spark names what is no data: _temporary, _delta_log, or a table with _ before its name",
+    "broken_link": "a link to nothing",
+    "read_before": "a link or second path to what is read under another name",
+    "not_a_file": "no regular file, such as a pipe, or a link within an archive",
+    "empty_file": "no bytes at all, as after a failed download",
+    "no_text_column": "a table without the column of --text-field",
+    "metadata": "JSON or another text beside the text of a WebDataset sample",
+}
+MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
+# Prefixes of counts of a source that end in a kind of skipped document, or in a number of tokens.
+SKIPPED = "skipped/"
+SKIPPED_BYTES = "skipped_bytes/"
+LENGTH = "length/"
+Table = dict[str, Counter[str]]
+
+
+class Counts(Section):
+    """Counts of a part of a build: of the search for inputs, of files that were read, or of a chunk of documents.
+
+    The counts of a source are: files and file_bytes (on disk) of the files read; read and read_bytes of the documents
+    in them, each once. Of documents that became rows, each as often as it is used: documents, bytes (both undecoded),
+    used, heldout, tokens, unk_tokens, undecodable_documents, undecodable_bytes, skipped/KIND, skipped_bytes/KIND, and
+    length/N for documents of N tokens up to 2N - 1, where N is a power of two.
+    """
+
+    files: Table = Field(default={}, description="ending of files that were read -> files, bytes (on disk)")
+    members: Counter[str] = Field(default=Counter(), description="ending -> members of archives that were read")
+    skipped: Table = Field(default={}, description="reason -> ending -> files, links, folders, members left out")
+    skipped_names: dict[str, list[str]] = Field(default={}, description="reason -> names of the first of these")
+    sources: Table = Field(default={}, description="source -> counts of its files and documents")
+    rows: Table = Field(default={}, description="train, heldout -> text_bytes, text_tokens, examples, rows, tokens")
+
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """Return the sum of several counts; of the names of skipped inputs, the first `MAX_NAMES` for each reason."""
+        total = cls()
+        for part in parts:
+            for name in ("files", "skipped", "sources", "rows"):
+                table: Table = getattr(total, name)
+                for key, numbers in getattr(part, name).items():
+                    table.setdefault(key, Counter()).update(numbers)
+            total.members.update(part.members)
+            for reason, names in part.skipped_names.items():
+                kept = total.skipped_names.setdefault(reason, [])
+                kept.extend(names[: MAX_NAMES - len(kept)])
+        return total
+
+    def skip_input(self, reason: str, name: str) -> None:
+        """Count an input that is left out; a folder counts as one, whatever it contains.
+
+        `name` is the path below the input folder; in an archive, "wiki/a.tar: 1.jpg".
+        """
+        assert reason in SKIP_REASONS
+        self.skipped.setdefault(reason, Counter())[ending_of(name)] += 1
+        names = self.skipped_names.setdefault(reason, [])
+        if len(names) < MAX_NAMES:
+            names.append(encodable(name))
+
+    def add_file(self, name: str, source: str, num_bytes: int) -> None:
+        """Count a file that was read to its end; `num_bytes` is its size on disk."""
+        of_ending = self.files.setdefault(ending_of(name), Counter())
+        of_ending["files"] += 1
+        of_ending["bytes"] += num_bytes
+        of_source = self.of_source(source)
+        of_source["files"] += 1
+        of_source["file_bytes"] += num_bytes
+
+    def of_source(self, source: str) -> Counter[str]:
+        """Return the counts of a source, to be changed in place."""
+        return self.sources.setdefault(source, Counter())
+
+    def skip_document(self, source: str, kind: str, num_bytes: int) -> None:
+        """Count a document that is left out, under its kind (a key of `SKIPPED_KINDS`)."""
+        numbers = self.of_source(source)
+        numbers[SKIPPED + kind] += 1
+        numbers[SKIPPED_BYTES + kind] += num_bytes
+
+    def add_undecodable(self, source: str, num_bytes: int) -> None:
+        """Count a document's bytes that are not UTF-8, whether the document is left out or the bytes are replaced."""
+        if num_bytes:
+            numbers = self.of_source(source)
+            numbers["undecodable_documents"] += 1
+            numbers["undecodable_bytes"] += num_bytes
+
+    def keep_document(self, source: str, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
+        """Count a document with `outcome` "used" or "heldout", its tokens (at least one), its [UNK] and its length."""
+        numbers = self.of_source(source)
+        num_tokens = 0
+        for ids in sentences:
+            num_tokens += len(ids)
+            numbers["unk_tokens"] += ids.count(unk_id)
+        numbers[outcome] += 1
+        numbers["tokens"] += num_tokens
+        length_bin = 1 << (num_tokens.bit_length() - 1)  # the largest power of two that is not above num_tokens
+        numbers[f"{LENGTH}{length_bin}"] += 1
+
+    def all_sources(self) -> Counter[str]:
+        """Return the sum of the counts of all sources."""
+        total: Counter[str] = Counter()
+        for numbers in self.sources.values():
+            total.update(numbers)
+        return total
+
+    def skipped_by_reason(self) -> dict[str, dict[str, int]]:
+        """Return reason -> ending -> number of inputs left out, sorted, without reasons that did not occur."""
+        found = [reason for reason in SKIP_REASONS if reason in self.skipped]
+        return {reason: dict(sorted(self.skipped[reason].items())) for reason in found}
+
+    def summary_of_skipped(self) -> str:
+        """Return what is left out on one line, such as ".html 3, .pdf 1 (no known ending)"; "" if there is none."""
+        parts = []
+        for reason, numbers in self.skipped_by_reason().items():
+            counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())
+            parts.append(f"{counts} ({SKIP_REASONS[reason]})")
+        return "; ".join(parts)
+
+
+def skipped_documents(counts: Counter[str]) -> int:
+    """Return how many documents are left out for any reason, from the counts of a source or of all sources."""
+    return sum(number for key, number in counts.items() if key.startswith(SKIPPED))

@@ -1,0 +1,166 @@
+"""Decode the bytes of a document to text, or skip the document for one of a fixed list of reasons.
+
+Guarantee: every document becomes text, or raises `SkippedDocument` with one reason (a key of `SKIPPED_KINDS`); nothing
+is guessed, and bytes that are not UTF-8 are replaced only if the caller asks for it. The text can be encoded as UTF-8:
+it contains no half of a surrogate pair.
+
+This module imports nothing heavy; `text_readers.py` reads the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Undecodable = Literal["skip", "replace"]  # values of corpus.undecodable
+
+# Kind of skipped document -> explanation for the user. corpus.json counts the kinds under these keys.
+SKIPPED_KINDS = {
+    "undecodable": "bytes that are not UTF-8",
+    "broken_json": "a line that is not a JSON object",
+    "no_text": "no text field, or its value is not a string",
+    "empty": "nothing but white space",
+    "no_tokens": "text of which the tokenizer keeps nothing",
+}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
+
+
+@dataclass(slots=True)
+class RawDocument:
+    """One document as undecoded bytes: a JSON line, or plain text; and its place in the inputs and in the corpus."""
+
+    data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
+    is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
+    id: str | None = None  # id from a table's column `id`; None for other formats (a JSON line has its id in `data`)
+    fields: dict[str, Any] | None = None  # other cells of a table's row, by column; None unless asked for
+    file: int = 0  # position of its file among the inputs
+    number: int = 0  # position in its file
+    key: int = 0  # place in the order of the corpus (`document_order.py`)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the undecoded document."""
+        return len(self.data or b"")
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Return the key by which the documents of a corpus are sorted."""
+        return self.key, self.file, self.number
+
+
+class SkippedDocument(Exception):
+    """Exception for a document that is left out of the corpus for a reason; the caller counts it and goes on."""
+
+    def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
+        """Take the reason, a key of `SKIPPED_KINDS`; if it is "undecodable", also how many bytes are not UTF-8."""
+        assert kind in SKIPPED_KINDS
+        super().__init__(kind)
+        self.kind = kind
+        self.undecodable_bytes = undecodable_bytes
+
+
+class DocumentNames(NamedTuple):
+    """Id and source of a document as stated in its own record, a JSON line or table row; None for what is missing."""
+
+    id: str | None = None  # field `id` of a JSON line, or cell of a table's column `id`; None if there is none
+    source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes; None without it
+
+
+class DecodedText(NamedTuple):
+    """Text of a document, how many of its bytes were replaced because they are not UTF-8, and its id and source."""
+
+    text: str
+    replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
+    names: DocumentNames
+
+
+def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
+    """Return the text of a document, as `decode_counted` decodes it; raise SkippedDocument without usable text."""
+    return decode_counted(document, text_field, undecodable).text
+
+
+def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
+    """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
+
+    `text_field` names the field of a JSON line that holds the text. `undecodable` decides about bytes that are not
+    UTF-8, and about half a surrogate pair in JSON, which counts as six bytes, the length of its escape: "skip" leaves
+    the document out, "replace" puts U+FFFD there, which WordPiece drops. Whether the tokenizer finds any token in the
+    text is not checked here.
+    """
+    if document.data is None:
+        raise SkippedDocument("no_text")
+    replaced_bytes = 0
+    try:
+        text = document.data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        replaced_bytes = _num_undecodable_bytes(document.data)
+        if undecodable == "skip":
+            raise SkippedDocument("undecodable", replaced_bytes) from None
+        text = document.data.decode("utf-8-sig", "replace")
+    if not text.strip():
+        raise SkippedDocument("empty")
+    names = DocumentNames(document.id)
+    if document.is_json:
+        record = _parse_record(text)
+        text = _text_of_record(record, text_field)
+        names = _names_of_record(record)
+        num_halves = _num_half_pairs(text)
+        if num_halves:
+            replaced_bytes += num_halves * _BYTES_OF_ESCAPE
+            if undecodable == "skip":
+                raise SkippedDocument("undecodable", replaced_bytes)
+            text = _SURROGATE.sub("\ufffd", text)
+    return DecodedText(text, replaced_bytes, names)
+
+
+def _num_undecodable_bytes(data: bytes) -> int:
+    # "surrogateescape" makes one lone surrogate of each such byte, and valid UTF-8 holds no surrogate.
+    return _num_half_pairs(data.decode("utf-8", "surrogateescape"))
+
+
+def _num_half_pairs(text: str) -> int:
+    """Count the unpaired surrogates of a text; Python stores a whole surrogate pair as one ordinary character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return len(_SURROGATE.findall(text))
+    return 0
+
+
+def _parse_record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise SkippedDocument("broken_json") from None
+    if not isinstance(record, dict):
+        raise SkippedDocument("broken_json")
+    return record
+
+
+def _text_of_record(record: dict[str, Any], text_field: str) -> str:
+    text = record.get(text_field)
+    if not isinstance(text, str):
+        raise SkippedDocument("no_text")
+    if not text.strip():
+        raise SkippedDocument("empty")
+    return text
+
+
+def _names_of_record(record: dict[str, Any]) -> DocumentNames:
+    """Return the fields `id` and `metadata.source` of a JSON record; None for a field that is no string or integer."""
+    metadata = record.get("metadata")
+    source = metadata.get("source") if isinstance(metadata, dict) else None
+    return DocumentNames(name_of_value(record.get("id")), name_of_value(source))
+
+
+def name_of_value(value: object) -> str | None:
+    """Convert a string or an integer to text that can be encoded as UTF-8; None for other types, such as bool.
+
+    Half of a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return _SURROGATE.sub("\ufffd", str(value))

@@ -1,0 +1,269 @@
+"""Make datatrove's filters and formatters from the config of a preparation, in the order of FineWeb.
+
+Guarantee: nothing is downloaded. datatrove fetches the fastText model for languages, the list of bad words and the
+list of domain suffixes when they are first used, and spaCy's models for words; the classes of this module take local
+files and regular expressions instead.
+
+Limits: `words: plain` is for languages that separate words by spaces. A word with an apostrophe or a hyphen is one
+word, where spaCy, datatrove's default, makes two or three of it, so the n-grams of the two tokenizers differ slightly.
+An abbreviation ends a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4BadWordsFilter,
+    C4QualityFilter,
+    FastTextClassifierFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    LanguageFilter,
+    RegexFilter,
+    URLFilter,
+)
+from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
+from datatrove.utils.lid import FT176LID
+from datatrove.utils.word_tokenizers import WordTokenizer
+from tldextract import TLDExtract
+from typing_extensions import override
+
+from electra_dist.corpus.prepare.document_files import DropRecorder
+from electra_dist.corpus.prepare.filter_sections import (
+    C4BadWordsSection,
+    ClassifierSection,
+    FiltersSection,
+    GopherRepetitionSection,
+    LanguageSection,
+    UrlFilterSection,
+)
+from electra_dist.corpus.prepare.prepare_config import FormattingSection, PrepareConfig
+from electra_dist.errors import UserError
+from electra_dist.store.regular_files import check_regular, read_regular
+
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
+# A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line. Of several
+# such marks in a row only the last one is matched as a mark: matching all of them would be quadratic in their number.
+_SENTENCE = re.compile(r"[^\n]*?[.!?\u2026][\"'\u201d\u2019)\]]*(?=\s|$)|[^\n]+")
+
+
+class FilterSteps(NamedTuple):
+    """Filters that run before the text of HTML pages is extracted, and those that run after it."""
+
+    before_extraction: list[Any]
+    after_extraction: list[Any]
+
+
+def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
+    """Return the filters that are switched on; `recorder` counts what each filter drops, under the filter's key."""
+    before: list[Any] = []
+    after: list[Any] = []
+    if filters.url is not None:
+        before.append(OfflineUrlFilter(filters.url, recorder.writer("url")))
+    if filters.language is not None:
+        after.append(OfflineLanguageFilter(filters.language, recorder.writer("language")))
+    if filters.gopher_repetition is not None:
+        after.append(_repetition_filter(filters.gopher_repetition, tokenizer, recorder))
+    if filters.gopher_quality is not None:
+        thresholds = filters.gopher_quality.model_dump()
+        writer = recorder.writer("gopher_quality")
+        after.append(GopherQualityFilter(**thresholds, exclusion_writer=writer, language=tokenizer))
+    if filters.c4_quality is not None:
+        thresholds = filters.c4_quality.model_dump()
+        after.append(C4QualityFilter(recorder.writer("c4_quality"), **thresholds, language=tokenizer))
+    if filters.c4_bad_words is not None:
+        after.append(OfflineBadWordsFilter(filters.c4_bad_words, recorder.writer("c4_bad_words")))
+    if filters.fineweb_quality is not None:
+        thresholds = filters.fineweb_quality.model_dump()
+        after.append(FineWebQualityFilter(recorder.writer("fineweb_quality"), **thresholds, language=tokenizer))
+    if filters.classifier is not None:
+        after.append(OfflineClassifierFilter(filters.classifier, recorder.writer("classifier", "no label to keep")))
+    if filters.drop_pattern is not None:
+        after.append(RegexFilter(filters.drop_pattern, recorder.writer("drop_pattern", "match")))
+    return FilterSteps(before, after)
+
+
+def _repetition_filter(
+    settings: GopherRepetitionSection, tokenizer: str | PlainWords, recorder: DropRecorder
+) -> GopherRepetitionFilter:
+    """Return Gopher's filter of repeated text, with limits for n-grams as pairs (n, share) for datatrove."""
+    shares = settings.model_dump(exclude={"top_n_grams", "dup_n_grams"})
+    return GopherRepetitionFilter(
+        **shares,
+        top_n_grams=tuple(sorted(settings.top_n_grams.items())),
+        dup_n_grams=tuple(sorted(settings.dup_n_grams.items())),
+        exclusion_writer=recorder.writer("gopher_repetition"),
+        language=tokenizer,
+    )
+
+
+def formatting_steps(settings: FormattingSection) -> list[Any]:
+    """Return the switched-on steps that change texts: wrong encoding, lines of symbols, e-mail and IP addresses."""
+    steps: list[Any] = []
+    if settings.fix_encoding:
+        steps.append(FTFYFormatter())
+    if settings.drop_symbol_lines:
+        steps.append(SymbolLinesFormatter())
+    if settings.pii is not None:
+        steps.append(PIIFormatter(**settings.pii.model_dump()))
+    return steps
+
+
+def read_list(path: Path | None) -> list[str]:
+    """Return the lines of a text file without empty lines and comments (`#`); [] if `path` is None."""
+    if path is None:
+        return []
+    try:
+        lines = read_regular(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a readable text file in UTF-8") from None
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def load_model(path: Path) -> Any:
+    """Load a fastText model; raise UserError if the file is not one."""
+    from fasttext.FastText import _FastText
+
+    try:
+        check_regular(path)
+        return _FastText(str(path))
+    except (ValueError, MemoryError, OSError) as error:
+        raise UserError(f"{path}: no fastText model ({error}); download the model again") from None
+
+
+class OfflineUrlFilter(URLFilter):
+    """Filter that drops pages whose address is on a block list; documents without an address pass."""
+
+    def __init__(self, settings: UrlFilterSection, exclusion_writer: Any) -> None:
+        super().__init__(
+            extra_domains=read_list(settings.domains),
+            extra_urls=read_list(settings.urls),
+            banned_words=read_list(settings.words),
+            use_integrated_lists=settings.bundled_lists,
+            exclusion_writer=exclusion_writer,
+        )
+        self.tldextractor = TLDExtract(suffix_list_urls=(), cache_dir=None)  # the list in the package, no download
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        """Return True to keep a page, or (False, name of the list) if its address is on a block list."""
+        return super().filter(document) if document.metadata.get("url") else True
+
+
+class _LocalLanguageModel(FT176LID):
+    """fastText's language model from a local file, which is loaded when the first document comes."""
+
+    def __init__(self, path: Path, languages: list[str]) -> None:
+        super().__init__(languages)
+        self._path = path
+        self._model: Any = None
+
+    @property
+    @override
+    def model(self) -> Any:
+        if self._model is None:
+            self._model = load_model(self._path)
+        return self._model
+
+
+class OfflineLanguageFilter(LanguageFilter):
+    """Filter that keeps documents in given languages; a dropped document's language is the recorded reason."""
+
+    def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
+        languages = list(settings.languages)
+        super().__init__(languages, settings.threshold, exclusion_writer)
+        self.model = _LocalLanguageModel(settings.model, languages)
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return True to keep a document, else (False, its likeliest language), or (False, "unknown") without one."""
+        labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
+        if not labels:
+            return False, "unknown"  # nothing in the text is in the vocabulary of the model
+        return True if super().filter(doc) else (False, doc.metadata["language"])
+
+
+class OfflineBadWordsFilter(C4BadWordsFilter):
+    """Filter of C4 that drops documents with a word from a list; one list serves documents in all languages."""
+
+    def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
+        super().__init__(exclusion_writer=exclusion_writer)
+        words = read_list(settings.list)
+        if not words:
+            raise UserError(f"{settings.list}: the list of words is empty; give one word a line")
+        alternatives = "|".join(re.escape(word.lower()) for word in words)
+        self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
+
+    def _get_badwords(self, lang: str) -> re.Pattern[str]:
+        """Return the pattern that finds a listed word as a whole word; it is the same for every `lang`."""
+        return self._words
+
+
+class OfflineClassifierFilter(FastTextClassifierFilter):
+    """Filter by labels that a fastText classifier gives to documents; its file is loaded for the first document."""
+
+    def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
+        super().__init__(
+            str(settings.model),
+            keep_labels=list(settings.keep.items()),
+            save_labels_in_metadata=False,
+            newline_replacement=" ",
+            exclusion_writer=exclusion_writer,
+        )
+        self._path = settings.model
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:
+        """Return the model, loaded at the first use; UserError if it lacks a label of `filters.classifier.keep`."""
+        if self._model is None:
+            self._model = load_model(self._path)
+            known = {label.removeprefix("__label__") for label in self._model.labels}
+            unknown = [label for label, _ in self.keep_labels if label not in known]
+            if unknown:
+                raise UserError(
+                    f"{self._path}: no label {unknown[0]}; set filters.classifier.keep to some of {sorted(known)[:20]}"
+                )
+        return self._model
+
+
+class PlainWords(WordTokenizer):
+    """Tokenizer of datatrove that finds words and sentences by regular expressions.
+
+    All instances compare equal, so that datatrove, which caches its tokenizers, keeps only one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlainWords)
+
+    def __hash__(self) -> int:
+        return hash(PlainWords)
+
+    def word_tokenize(self, text: str) -> list[str]:
+        """Return the words of a text; each punctuation mark is a word."""
+        return _WORD.findall(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        """Return the sentences of a text without the white space around them."""
+        return [text[start:end] for start, end in self.span_tokenize(text)]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        """Return the positions (start, end) of each sentence in the text; the end is exclusive."""
+        spans = []
+        for match in _SENTENCE.finditer(text):
+            sentence = match.group()
+            if sentence.strip():
+                start = match.start() + len(sentence) - len(sentence.lstrip())
+                spans.append((start, match.start() + len(sentence.rstrip())))
+        return spans
+
+
+def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
+    """Return the value for `language` in datatrove's steps: a `PlainWords`, or a language code, which means spaCy."""
+    return config.spacy_language if config.words == "spacy" else PlainWords()

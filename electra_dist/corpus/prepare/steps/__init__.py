@@ -1,1 +1,0 @@
-"""Steps of datatrove pipelines: reading, extraction, filters, counts of what is dropped, and writing."""

@@ -1,0 +1,274 @@
+"""build.json: the counts equal those of an independent reading, for any number of workers and after interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from electra_dist.corpus.build_console import length_line, remarks
+from electra_dist.corpus.build_report import read_report
+from electra_dist.corpus.builder import bucket_rows, join_parts
+from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder.build_request import BuildRequest
+from electra_dist.corpus.inputs.find_inputs import search_inputs
+from electra_dist.data.manifest import CorpusManifest
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+
+Prose = Callable[[int, int], list[str]]
+RequestFactory = Callable[..., BuildRequest]
+
+
+class BuildStopped(Exception):
+    """Raised inside a build to end it, in place of a kill."""
+
+
+@pytest.fixture
+def mixed(prose: Prose, tmp_path: Path) -> Path:
+    """A folder with texts of several formats, of which some cannot be used, and files that are left out."""
+    folder = tmp_path / "mixed"
+    for name in ("wiki", "books", "shards"):
+        (folder / name).mkdir(parents=True)
+    lines = [json.dumps({"text": text}) for text in prose(90, 1)]
+    lines += ['{"title": "no text"}', "", "{broken", '{"text": "\\u200b"}']
+    (folder / "wiki/a.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "wiki/b.json").write_text(json.dumps([{"text": text} for text in prose(60, 2)]))
+    (folder / "books/one.txt").write_bytes(
+        b"\n\n".join(text.encode() for text in prose(60, 3)) + b"\n\ncaf\xe9 and so on"
+    )
+    (folder / "books/two.md").write_text("\u4e2d \u4e2d words of which some are unknown \u4e2d")
+    with tarfile.open(folder / "shards/x.tar", "w") as tar:
+        for number, text in enumerate(prose(30, 4)):
+            path = tmp_path / "member"
+            path.write_text(text)
+            tar.add(path, f"{number:03d}.txt")
+            tar.add(path, f"{number:03d}.cls")
+    (folder / "page.html").write_text("x")
+    (folder / "gone.txt").symlink_to(folder / "missing.txt")
+    return folder
+
+
+@pytest.fixture
+def request_of(build_request: RequestFactory) -> Callable[..., BuildRequest]:
+    """The function `request_of(folder, output, ...)`, as `build_request`, with what the search has left out."""
+
+    def request(folder: Path, output: str = "corpus", **settings: Any) -> BuildRequest:
+        found = search_inputs([folder])
+        plain = build_request(folder, output, heldout_fraction=0.1, **settings)
+        return dataclasses.replace(plain, skipped_inputs=found.skipped)
+
+    return request
+
+
+def report_of(request: BuildRequest) -> dict[str, Any]:
+    """Return the content of build.json in the output of a build."""
+    return json.loads((Path(request.output) / "build.json").read_text())
+
+
+def test_the_report_counts_every_file_document_and_token(
+    request_of: RequestFactory, mixed: Path, prose: Prose, vocabulary: Vocabulary
+) -> None:
+    """The independent truth is the texts that the inputs were written from, and the tokenizer."""
+    request = request_of(mixed)
+
+    result = build_corpus(request)
+
+    report = report_of(request)
+    texts = {"wiki": prose(90, 1) + prose(60, 2), "books": prose(60, 3), "shards": prose(30, 4)}
+    texts["books"].append((mixed / "books/two.md").read_text())
+    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    num_tokens = Counter[str]()
+    num_unknown = Counter[str]()
+    lengths = Counter[int]()
+    for source, source_texts in texts.items():
+        for text in source_texts:
+            [ids] = tokenizer.encode([text.replace("\n", " ")])
+            num_tokens[source] += len(ids)
+            num_unknown[source] += ids.count(vocabulary.special["[UNK]"])
+            lengths[len(ids).bit_length()] += 1
+    for source, source_texts in texts.items():
+        counts = report["sources"][f"{mixed}/{source}"]
+        assert counts["documents"] == len(source_texts)
+        assert counts["tokens"] == num_tokens[source]
+        assert counts["unk_tokens"] == num_unknown[source]
+        assert counts["tokens_per_document"] == pytest.approx(num_tokens[source] / len(source_texts))
+    assert num_unknown["books"] >= 3
+    assert report["text"]["unk_rate"] == pytest.approx(num_unknown.total() / num_tokens.total())
+    assert report["document_lengths"] == {str(2 ** (bits - 1)): lengths[bits] for bits in sorted(lengths)}
+
+    sizes = {path.name: path.stat().st_size for path in mixed.rglob("*") if path.is_file()}
+    assert report["files_read"] == {
+        ending: {"files": 1, "bytes": sizes[name]}
+        for ending, name in [
+            (".json", "b.json"),
+            (".jsonl", "a.jsonl"),
+            (".md", "two.md"),
+            (".tar", "x.tar"),
+            (".txt", "one.txt"),
+        ]
+    }
+    assert report["bytes_in"] == sum(sizes.values()) - sizes["page.html"]
+    assert report["members_read"] == {".txt": 30}
+    assert report["inputs_skipped"] == {"unknown_kind": {".cls": 30, ".html": 1}, "broken_link": {".txt": 1}}
+    assert report["skipped_names"]["broken_link"] == ["gone.txt"]
+
+    skipped = {kind: counts["documents"] for kind, counts in report["documents_skipped"].items()}
+    assert skipped == result.manifest.totals["documents_skipped"]
+    assert skipped == {"undecodable": 1, "broken_json": 1, "no_text": 1, "empty": 1, "no_tokens": 1}
+    assert report["documents_skipped"]["undecodable"]["bytes"] == len(b"caf\xe9 and so on")
+    assert report["undecodable"] == {"policy": "skip", "documents": 1, "bytes": 1}
+    assert report["documents_in"] == report["documents_used"] + report["documents_heldout"] + 5
+    assert report["documents_heldout"] == result.manifest.totals["documents_heldout"] > 0
+
+
+def test_the_report_is_equal_for_two_workers_and_for_a_build_that_was_cut_twice(
+    request_of: RequestFactory, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = request_of(mixed, "whole")
+    of_two_workers = request_of(mixed, "two", num_workers=2)
+    cut = request_of(mixed, "cut")
+    build_corpus(whole)
+    build_corpus(of_two_workers)
+    make = bucket_rows._RowMaker.make
+
+    for number_of_cut in (1, 2):
+
+        def stop(self: bucket_rows._RowMaker, bucket: int, last: int = number_of_cut) -> Any:
+            if bucket == last:
+                raise BuildStopped
+            return make(self, bucket)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_rows._RowMaker, "make", stop)
+            with pytest.raises(BuildStopped):
+                build_corpus(cut)
+    result = build_corpus(cut)
+
+    assert result.resumed_shards == 2
+    expected = (Path(whole.output) / "build.json").read_bytes()
+    assert (Path(of_two_workers.output) / "build.json").read_bytes() == expected
+    assert (Path(cut.output) / "build.json").read_bytes() == expected
+
+
+def test_a_build_that_was_killed_before_corpus_json_writes_the_same_report_again(
+    request_of: RequestFactory, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shards are finished then, so that the resumed build makes none."""
+    request = request_of(mixed)
+
+    write_manifest = join_parts.write_manifest
+
+    def stop_at_the_training_corpus(store: Store, manifest: CorpusManifest) -> None:
+        if store.url == request.output:
+            raise BuildStopped
+        write_manifest(store, manifest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(join_parts, "write_manifest", stop_at_the_training_corpus)
+        with pytest.raises(BuildStopped):
+            build_corpus(request)
+    first_report = report_of(request)
+    (Path(request.output) / "build.json").unlink()
+
+    result = build_corpus(request)
+
+    assert report_of(request) == first_report
+    assert build_corpus(request).report == result.report, "a finished corpus keeps its report"
+
+
+UNDECODABLE = [  # a line of the input, and the text that `replace` makes of it
+    (b'{"text": "one caf\xe9 word"}', "one caf\ufffd word"),
+    (b'{"text": "half \\ud83d pair"}', "half \ufffd pair"),
+]
+
+
+def test_replace_keeps_documents_with_bytes_that_are_not_utf8_and_counts_the_bytes(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path, vocabulary: Vocabulary
+) -> None:
+    """One of these bytes is in a document of 200 KB, of which nothing else may be lost."""
+    long_text = " ".join(prose(200, 5))[:200_000].replace("\n", " ")
+    path = tmp_path / "dirty.jsonl"
+    lines = [line for line, _ in UNDECODABLE]
+    lines.append(json.dumps({"text": long_text}).encode().replace(b"document 7", b"document\xff 7", 1))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    replaced = build_request(path, "replaced", undecodable="replace")
+    skipped = build_request(path, "skipped")
+
+    report = build_corpus(replaced).report
+    with pytest.raises(UserError, match=r"no usable document among 3 \(undecodable 3\)"):
+        build_corpus(skipped)
+
+    assert report is not None
+    texts = [text for _, text in UNDECODABLE]
+    texts.append(long_text)
+    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    assert report.text.tokens == sum(len(ids) for ids in tokenizer.encode(texts))
+    assert report.undecodable.model_dump() == {"policy": "replace", "documents": 3, "bytes": 1 + 6 + 1}
+    assert report.documents_skipped["undecodable"].documents == 0
+    [remark] = remarks(report)
+    assert "replaced 8 bytes that are not UTF-8 in 3 documents" in remark
+
+
+def test_the_policy_for_undecodable_bytes_is_a_parameter_of_the_corpus(
+    build_request: RequestFactory, prose: Prose, jsonl_file: Callable[..., Path]
+) -> None:
+    path = jsonl_file(prose(30, 1))
+    skip = build_corpus(build_request(path, "skip")).manifest
+    replace = build_corpus(build_request(path, "replace", undecodable="replace")).manifest
+
+    assert skip.builder["undecodable"] == "skip"
+    assert replace.builder["undecodable"] == "replace"
+    assert [shard.sha256 for shard in skip.shards] == [shard.sha256 for shard in replace.shards]
+    with pytest.raises(ManifestMismatch, match="with undecodable = skip, but this build has undecodable = replace"):
+        build_corpus(build_request(path, "skip", undecodable="replace"))
+    with pytest.raises(ManifestMismatch, match="with undecodable = replace, but this build has undecodable = skip"):
+        build_corpus(build_request(path, "replace"))
+
+
+def test_a_name_that_is_not_utf8_can_be_reported(request_of: RequestFactory, prose: Prose, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("\n\n".join(prose(20, 1)))
+    (folder / "caf\udce9").mkdir()
+    (folder / "caf\udce9/b.txt").write_text("\n\n".join(prose(5, 2)))
+    (folder / "\udcff\n.html").write_text("x")
+
+    report = build_corpus(request_of(folder)).report
+
+    assert report is not None
+    assert report.skipped_names == {"unknown_kind": ["\\udcff\n.html"]}
+    assert report.sources[f"{folder}/caf\\udce9"].documents == 5
+
+
+def test_the_lengths_of_documents_are_summed_up_by_powers_of_two(
+    build_request: RequestFactory, jsonl_file: Callable[..., Path]
+) -> None:
+    """Ten documents: one of 3 words, five of 10 words, four of 100 words; each word is one token."""
+    texts = ["that " * number for number in [3, 10, 10, 10, 10, 10, 100, 100, 100, 100]]
+
+    report = build_corpus(build_request(jsonl_file(texts))).report
+
+    assert report is not None
+    assert report.document_lengths == {"2": 1, "8": 5, "64": 4}
+    assert length_line(report) == (
+        "documents by length: 10 % have fewer than 4 tokens, 50 % have fewer than 16 tokens, "
+        "90 % have fewer than 128 tokens"
+    )
+
+
+def test_a_damaged_report_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "build.json").write_text('{"format": 1}')
+
+    with pytest.raises(UserError, match=r"build\.json: not a report of a build .*; delete the file") as error:
+        read_report(open_store(str(tmp_path)))
+
+    assert "\n" not in str(error.value)
