@@ -2,7 +2,7 @@
 
 Guarantee: a plan is a function of its arguments; this module measures, reads and writes nothing. The numbers of input
 groups, spill files (for documents during the shuffle), buckets (ranges of the shuffled documents), shards and requests
-follow the rules of the build itself (`corpus/stages/`). A test compares the requests with those that a build sends.
+follow the rules of the build itself (`corpus/builder/`). A test compares the requests with those that a build sends.
 
 How: the costs that `corpus_rates.py` measured on a sample are multiplied by the size of the text over that of the
 sample.
@@ -247,7 +247,7 @@ def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
 
 
 def _sample_pieces(work: Workload, num_spills: int) -> int:
-    """Return how many pieces of spill files a build reads to estimate its number of shards (`row_sample.py`).
+    """Return how many pieces of spill files a build reads to estimate its number of shards (`sample_rows`).
 
     The shuffled documents are divided into `NUM_CELLS` equal ranges. The build reads a piece of every spill file that
     has documents in the first range, then in the next two, and so on, until it has its sample. The number of documents
