@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 from measure import REPOSITORY, TOY, Found, Json, ResultLine, print_table
 
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
@@ -101,7 +101,7 @@ class CheckpointBench:
         self.num_bytes = sum(view.nbytes for view in self.views)  # master weights and both moments
         self.before_buffer = psutil.Process().memory_info().rss
         self.store = open_store(str(folder / "checkpoints"))
-        self.writer = CheckpointWriter([self.store], folder / "staging", 0, 1, CheckpointConfig(keep_last=1))
+        self.writer = CheckpointWriter([self.store], 0, CheckpointConfig(keep_last=1))
         self.writer.reserve(self.fragments)
         self.write_s: list[float] = []
         self.writer.on_commit = lambda state, timing, seconds: self.write_s.append(seconds)
@@ -210,7 +210,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     print(f"stall / memcpy: {of_memcpy['ours']:.2f} (at most {MOST})")
     fault = ""
     if of_memcpy["ours"] > MOST and not arguments.smoke:
-        fault = "the stall is TOO LONG, look for the cause in electra_dist/checkpoint/background_writer.py"
+        fault = "the stall is TOO LONG, look for the cause in electra_dist/checkpoint/writer.py"
     line = ResultLine(
         f"save, stall of the training, {facts}",
         f"{ways['ours']['median_s']:.2f} s, {of_memcpy['ours']:.2f} x memcpy of the same bytes",

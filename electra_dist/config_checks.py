@@ -27,7 +27,6 @@ RUN_FOLDERS = (
     "lease",
     "meeting",
     "slurm",
-    "staging",
     "tensorboard",
     "wandb",
 )

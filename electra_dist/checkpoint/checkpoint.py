@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, tensors_of_header
 from electra_dist.errors import StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
-from electra_dist.store.retry import Rereading
 
 SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
@@ -62,7 +61,7 @@ class Checkpoint:
             except TornCheckpoint as error:
                 return error, f"{error} (sha256 {hashlib.sha256(data).hexdigest()[:12]})"
 
-        manifest, _ = Rereading(self.store.reread_pauses_s).read(f"{self.store.url}/{key}", read_once)
+        manifest, _ = self.store.reread(key, read_once)
         if isinstance(manifest, TornCheckpoint):
             raise manifest
         state = manifest.state
@@ -72,7 +71,7 @@ class Checkpoint:
             )
         return manifest
 
-    def tensors(self, file: FileEntry, rereading: Rereading) -> tuple[list[TensorEntry], str]:
+    def tensors(self, file: FileEntry) -> tuple[list[TensorEntry], str]:
         """Read and verify a file's header; return the tensors that it lists, and what is wrong ("" for a good header).
         Raises TornCheckpoint if the header is as it was written, but inconsistent.
         """
@@ -88,7 +87,7 @@ class Checkpoint:
                 return header, ""
             return header, f"the header of {file.name} does not match its digest (found {found_sha256[:12]})"
 
-        header, fault = rereading.read(f"{self.store.url}/{key}", read_once)
+        header, fault = self.store.reread(key, read_once)
         return ([], fault) if fault else (tensors_of_header(file, header), "")
 
     def set_aside(self, reason: str) -> None:

@@ -22,7 +22,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, parse_folder
@@ -31,7 +31,6 @@ from electra_dist.config import canonical_json
 from electra_dist.errors import OtherNumerics, StoreError, StoreMissing, UserError
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
-from electra_dist.store.retry import Rereading
 
 FILES_TIMEOUT_S = 1800.0  # how long rank 0 waits for the files of the other ranks
 _POLL_S = 0.02  # first pause between two listings; it doubles with each
@@ -194,14 +193,14 @@ def is_older(key: str, attempt: int) -> bool:
     return folder_attempt < attempt
 
 
-def commit(target: Store, state: RunState, saved_at: str, give_up: Callable[[], bool] = lambda: False) -> None:
+def commit(target: Store, state: RunState, saved_at: str) -> None:
     """Commit a checkpoint on one target: wait for the files of all ranks, then create the manifest.
     For rank 0 only, which may call it again after a failure. `saved_at` is UTC in ISO 8601, the same in all targets.
     Raises Fenced if a newer start exists or another process has written to the folder, TimeoutError after
-    `FILES_TIMEOUT_S` or when `give_up` returns True, and TornCheckpoint if the files do not hold every parameter once.
+    `FILES_TIMEOUT_S` or when the run ends, and TornCheckpoint if the files do not hold every parameter once.
     """
     checkpoint = Checkpoint(state.step, state.attempt, target)
-    files = _wait_for_files(checkpoint, state.world_size, give_up)
+    files = _wait_for_files(checkpoint, state.world_size)
     ranges = None if state.is_divided_evenly else _read_ranges(checkpoint, files, state)
     manifest = Manifest(saved_at=saved_at, state=state, files=files, ranges=ranges)
     manifest.check_coverage()
@@ -219,7 +218,7 @@ def _two_writers(checkpoint: Checkpoint, action: str) -> Fenced:
     )
 
 
-def _wait_for_files(checkpoint: Checkpoint, world_size: int, give_up: Callable[[], bool]) -> tuple[FileEntry, ...]:
+def _wait_for_files(checkpoint: Checkpoint, world_size: int) -> tuple[FileEntry, ...]:
     """Wait until a listing shows the whole file of every rank; return the files in the order of the ranks.
     A shared file system may show an earlier size for a while. Such a file is not yet counted.
     """
@@ -236,7 +235,7 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int, give_up: Callable[[
         missing_ranks = set(range(world_size)) - set(files_of_ranks)
         if not missing_ranks:
             return tuple(files_of_ranks[rank][0] for rank in range(world_size))
-        if time.monotonic() > deadline or give_up():
+        if time.monotonic() > deadline or checkpoint.store.patience.is_abandoned:
             raise TimeoutError(
                 f"checkpoint {checkpoint.url} was not committed: the file of rank {min(missing_ranks)} was not "
                 f"written within {FILES_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in "
@@ -250,10 +249,9 @@ def _read_ranges(
     checkpoint: Checkpoint, files: Sequence[FileEntry], state: RunState
 ) -> dict[str, tuple[tuple[int, int, int], ...]]:
     """Read from the headers of all files which ranges of parameters each of them holds, up to 16 files at a time."""
-    rereading = Rereading(checkpoint.store.reread_pauses_s)
 
     def read(file: FileEntry) -> dict[str, Range]:
-        tensors, fault = checkpoint.tensors(file, rereading)
+        tensors, fault = checkpoint.tensors(file)
         if fault:
             raise StoreError(
                 f"{checkpoint.url}: {fault}, at every reading; check the disk or the storage service, then start "

@@ -2,9 +2,9 @@
 
 Guarantee: callers receive exactly the bytes that the manifest describes. A file's size and the digest of its header
 are compared with its name. All other bytes are in tensors, whose digests are in the header. A header or a tensor that
-does not match is read again, with pauses, and counts as damaged only if two readings agree (`store/retry.py`). So a
-bit that was flipped on the way from the store is not damage of the checkpoint. Functions return damage as lines of
-text, "faults"; one `Rereading` serves all readings of a checkpoint.
+does not match is read again, with pauses, and counts as damaged only if two readings agree (`Store.reread`). So a bit
+that was flipped on the way from the store is not damage of the checkpoint. Functions return damage as lines of text,
+"faults".
 
 Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
 requests at a time, so a rank holds at most 256 MB.
@@ -16,7 +16,6 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,6 @@ from electra_dist.checkpoint.manifest import FileEntry, Manifest, TensorEntry, r
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreMissing, TornCheckpoint
 from electra_dist.store.interface import in_parallel
-from electra_dist.store.retry import Rereading
 
 REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger
 THREADS = 4  # requests at a time
@@ -76,7 +74,6 @@ class CheckpointReader:
         self.checkpoint = checkpoint
         self.manifest = checkpoint.manifest() if manifest is None else manifest
         self._store = checkpoint.store
-        self._rereading = Rereading(checkpoint.store.reread_pauses_s)
 
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
         """Read verified values into the views of `fragments`; return what is wrong, [] if all is good.
@@ -96,10 +93,11 @@ class CheckpointReader:
             faults.extend(header_faults)
             needed_requests.extend(requests(file, tensors, destinations.need))
         present_files = [file for file in check if missing(file.name) not in faults]
-        with ThreadPoolExecutor(THREADS) as pool:
-            faults_of_sizes = pool.map(self._size_faults, present_files)
-            faults_of_requests = pool.map(lambda request: self._read(request, destinations.copy), needed_requests)
-            return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
+        faults_of_sizes = in_parallel(self._size_faults, present_files, THREADS)
+        faults_of_requests = in_parallel(
+            lambda request: self._read(request, destinations.copy), needed_requests, THREADS
+        )
+        return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
 
     def faults(self, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
         """Verify every byte of one tensor file; return what is wrong, [] for a good file. `advance`: see `verify`."""
@@ -116,8 +114,8 @@ class CheckpointReader:
             advance(request.size_bytes)
             return request_faults
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            return [*faults, *header_faults, *itertools.chain(*pool.map(verify_request, requests(file, tensors)))]
+        faults_of_requests = in_parallel(verify_request, list(requests(file, tensors)), THREADS)
+        return [*faults, *header_faults, *itertools.chain(*faults_of_requests)]
 
     def _size_faults(self, file: FileEntry) -> list[str]:
         """Compare the size of a file with that in its name; for a missing file return `[missing(file.name)]`."""
@@ -132,14 +130,14 @@ class CheckpointReader:
             fault = f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes"
             return [fault], fault
 
-        faults, _ = self._rereading.read(f"{self.checkpoint.url}/{file.name}", read_once)
+        faults, _ = self._store.reread(self.checkpoint.key(file.name), read_once)
         return faults
 
     def _tensors(self, file: FileEntry) -> tuple[list[TensorEntry], list[str]]:
         """Return the tensors that a file's header lists, and what is wrong with the header.
         Raises TornCheckpoint if a good header lists other ranges of parameters than the manifest.
         """
-        tensors, fault = self.checkpoint.tensors(file, self._rereading)
+        tensors, fault = self.checkpoint.tensors(file)
         if fault:
             return [], [fault]
         if ranges_of_tensors(file, tensors) != self.manifest.ranges_of(file.rank):
@@ -170,7 +168,7 @@ class CheckpointReader:
                     faults.append(f"{where} in {request.file} does not match its digest (found {found_sha256[:12]})")
             return faults, "; ".join(faults)
 
-        faults, _ = self._rereading.read(f"{self._store.url}/{key}", read_once)
+        faults, _ = self._store.reread(key, read_once)
         return faults
 
 

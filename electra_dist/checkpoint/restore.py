@@ -27,7 +27,7 @@ from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
-from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 
@@ -65,7 +65,7 @@ def load_newest(
     that the loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other
     difference in skipped steps is an error.
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
-    be read and no target has a copy; it is StoreAway, on all ranks, if the call may be repeated later.
+    be read and no target has a copy; it is StorageLost, on all ranks, if a later start may read it.
     """
     rejected: list[tuple[Checkpoint, _Fault]] = []  # each checkpoint that cannot be used, and why
     unreadable: Checkpoint | None = None
@@ -87,7 +87,7 @@ def load_newest(
             unreadable = checkpoint
             unreadable_fault = faults[0]
     if unreadable_fault is not None:
-        error_class = StoreAway if unreadable_fault.is_away else StoreError
+        error_class = StorageLost if unreadable_fault.is_away else StoreError
         raise error_class(unreadable_fault.text)
     if not all(fault.is_discarded for _, fault in rejected):
         raise _none_is_good(rejected)

@@ -1,6 +1,6 @@
-"""Write safetensors files whose headers hold the digests of their tensors, without a second copy in memory.
+"""Make safetensors files whose headers hold the digests of their tensors, without a second copy in memory.
 
-Guarantee: a file appears under its name when it is whole and synced to the disk. Equal tensors give equal files.
+Guarantee: equal tensors give equal files.
 
 How: the format is that of the safetensors library (8-byte little-endian header length, JSON header, raw little-endian
 data), which can read the files. The library's own writer is not used, because it copies the tensors, and because the
@@ -19,12 +19,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from electra_dist.checkpoint.manifest import LENGTH_BYTES, FileEntry, Kind
-from electra_dist.store.atomic_files import replacing
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB
 
@@ -62,7 +60,7 @@ class TensorFile:
     """A rank's tensor file, ready to be written: a header with the digests of `tensors`, then these in their order."""
 
     def __init__(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """Compute the digests; the tensors must not change before the last call of `write`."""
+        """Compute the digests; the tensors must not change before the file is stored."""
         self._pieces = [piece for tensor in tensors for piece in tensor.pieces()]
         self.header = _header(self._pieces)
         self.entry = FileEntry(
@@ -72,12 +70,10 @@ class TensorFile:
             header_sha256=hashlib.sha256(self.header).hexdigest(),
         )
 
-    def write(self, path: Path) -> None:
-        """Write the file; it appears when it is complete and synced. The name should be `entry.name`."""
-        with replacing(path) as out:
-            out.write(self.header)
-            for piece in self._pieces:
-                out.write(_bytes_of(piece))
+    @property
+    def pieces(self) -> list[bytes | memoryview]:
+        """Return the bytes of the file in pieces, in their order: the header, and the memory of the tensors."""
+        return [self.header, *map(_bytes_of, self._pieces)]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

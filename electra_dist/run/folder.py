@@ -42,7 +42,6 @@ LOG_FILE = "log.txt"
 ENVIRONMENT_FILE = "environment.json"
 TENSORBOARD_DIR = "tensorboard"
 HEARTBEAT_DIR = "heartbeats"
-STAGING_DIR = "staging"  # checkpoint files on their way to stores, where no store is a local folder
 # Written only in some runs.
 REPORT_FILE = "report.html"
 EXPORT_DIR = "export"

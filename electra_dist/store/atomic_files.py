@@ -96,6 +96,14 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
+def nearest_folder(folder: Path) -> Path:
+    """Return the folder itself if it exists, otherwise its nearest existing parent, on the same disk."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
 def is_private(folder: Path) -> bool:
     """Return whether a path is a folder that belongs to this user and that no other user may read or write.
 

@@ -70,6 +70,10 @@ class Store(ABC):
     def write(self, key: str, data: bytes) -> None:
         """Create or replace an object atomically. After the call, the object survives a crash of this machine."""
 
+    def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Create or replace an object of any size atomically; its content is `pieces`, one after another."""
+        self.write(key, b"".join(pieces))
+
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
         """Create an object unless the key is taken; return whether this call created it.

@@ -14,16 +14,17 @@ import contextlib
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from electra_dist.errors import StoreError, StoreMissing
+from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import (
     TEMPORARY_SUFFIX,
     is_temporary,
+    nearest_folder,
     readable,
     replacing,
     store_error,
@@ -116,6 +117,15 @@ class LocalStore(Store):
 
     @override
     @_waiting
+    def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+        path = self.local_path(key)
+        _check_space(path, sum(len(piece) for piece in pieces))
+        with replacing(path) as out:
+            for piece in pieces:
+                out.write(piece)
+
+    @override
+    @_waiting
     def write_new(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)
         try:
@@ -196,6 +206,19 @@ class LocalStore(Store):
         if key_folder.startswith(prefix) and doomed(f"{key_folder}/"):
             with contextlib.suppress(OSError):  # The folder is not empty, or no longer exists.
                 (self._folder / key_folder).rmdir()
+
+
+def _check_space(path: Path, needed_bytes: int) -> None:
+    """Raise StoreAway if the disk is too full for a large file, because a try would fill it for other users, too."""
+    try:
+        free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free
+    except OSError:
+        return  # The write itself has the better message.
+    if free_bytes < needed_bytes:
+        raise StoreAway(
+            f"{path}: disk full: {free_bytes / 1e6:.1f} MB free, {needed_bytes / 1e6:.1f} MB needed; free space "
+            f"there, or choose another path"
+        )
 
 
 def _raise_unless_missing(error: OSError) -> None:

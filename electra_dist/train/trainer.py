@@ -12,21 +12,21 @@ alike, because they judge the same all-reduced numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
-from electra_dist.engine.rank_environment import rank_place
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
@@ -123,7 +123,7 @@ class Trainer:
                 self.reporter.rolled_back(*missed_rollback)
                 self.patience.call(skips.write)
             self.checkpointer.writer.on_commit = self._committed
-            self.checkpointer.writer.before_commit = self.reporter.before_commit
+            self.checkpointer.writer.before_commit = functools.partial(self.patience.call, self.reporter.before_commit)
         self._next_look_at_space = time.monotonic()
         self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
@@ -285,7 +285,7 @@ class Trainer:
             return
         self._next_look_at_space = now + _SPACE_EVERY_S
         next_save = min(self.schedule.next_due(self.state.step), self.config.train.num_steps)
-        problem = self.checkpointer.writer.space_shortage(dist.get_world_size(), rank_place().ranks_on_node)
+        problem = self.checkpointer.writer.space_shortage(dist.get_world_size())
         if not problem or next_save == self._warned_of_save:
             return
         self._warned_of_save = next_save
@@ -313,13 +313,12 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        patiences = (self.patience, self.checkpointer.target_patience)
         return RankFlags(
             stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
-            retries=sum(patience.retries for patience in patiences),
-            retry_wait_ms=round(1000 * sum(patience.retry_wait_s for patience in patiences)),
+            retries=self.patience.retries,
+            retry_wait_ms=round(1000 * self.patience.retry_wait_s),
             refetches=loader.refetches,
         )
 

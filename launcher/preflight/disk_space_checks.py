@@ -23,7 +23,7 @@ from electra_dist.config import Config
 from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.model.parameter_counts import parameter_counts
-from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
+from electra_dist.run.folder import TENSORBOARD_DIR
 from electra_dist.store.open_store import without_tilde
 from launcher.preflight.findings import Finding
 
@@ -59,8 +59,8 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """Return how much a run will write to each local folder: logs, checkpoints and cached shards. Pure.
 
-    Existing files are not subtracted. Checkpoints that go to S3 need local space for one checkpoint, which lies in
-    RUN/staging during its upload. Shards are cached in `config.cache_folder`.
+    Existing files are not subtracted. Checkpoints that go to S3 need no local space. Shards are cached in
+    `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -70,26 +70,13 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
         files=LOG_FILES,
         next_step="choose a run_dir on a larger disk",
     )
-    checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls]
+    checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls if not url.startswith("s3://")]
     return [log_need, *checkpoint_needs, *_cache_needs(config, corpora)]
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints that are saved to `url` (a folder or an S3 URL) need."""
+    """Return how much local space the checkpoints that are saved to the folder `url` need."""
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
-    next_step = (
-        "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
-        "or use a larger disk"
-    )
-    if url.startswith("s3://"):
-        return Need(
-            folder=Path(config.run_dir) / STAGING_DIR,
-            what="a checkpoint being uploaded",
-            now_bytes=checkpoint_bytes,
-            whole_bytes=checkpoint_bytes,
-            files=0,
-            next_step=next_step,
-        )
     keep = config.checkpoint
     # A local target soon holds these checkpoints at once: the newest, the best, one that is old enough for a rollback,
     # and the one being written. Those that are kept for good are added by the end of the run.
@@ -108,7 +95,8 @@ def _checkpoint_need(config: Config, url: str) -> Need:
         now_bytes=num_kept * checkpoint_bytes,
         whole_bytes=(num_kept + num_permanent) * checkpoint_bytes,
         files=0,
-        next_step=next_step,
+        next_step="keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), or use "
+        "a larger disk",
     )
 
 

@@ -68,7 +68,7 @@ def measure(folder: Path, num_ranks: int) -> dict[str, dict[str, int]]:
     store = CountingStore(service)
     assert from_rank_0(lambda: begin_attempt([store], many_ranks.RUN)) == 1
     after_start = dict(counts)
-    many_ranks.save(service, folder, small.state_at(10, world_size=num_ranks))
+    many_ranks.save(service, small.state_at(10, world_size=num_ranks))
     after_save = dict(counts)
     fragments = small.share(small.empty(), 0, num_ranks)
     found, notes = load_newest([store], fragments, small.state_at(0, world_size=num_ranks))

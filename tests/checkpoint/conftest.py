@@ -41,5 +41,5 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a committed checkpoint of step 7."""
     folder = tmp_path_factory.mktemp("format")
-    small.save([open_store(str(folder))], folder / "staging", 7)
+    small.save([open_store(str(folder))], 7)
     return folder / folder_name(7, 1)

@@ -58,7 +58,7 @@ def test_finite_losses_are_stored_exactly_and_others_as_none(loss: float, kept: 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_manifest_whose_tensors_do_not_cover_a_file_is_refused(tmp_path: Path, zero_stage: int) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 4, fields={"zero_stage": zero_stage})
+    small.save([store], 4, fields={"zero_stage": zero_stage})
     manifest = read_manifest(store, folder_name(4, 1))
     first, second = manifest.files
     holes = {
@@ -143,7 +143,7 @@ def test_a_manifest_of_another_format_is_refused_in_one_line_that_says_so(saved:
 
 def test_folder_renamed_to_another_step_is_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 4)
+    small.save([store], 4)
     (tmp_path / folder_name(4, 1)).rename(tmp_path / folder_name(5, 1))
     assert committed(store) == [(5, 1, folder_name(5, 1))]
     with pytest.raises(TornCheckpoint, match="another checkpoint: step 4"):

@@ -13,10 +13,10 @@ from support import s3_server
 from support.checkpoints import checkpoint_in, committed, folder_name, verify
 
 from electra_dist.checkpoint import commit as commit_module
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.retention import retain
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
@@ -115,7 +115,7 @@ def test_a_replaced_attempt_ends_like_a_mistake_of_the_user_with_one_line() -> N
 
 def test_target_of_another_run_is_refused_and_left_unchanged(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
-    small.save([target], tmp_path / "staging", 10)
+    small.save([target], 10)
     before = target.list()
     with pytest.raises(UserError, match="checkpoints of another run"):
         begin_attempt([target], {**RUN, "corpus_fingerprint": "other"})
@@ -124,12 +124,12 @@ def test_target_of_another_run_is_refused_and_left_unchanged(target: Store, tmp_
 
 def test_replaced_attempt_cannot_commit_and_deletes_nothing(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
-    small.save([target], tmp_path / "staging", 10)
+    small.save([target], 10)
     begin_attempt([target], RUN)
     with pytest.raises(Fenced, match="because start 2 has replaced it"):
-        small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
+        small.save([target], 20, policy=CheckpointConfig(keep_last=1))
     assert committed(target) == [(10, 1, folder_name(10, 1))]
-    small.save([target], tmp_path / "staging", 20, attempt=2)
+    small.save([target], 20, attempt=2)
     assert [place[:2] for place in committed(target)] == [(10, 1), (20, 2)]
 
 
@@ -138,7 +138,7 @@ def test_attempt_that_is_replaced_while_it_commits_deletes_no_checkpoint(
 ) -> None:
     """The next attempt begins just before the manifest is created, and removes the files that the manifest lists."""
     begin_attempt([target], RUN)
-    small.save([target], tmp_path / "staging", 10)
+    small.save([target], 10)
     create, successors = type(target).write_new, list[int]()
 
     def begin_first(self: Store, key: str, data: bytes) -> bool:
@@ -148,7 +148,7 @@ def test_attempt_that_is_replaced_while_it_commits_deletes_no_checkpoint(
 
     monkeypatch.setattr(type(target), "write_new", begin_first)
     with pytest.raises(Fenced, match="because start 2 has replaced it"):
-        small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
+        small.save([target], 20, policy=CheckpointConfig(keep_last=1))
     assert successors == [2]
     assert verify(target, folder_name(20, 1))[1] != []  # its files were removed; the next load sets it aside
     assert verify(target, folder_name(10, 1))[1] == []
@@ -157,7 +157,7 @@ def test_attempt_that_is_replaced_while_it_commits_deletes_no_checkpoint(
 def test_start_removes_unfinished_files_of_dead_attempts_and_nothing_else(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
     for step in (10, 20, 30):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
     checkpoint_in(target, folder_name(20, 1)).set_aside("for the test")
     good = target.list("step-")
     dead = f"{folder_name(40, 1)}/{small.file_name(0)}"
@@ -196,7 +196,7 @@ def test_commit_without_the_file_of_a_rank_fails_naming_the_rank(
     target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_module, "FILES_TIMEOUT_S", 0.2)
-    writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    writer = CheckpointWriter([target], 0, small.KEEP_ALL)
     writer.save(small.state_at(10), small.share(small.content(10), 0, 2))
     with pytest.raises(TimeoutError, match="the file of rank 1 was not written"):
         writer.close()
@@ -207,7 +207,7 @@ def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(targ
     policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_steps=(40,), keep_best=1)
     losses = {10: 0.9, 20: 0.3, 30: 0.8, 40: 0.4, 50: 0.5, 60: 0.6, 70: 0.7, 80: None}
     for step, loss in losses.items():
-        small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_loss": loss})
+        small.save([target], step, policy=policy, fields={"eval_loss": loss})
     assert [step for step, _, _ in committed(target)] == [20, 30, 40, 60, 70, 80]
     assert {key.partition("/")[0] for key in target.list("step-")} == {f for _, _, f in committed(target)}
 
@@ -227,14 +227,14 @@ def test_best_is_the_context_auc_or_else_the_own_loss(
     store = open_store(str(tmp_path))
     policy = CheckpointConfig(keep_last=1, keep_best=1)
     for number, scores in enumerate([*fields, {}], start=1):
-        small.save([store], tmp_path / "staging", 10 * number, policy=policy, fields=scores)
+        small.save([store], 10 * number, policy=policy, fields=scores)
     assert [step for step, _, _ in committed(store)] == [best, 30]
 
 
 def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(str(tmp_path))
     for step in (1, 2):
-        small.save([store], tmp_path / "staging", step)
+        small.save([store], step)
     deleted: list[str] = []
     delete = LocalStore.delete
     monkeypatch.setattr(LocalStore, "delete", lambda self, key: (deleted.append(key), delete(self, key))[1])
@@ -246,7 +246,7 @@ def test_files_of_the_user_in_the_folders_of_checkpoints_stay(target: Store, tmp
     """Neither the deletion of old checkpoints nor that of unfinished ones takes a file that no save has written."""
     begin_attempt([target], RUN)
     for step in (10, 20):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
     old, unfinished = folder_name(10, 1), folder_name(15, 1)
     mine = [
         f"{old}/notes.txt",

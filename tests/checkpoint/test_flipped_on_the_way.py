@@ -28,7 +28,7 @@ def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
 ) -> None:
     monkeypatch.setattr(reader, "THREADS", 1)  # so that the schedule of faults is the same each time
     target = open_s3("checkpoints")
-    small.save([target], tmp_path / "staging", 5)
+    small.save([target], 5)
     # Each object is flipped twice before a read of it succeeds, whatever the seed.
     plan = FaultPlan(seed=seed, rate=1.0, faults=("flip:manifest", "flip:.safetensors"), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
@@ -46,10 +46,10 @@ def flipped_in_6(open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path) 
     """A store with checkpoints of steps 5 and 6, in which every read of step 6 is wrong, and the schedule for it."""
     target = open_s3("checkpoints")
     for step in (5, 6):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
     plan = FaultPlan(rate=1.0, faults=("flip:00006",), in_a_row=10**9)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        yield open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES)), plan
+        yield open_store(target.url, proxy.endpoint_url, Patience(0.0, pace=PAUSES)), plan
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -106,6 +106,6 @@ def test_headers_that_are_flipped_in_transit_are_read_again_before_a_commit(
     target = open_s3("checkpoints")
     plan = FaultPlan(rate=1.0, faults=("flip:.safetensors",), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        small.save([open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES))], tmp_path / "staging", 5)
+        small.save([open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES))], 5)
     assert plan.counts["flip"] >= 2
     assert small.verify(target, "step-00000005-a0001")[1] == []

@@ -25,10 +25,8 @@ RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 
 
 @pytest.mark.parametrize("kept", [0, 1], ids=["folder to S3", "S3 to folder"])
-def test_a_checkpoint_of_one_target_is_copied_to_the_other(
-    two_targets: list[Store], tmp_path: Path, kept: int
-) -> None:
-    small.save([two_targets[kept]], tmp_path, step=3)
+def test_a_checkpoint_of_one_target_is_copied_to_the_other(two_targets: list[Store], kept: int) -> None:
+    small.save([two_targets[kept]], step=3)
     folder = folder_name(3, 1)
     copy_to_all(two_targets, 3, 1)
     for target in two_targets:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,13 @@ from support import many_ranks
 from support.checkpoints import checkpoint_in, committed, folder_name, read_manifest, verify
 from support.counting_store import CountingStore, Service
 
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, commit
 from electra_dist.checkpoint.manifest import KINDS, FileEntry, Manifest, RunState, part
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.repair import repair
 from electra_dist.checkpoint.restore import load_newest
-from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
@@ -64,7 +64,7 @@ def test_requests_of_a_save(world_size: int, tmp_path: Path, zero_stage: int) ->
     old_names = [*(small.file_name(rank) for rank in range(world_size)), "manifest.json"]
     for name in old_names:
         service.objects[f"{folder_name(5, 1)}/{name}"] = b"x"
-    counts = many_ranks.save(service, tmp_path, state_of(world_size, zero_stage))
+    counts = many_ranks.save(service, state_of(world_size, zero_stage))
     store = CountingStore(service)
     assert committed(store) == [(10, 1, FOLDER)]
     assert len(store.list()) == world_size + 2  # files, manifest and the number of the start: nothing is left
@@ -84,7 +84,7 @@ def test_requests_of_a_save(world_size: int, tmp_path: Path, zero_stage: int) ->
 
 def test_a_commit_of_1024_ranks_sends_fewer_requests_in_a_row_than_with_merged_entries(tmp_path: Path) -> None:
     """Rank 0 sent 9 requests in a row at stage 3 when each rank stored an entry and leaders of groups merged them."""
-    counts = many_ranks.save(Service(), tmp_path, state_of(1024, zero_stage=3))
+    counts = many_ranks.save(Service(), state_of(1024, zero_stage=3))
     assert counts.commit.num_serial == 5
 
 
@@ -105,7 +105,7 @@ def test_requests_of_a_start_with_a_leftover_of_every_rank(world_size: int) -> N
 def test_requests_of_a_restore_do_not_grow_with_the_ranks(world_size: int, tmp_path: Path, zero_stage: int) -> None:
     service = Service()
     state = state_of(world_size, zero_stage)
-    many_ranks.save(service, tmp_path, state)
+    many_ranks.save(service, state)
     manifest = read_manifest(CountingStore(service), FOLDER)
     for rank in (0, 1, world_size // 2, world_size - 1):
         store = CountingStore(service)
@@ -125,7 +125,7 @@ def test_requests_of_a_restore_do_not_grow_with_the_ranks(world_size: int, tmp_p
 def test_a_checkpoint_of_any_number_of_ranks_is_read_whole(world_size: int, tmp_path: Path, zero_stage: int) -> None:
     target = LocalStore(tmp_path / "target")
     values = small.content(10)
-    writers = [CheckpointWriter([target], tmp_path / "staging", r, 1, small.KEEP_ALL) for r in range(world_size)]
+    writers = [CheckpointWriter([target], r, small.KEEP_ALL) for r in range(world_size)]
     for rank, writer in enumerate(writers):
         state = state_of(world_size, zero_stage)
         writer.save(state, many_ranks.fragments_of(state, values, rank))
@@ -143,8 +143,8 @@ def test_a_checkpoint_of_any_number_of_ranks_is_read_whole(world_size: int, tmp_
 @pytest.mark.parametrize("at", [100, -3], ids=["in the header", "in a tensor"])
 def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int, zero_stage: int) -> None:
     targets: list[Store] = [LocalStore(tmp_path / name) for name in ("a", "b")]
-    small.save(targets, tmp_path / "staging", 9, fields={"zero_stage": zero_stage})
-    small.save(targets, tmp_path / "staging", 10, fields={"zero_stage": zero_stage})
+    small.save(targets, 9, fields={"zero_stage": zero_stage})
+    small.save(targets, 10, fields={"zero_stage": zero_stage})
     small.damage(targets[0], small.file_of(targets[0], 10), at)
     assert len(verify(targets[0], FOLDER)[1]) == 1
     values = small.empty()
@@ -162,7 +162,7 @@ def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int,
 
 def test_every_changed_byte_of_a_file_is_detected(tmp_path: Path, zero_stage: int) -> None:
     store = LocalStore(tmp_path)
-    small.save([store], tmp_path / "staging", 10, world_size=8, fields={"zero_stage": zero_stage})
+    small.save([store], 10, world_size=8, fields={"zero_stage": zero_stage})
     assert verify(store, FOLDER)[1] == []
     key = small.file_of(store, 10, rank=7)
     for place in range(store.size(key)):
@@ -195,15 +195,17 @@ def test_a_good_file_of_other_ranges_than_the_manifest_lists_is_refused(tmp_path
         ranges=None if state.is_divided_evenly else ranges,
     )
     for file in (files[0], swapped):
-        file.write(store.local_path(f"{FOLDER}/{file.entry.name}"))
+        store.write_pieces(f"{FOLDER}/{file.entry.name}", file.pieces)
     store.write(f"{FOLDER}/manifest.json", manifest.dump())
     assert any("lists other ranges of parameters than the manifest" in fault for fault in verify(store, FOLDER)[1])
 
 
 def test_a_rank_that_holds_other_parts_than_its_stage_gives_it_saves_nothing(tmp_path: Path) -> None:
-    tensors = many_ranks.tensors_of(small.share(small.content(10), 0, 2))
+    writer = CheckpointWriter([LocalStore(tmp_path)], 0, small.KEEP_ALL)
+    writer.save(small.state_at(10, zero_stage=3), small.share(small.content(10), 0, 2))
     with pytest.raises(RuntimeError, match="rank 0 holds other parts of the parameters than ZeRO stage 3"):
-        Save(0, small.state_at(10, zero_stage=3), tensors, LocalStore(tmp_path), [])
+        writer.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_manifest_of_electra_large_on_1024_ranks_is_below_1_megabyte(zero_stage: int) -> None:
@@ -266,7 +268,7 @@ class Stale(LocalStore):
 
 def test_a_file_counts_when_a_listing_shows_its_whole_size(tmp_path: Path) -> None:
     target = Stale(tmp_path / "target")
-    writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    writer = CheckpointWriter([target], 0, small.KEEP_ALL)
     writer.save(small.state_at(10, world_size=1), small.share(small.content(10), 0, 1))
     while target.num_listings < 3:
         assert committed(target) == []
@@ -280,8 +282,7 @@ def test_two_files_of_one_rank_are_no_checkpoint(tmp_path: Path) -> None:
     target = LocalStore(tmp_path / "target")
     for run in (0, 1):
         tensors = many_ranks.tensors_of(small.share(small.content(10, run), 0, 1))
-        save = Save(0, small.state_at(10, world_size=1), tensors, LocalStore(tmp_path / "staging"), [target])
-        assert save.store() is None
+        many_ranks.store_file(target, small.state_at(10, world_size=1), 0, tensors)
     with pytest.raises(Fenced, match="another process has written its files"):
         commit(target, small.state_at(10, world_size=1), "2026-01-01T00:00:00+00:00")
     assert committed(target) == []
@@ -291,7 +292,7 @@ def test_a_commit_is_repeated_without_harm_and_that_of_another_process_is_refuse
     target = LocalStore(tmp_path / "target")
     state = small.state_at(10, world_size=1)
     tensors = many_ranks.tensors_of(small.share(small.content(10), 0, 1))
-    assert Save(0, state, tensors, LocalStore(tmp_path / "staging"), [target]).store() is None
+    many_ranks.store_file(target, state, 0, tensors)
     for _ in range(2):
         commit(target, state, "2026-01-01T00:00:00+00:00")
     with pytest.raises(Fenced, match="another process has committed this checkpoint"):
@@ -304,12 +305,12 @@ def test_all_targets_receive_a_file_at_the_same_time(tmp_path: Path) -> None:
     class Slow(LocalStore):
         """Store whose uploads go on only when two of them have begun at the same time."""
 
-        def upload(self, path: Path, key: str) -> None:
+        def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
             together.wait()
-            super().upload(path, key)
+            super().write_pieces(key, pieces)
 
     targets: list[Store] = [LocalStore(tmp_path / "first"), Slow(tmp_path / "second"), Slow(tmp_path / "third")]
-    small.save(targets, tmp_path / "staging", 10, world_size=1)
+    small.save(targets, 10, world_size=1)
     assert [committed(target) for target in targets] == [[(10, 1, FOLDER)]] * 3
 
 
@@ -325,7 +326,7 @@ def test_the_next_save_does_not_wait_for_the_deletion_of_old_checkpoints(tmp_pat
             super().delete(key)
 
     target = SlowDeletion(tmp_path / "target")
-    writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, CheckpointConfig(keep_last=1))
+    writer = CheckpointWriter([target], 0, CheckpointConfig(keep_last=1))
     writer.save(small.state_at(1, world_size=1), small.share(small.content(1), 0, 1))
     writer.wait()
     assert writer._deletion is not None
@@ -348,9 +349,7 @@ def test_an_error_of_the_deletion_is_raised_at_the_end(tmp_path: Path) -> None:
                 raise PermissionError(key)
             super().delete(key)
 
-    writer = CheckpointWriter(
-        [Refusing(tmp_path / "target")], tmp_path / "staging", 0, 1, CheckpointConfig(keep_last=1)
-    )
+    writer = CheckpointWriter([Refusing(tmp_path / "target")], 0, CheckpointConfig(keep_last=1))
     for step in (1, 2):
         writer.save(small.state_at(step, world_size=1), small.share(small.content(step), 0, 1))
     with pytest.raises(PermissionError):

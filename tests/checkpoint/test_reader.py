@@ -15,7 +15,6 @@ from electra_dist.checkpoint.reader import CheckpointReader, requests
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import Rereading
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
@@ -25,7 +24,7 @@ def test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit(
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", piece)
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 5, world_size=saved_by)
+    small.save([store], 5, world_size=saved_by)
     opened = CheckpointReader(checkpoint_in(store, folder_name(5, 1)))
     for world_size in (1, 2, 4, 11):
         values = small.empty()
@@ -53,7 +52,7 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 16)
     monkeypatch.setattr(reader, "REQUEST_BYTES", 1000)
-    small.save([open_store(str(tmp_path))], tmp_path / "staging", 5, world_size=3)
+    small.save([open_store(str(tmp_path))], 5, world_size=3)
     read_bytes = defaultdict[str, set[int]](set)
     for rank in range(world_size):
         store = Recorder(tmp_path)
@@ -77,10 +76,10 @@ def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_shar
 
 def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 5)
+    small.save([store], 5)
     checkpoint = checkpoint_in(store, folder_name(5, 1))
     file = checkpoint.manifest().files[0]
-    tensors, fault = checkpoint.tensors(file, Rereading((0.0,)))
+    tensors, fault = checkpoint.tensors(file)
     assert fault == ""
     assert [r.size_bytes for r in requests(file, tensors)] == [file.size_bytes - file.header_bytes]
     masters = list(requests(file, tensors, lambda tensor: tensor.kind == "master"))
@@ -88,7 +87,7 @@ def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
 
 
 def test_verify_names_every_damaged_file(target: Store, tmp_path: Path) -> None:
-    small.save([target], tmp_path / "staging", 10, world_size=3)
+    small.save([target], 10, world_size=3)
     folder = folder_name(10, 1)
     assert verify(target, folder)[1] == []
     first, second, third = (small.file_of(target, 10, rank) for rank in range(3))

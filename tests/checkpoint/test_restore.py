@@ -31,7 +31,7 @@ def load(targets: list[Store], **expected: object) -> tuple[RunState | None, lis
 @pytest.mark.usefixtures("one_rank")
 def test_newest_good_checkpoint_is_loaded_and_a_damaged_newer_one_is_set_aside(target: Store, tmp_path: Path) -> None:
     for step in (10, 20, 35):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
     small.damage(target, small.file_of(target, 35), at=-5)
     found, notes, values = load([target])
     assert found == small.state_at(20) and small.equal(values, small.content(20))
@@ -48,7 +48,7 @@ def test_load_without_a_good_checkpoint_is_refused_lists_all_and_changes_nothing
     """Only a store that never had a checkpoint lets a run begin at step 0."""
     assert load([target])[:2] == (None, [])
     for step in (10, 20):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
         target.delete(small.file_of(target, step))
     keys = target.list()
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_run_begun_from_scratch_finds_no_checkpoint_and_all_files_are_kept(
     two_targets: list[Store], tmp_path: Path
 ) -> None:
     for step in (10, 20):
-        small.save(two_targets, tmp_path / "staging", step)
+        small.save(two_targets, step)
     num_objects = len(two_targets[0].list("step-"))
     lines = set_all_aside(two_targets)
     assert [f"{folder_name(step, 1)} is set aside" in line for step, line in zip((10, 20, 10, 20), lines)] == [
@@ -84,7 +84,7 @@ def test_same_step_of_the_other_target_is_preferred_to_an_older_step(
     two_targets: list[Store], tmp_path: Path, bad: int
 ) -> None:
     for step in (10, 20):
-        small.save(two_targets, tmp_path / "staging", step)
+        small.save(two_targets, step)
     small.damage(two_targets[bad], small.file_of(two_targets[bad], 20), at=3)
     found, notes, values = load(two_targets)
     assert found == small.state_at(20) and small.equal(values, small.content(20))
@@ -97,9 +97,9 @@ def test_same_step_of_the_other_target_is_preferred_to_an_older_step(
 
 @pytest.mark.usefixtures("one_rank")
 def test_newest_checkpoint_of_all_targets_is_loaded(two_targets: list[Store], tmp_path: Path) -> None:
-    small.save(two_targets, tmp_path / "staging", 10)
-    small.save(two_targets[1:], tmp_path / "staging", 20)
-    small.save(two_targets[:1], tmp_path / "staging", 20, attempt=2, run=1)
+    small.save(two_targets, 10)
+    small.save(two_targets[1:], 20)
+    small.save(two_targets[:1], 20, attempt=2, run=1)
     found, notes, values = load(two_targets)
     assert (found, notes) == (small.state_at(20, 2), [])
     assert small.equal(values, small.content(20, run=1))
@@ -119,7 +119,7 @@ def test_newest_checkpoint_of_all_targets_is_loaded(two_targets: list[Store], tm
 )
 def test_checkpoint_of_another_run_is_not_loaded(tmp_path: Path, difference: dict, reason: str) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 10, fields={"skipped": (3,)})
+    small.save([store], 10, fields={"skipped": (3,)})
     with pytest.raises(UserError, match=reason):
         load([store], **{"skipped": (3,), **difference})
 
@@ -127,7 +127,7 @@ def test_checkpoint_of_another_run_is_not_loaded(tmp_path: Path, difference: dic
 @pytest.mark.usefixtures("one_rank")
 def test_checkpoint_before_newly_skipped_steps_is_loaded(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 10, fields={"skipped": (3,)})
+    small.save([store], 10, fields={"skipped": (3,)})
     found, notes, _ = load([store], skipped=(3, 10, 11))
     assert found is not None and notes == []
 
@@ -138,7 +138,7 @@ def test_checkpoints_that_a_rollback_has_discarded_let_the_run_begin_again_unles
 ) -> None:
     """A damaged one may be the one to go back to, once it is repaired."""
     for step in (10, 20):
-        small.save(two_targets, tmp_path / "staging", step)
+        small.save(two_targets, step)
     expected = small.state_at(0, skipped=(5, 6, 7))
     fragments = small.share(small.empty(), 0, 1)
     manifests = [f"{folder_name(10, 1)}/{MANIFEST}"] * 2
@@ -167,7 +167,7 @@ class Unreadable(LocalStore):
 def test_checkpoint_that_cannot_be_read_is_taken_from_the_other_target_and_never_set_aside(tmp_path: Path) -> None:
     targets = [Unreadable(tmp_path / "a"), open_store(str(tmp_path / "b"))]
     for step in (10, 20):
-        small.save([open_store(target.url) for target in targets], tmp_path / "staging", step)
+        small.save([open_store(target.url) for target in targets], step)
     found, notes, _ = load(targets)
     assert found == small.state_at(20) and notes == []  # read from the other target
     with pytest.raises(StoreError, match="failed 30 times"):
@@ -179,8 +179,8 @@ def test_checkpoint_that_cannot_be_read_is_taken_from_the_other_target_and_never
 def test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_be_read(tmp_path: Path) -> None:
     """The other target has no copy of step 20; its step 10 would lose ten steps that may be there in a minute."""
     targets = [Unreadable(tmp_path / "a"), open_store(str(tmp_path / "b"))]
-    small.save([open_store(targets[0].url)], tmp_path / "staging", 20)
-    small.save(targets[1:], tmp_path / "staging", 10)
+    small.save([open_store(targets[0].url)], 20)
+    small.save(targets[1:], 10)
     with pytest.raises(StoreError, match=f"{folder_name(20, 1)}.*failed 30 times"):
         load(targets)
     assert [len(committed(store)) for store in targets] == [1, 1]  # nothing is set aside
@@ -188,7 +188,7 @@ def test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_b
 
 def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> None:
     for step in (10, 20):
-        small.save([target], tmp_path / "staging", step, world_size=3)
+        small.save([target], step, world_size=3)
     small.damage(target, f"{folder_name(20, 1)}/{MANIFEST}", at=-5)
     state, weights, notes = assemble([target])
     assert state == small.state_at(10, world_size=3)
@@ -199,7 +199,7 @@ def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> 
 
 def test_assemble_of_a_step_takes_that_step_or_fails(target: Store, tmp_path: Path) -> None:
     for step in (10, 20):
-        small.save([target], tmp_path / "staging", step)
+        small.save([target], step)
     state, weights, _ = assemble([target], 10)
     assert state.step == 10
     name, shape = next(iter(small.SHAPES.items()))

@@ -14,6 +14,7 @@ from support import checkpoints as small
 from electra_dist.checkpoint import tensor_file
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest, tensors_of_header
 from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
+from electra_dist.store.local_store import LocalStore
 
 
 def test_safetensors_library_reads_the_same_numbers(saved: Path) -> None:
@@ -45,7 +46,7 @@ def test_large_tensor_is_divided_into_pieces_with_their_own_entries(
     monkeypatch.setattr(tensor_file, "PIECE", 100)
     values = torch.arange(250, dtype=torch.float32)
     file = TensorFile(0, [Tensor(kind="master", name="w", start=30, values=values)])
-    file.write(tmp_path / "x")
+    LocalStore(tmp_path).write_pieces("x", file.pieces)
     assert [(t.start, t.numel) for t in tensors_of_header(file.entry, file.header)] == [
         (30, 100),
         (130, 100),
@@ -68,5 +69,5 @@ def test_a_file_gets_its_name_when_it_is_whole_and_synced_and_then_its_folder_is
 
     monkeypatch.setattr(os, "fsync", fsync)
     tensor = Tensor(kind="master", name="w", start=0, values=torch.arange(9, dtype=torch.float32))
-    TensorFile(0, [tensor]).write(tmp_path / "x")
+    LocalStore(tmp_path).write_pieces("x", TensorFile(0, [tensor]).pieces)
     assert synced == [(".tmp", (tmp_path / "x").read_bytes(), False), ("", b"", True)]

@@ -51,7 +51,7 @@ def write_base(folder: Path) -> None:
     for name, run, fields in (("mine", 0, {}), ("other", 100, {"identity_sha256": "1" * 64})):
         for step, attempt in SAVED:
             store = open_store(str(folder / name))
-            small.save([store], folder / "staging", step, attempt, run=run + attempt, fields=fields)
+            small.save([store], step, attempt, run=run + attempt, fields=fields)
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ def s3_run(drill: Drill, name: str, **settings: object) -> Iterator[tuple[Path, 
 
 
 def local_disk_of_s3_run(name: str, place: str) -> Callable[[Drill], DrillVerdict]:
-    """Return a case: the disk of the cache or of the staging folder of a run on S3 is full for a few seconds."""
+    """Return a case: the disk of the cache of a run on S3 is full for a few seconds."""
 
     def case(drill: Drill) -> DrillVerdict:
         with s3_run(drill, name) as (config, run_dir, _), small_disk(run_dir / place, 6) as disk:
@@ -333,7 +333,6 @@ CASES: dict[str, Callable[[Drill], DrillVerdict]] = {
     "tensorboard, full for good": tensorboard_full,
     "tmp, full for good": temporary_folder_full,
     "cache, full": local_disk_of_s3_run("cache, full", "cache"),
-    "staging, full": local_disk_of_s3_run("staging, full", "staging"),
     "S3 away 20 s": s3_away("S3 away 20 s", 20.0),
     "S3 away 120 s": s3_away("S3 away 120 s", 120.0),
     "S3 away too long": s3_away("S3 away too long", 400.0, patience_s=20.0),

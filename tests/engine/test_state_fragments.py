@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
@@ -86,7 +86,7 @@ def state_of(engine: Engine, step: int) -> RunState:
 
 def save(engine: Engine, folder: Path, step: int) -> None:
     """Save a checkpoint of the engine to `folder` and wait until it is committed."""
-    writer = CheckpointWriter([open_store(str(folder))], folder / "staging", 0, 1, CheckpointConfig(keep_last=9))
+    writer = CheckpointWriter([open_store(str(folder))], 0, CheckpointConfig(keep_last=9))
     writer.save(state_of(engine, step), owned_fragments(engine.deepspeed.module, engine.optimizer))
     writer.close()
 

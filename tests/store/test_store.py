@@ -16,6 +16,7 @@ from electra_dist.store import atomic_files
 from electra_dist.store.atomic_files import create_file, replacing, writable
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.open_store import open_store
+from electra_dist.store.s3 import s3_store
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]
 
@@ -29,6 +30,20 @@ def test_objects_are_read_back_as_written(store: Store) -> None:
         assert store.read(key) == data
         store.write(key, data + b"more")
         assert store.read(key) == data + b"more"
+
+
+def test_pieces_in_memory_become_one_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On S3 the object is uploaded in parts, whose borders are not those of the pieces."""
+    monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
+    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)  # the smallest part that S3 allows
+    sizes = (100, 0, 5 << 20, (5 << 20) - 100, 3, 12 << 20, 7)
+    pieces = [memoryview(os.urandom(size)) for size in sizes]
+    store.write_pieces("large", pieces)
+    assert store.read("large") == b"".join(pieces)
+    store.write_pieces("small", [b"1", memoryview(b"23"), b""])
+    assert store.read("small") == b"123"
+    store.write_pieces("empty", [])
+    assert store.read("empty") == b""
 
 
 def test_listing_is_by_string_prefix_and_sorted_without_deleted_keys(store: Store) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from electra_dist.checkpoint import reader
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
 from electra_dist.checkpoint.manifest import KINDS, FileEntry, Kind, Manifest, RunState, part
 from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
 
@@ -146,7 +145,6 @@ def state_at(step: int, attempt: int = 1, world_size: int = 2, **fields: Any) ->
 
 def save(
     targets: Sequence[Store],
-    staging: Path,
     step: int,
     attempt: int = 1,
     *,
@@ -158,7 +156,7 @@ def save(
     """Save one checkpoint with the writers of all ranks in this process and return its run state."""
     values = content(step, run)
     state = state_at(step, attempt, world_size, **fields)
-    writers = [CheckpointWriter(targets, staging, rank, attempt, policy) for rank in range(world_size)]
+    writers = [CheckpointWriter(targets, rank, policy) for rank in range(world_size)]
     for rank, writer in enumerate(writers):
         fragments = even_share if state.is_divided_evenly else share
         writer.save(state, fragments(values, rank, world_size))

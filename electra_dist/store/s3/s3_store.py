@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import io
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +123,36 @@ class S3Store(Store):
     @override
     def upload(self, path: Path, key: str) -> None:
         """Upload a file of 64 MiB or more in parts."""
-        if path.stat().st_size < _MULTIPART_FROM:
+        size = path.stat().st_size
+        if size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
-        else:
-            _upload_in_parts(self._requests, path, key)
+            return
+
+        def read(start: int, length: int) -> bytes:
+            with path.open("rb") as stream:
+                stream.seek(start)
+                return stream.read(length)
+
+        _upload_in_parts(self._requests, key, size, read)
+
+    @override
+    def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Upload 64 MiB or more in parts, straight from memory."""
+        ends = list(accumulate(len(piece) for piece in pieces))  # of each piece, counted from the first byte
+        size = ends[-1] if ends else 0
+        if size < _MULTIPART_FROM:
+            self.write(key, b"".join(pieces))
+            return
+
+        def read(start: int, length: int) -> bytes:
+            end = min(start + length, size)
+            parts = []
+            for number in range(bisect_right(ends, start), bisect_left(ends, end) + 1):
+                first = ends[number] - len(pieces[number])
+                parts.append(pieces[number][max(start - first, 0) : end - first])
+            return b"".join(parts)
+
+        _upload_in_parts(self._requests, key, size, read)
 
     @override
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -175,18 +203,19 @@ class S3Store(Store):
         return _discard_uploads(self._requests, prefix, doomed)
 
 
-def _upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
-    """Upload a local file as an object, new or replaced, four parts at a time; each part is retried independently.
+def _upload_in_parts(requests: S3Requests, key: str, size: int, read: Callable[[int, int], bytes]) -> None:
+    """Upload an object, new or replaced, four parts at a time; each part is retried independently.
 
-    If the upload fails, one attempt is made to delete its parts. Parts that remain, for example after a kill, cost
-    storage until `discard_unfinished` deletes them.
+    `read` is called with the place of the first byte and a number of bytes; it returns fewer at the end. If the upload
+    fails, one attempt is made to delete its parts. Parts that remain, for example after a kill, cost storage until
+    `discard_unfinished` deletes them.
     """
     tag = secrets.token_hex(16)
     create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
     answer = requests.call(key, "create_multipart_upload", create_arguments)
     upload = {**requests.name_object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
     try:
-        parts = _upload_parts(requests, path, key, upload)
+        parts = _upload_parts(requests, key, upload, size, read)
         _complete(requests, key, upload, parts, tag)
     except BaseException:
         with contextlib.suppress(*FAILURES, Again):  # One attempt, so that the caller learns of the failure at once.
@@ -214,16 +243,15 @@ def _discard_uploads(requests: S3Requests, prefix: str, doomed: Callable[[str], 
     return num_deleted
 
 
-def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Upload a file in parts; return each part's number and ETag, in order. `upload` names the multipart upload."""
-    size = path.stat().st_size
+def _upload_parts(
+    requests: S3Requests, key: str, upload: dict[str, Any], size: int, read: Callable[[int, int], bytes]
+) -> Sequence[dict[str, Any]]:
+    """Upload the parts; return each part's number and ETag, in order. `upload` names the multipart upload."""
     part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
     num_parts = _ceil_div(size, part_size)
 
     def upload_part(number: int) -> dict[str, Any]:
-        with path.open("rb") as stream:
-            stream.seek((number - 1) * part_size)
-            data = stream.read(part_size)
+        data = read((number - 1) * part_size, part_size)
         part_arguments = {**upload, "PartNumber": number, "ContentMD5": content_md5(data)}
         answer = requests.call(key, "upload_part", part_arguments, data)
         return {"PartNumber": number, "ETag": answer["ETag"]}

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from electra_kernels.backend_choice import resolve
 
 from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
-from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.config import Config
 from electra_dist.corpus.build_report import corpus_sources
 from electra_dist.data.corpora import Corpora

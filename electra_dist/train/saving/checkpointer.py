@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import RunState
@@ -20,6 +19,7 @@ from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.checkpoint.restore import load_newest
 from electra_dist.checkpoint.retention import retain
 from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.checkpoint.writer import CheckpointWriter, SaveTiming
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig, ObjectiveConfig
 from electra_dist.data.receipt import Receipt
@@ -38,12 +38,8 @@ from electra_dist.run.environment_record import versions
 from electra_dist.run.metrics import EvalRecord
 from electra_dist.store.patience import Patience
 from electra_dist.train.loss_guard import Guard
-from electra_dist.train.node_cache import is_first_on_node
-from electra_dist.train.saving.staging_folder import prepare_staging
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
-
-_TARGET_PATIENCE_S = 20.0
 
 
 @dataclass(kw_only=True)
@@ -125,9 +121,7 @@ class Checkpointer:
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
         self._skips = skips
-        # A save repeats its stages itself, so that a target that is away holds up no other for longer than this.
-        self.target_patience = Patience(_TARGET_PATIENCE_S, note=lambda line: None)
-        self._targets = open_targets(config, self.target_patience)
+        self._targets = open_targets(config, patience)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         self._older_identities = config.older_identities()
@@ -135,10 +129,7 @@ class Checkpointer:
             numerics: {"identity_sha256": older_sha256, "corpus_fingerprint": corpus_fingerprint}
             for numerics, older_sha256 in self._older_identities.items()
         }
-        self._patience = Patience(0.0) if patience is None else patience
-        attempt = from_rank_0(
-            lambda: self._patience.call(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
-        )
+        attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
         # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
         self._state = RunState(
             step=0,
@@ -155,13 +146,9 @@ class Checkpointer:
         )
         self.writer = CheckpointWriter(
             targets=self._targets,
-            staging=prepare_staging(config, self._targets, self._patience),
             rank=dist.get_rank(),
-            attempt=attempt,
             policy=config.checkpoint,
             rollback_steps=config.guard.most_skipped,
-            patience=self._patience,
-            clears_staging=is_first_on_node(),
         )
 
     @property
@@ -179,9 +166,8 @@ class Checkpointer:
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
-        older_identities = self._older_identities.values()
-        restored, set_aside = self._patience.call(
-            lambda: load_newest(self._targets, fragments, self._state, older_identities, self._skips.stopped)
+        restored, set_aside = load_newest(
+            self._targets, fragments, self._state, self._older_identities.values(), self._skips.stopped
         )
         if self._loss_scale is not None:
             self._loss_scale.restore(restored.loss_scale if restored else None)
@@ -232,14 +218,9 @@ class Checkpointer:
         Then delete the checkpoints that are no longer kept. An earlier checkpoint needs no completion: the next one
         replaces it. Rank 0 only.
         """
-
-        def complete() -> None:
-            # Copy it to the targets that lack it, and delete those that are no longer kept.
-            copy_to_all(self._targets, last.step, last.attempt)
-            for target in self._targets:
-                retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
-
-        self._patience.call(complete)
+        copy_to_all(self._targets, last.step, last.attempt)
+        for target in self._targets:
+            retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
 
     @property
     def bit_settings(self) -> dict[str, str]:

@@ -39,9 +39,9 @@ from support.s3_server import S3Server
 
 import electra_dist.store.s3.s3_store
 import launcher.pretrain
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.retention import retain
+from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -286,7 +286,7 @@ def save_as_older_attempt(trial: Trial) -> int:
     policy = CheckpointConfig(keep_last=1)
     digest = read_identity(trial.run_dir)["corpus_fingerprint"]
     state = small.state_at(NUM_STEPS - 1, attempt=1, world_size=1, corpus_fingerprint=digest)
-    writer = CheckpointWriter(targets, trial.run_dir / "staging", 0, 1, policy)
+    writer = CheckpointWriter(targets, 0, policy)
     writer.save(state, small.share(small.content(state.step), 0, 1))
     refusals: list[str] = []
     try:

@@ -58,8 +58,8 @@ STORAGE = (
     Mutant(
         name="store: a part of an upload is read at the place of the next one",
         file="electra_dist/store/s3/s3_store.py",
-        original="stream.seek((number - 1) * part_size)",
-        mutated="stream.seek(number * part_size)",
+        original="read((number - 1) * part_size, part_size)",
+        mutated="read(number * part_size, part_size)",
         test="tests/store/test_s3_faults.py::test_multipart_upload_survives_faults",
     ),
     Mutant(
@@ -334,19 +334,18 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: a save stores the values of a later step",
-        file="electra_dist/checkpoint/background_writer.py",
+        file="electra_dist/checkpoint/writer.py",
         original="host.copy_(fragment.views[kind], non_blocking=True)",
         mutated="host = fragment.views[kind]",
-        test="tests/checkpoint/test_background_writer.py::"
+        test="tests/checkpoint/test_writer.py::"
         "test_save_stores_the_values_at_the_time_of_the_call_and_reuses_the_reserved_buffer",
     ),
     Mutant(
         name="checkpoint: the space for a checkpoint is compared for one rank only",
-        file="electra_dist/checkpoint/background_writer.py",
-        original="return shortage(folders, own_bytes * num_writers)",
-        mutated="return shortage(folders, own_bytes)",
-        test="tests/checkpoint/test_background_writer.py::"
-        "test_the_space_for_the_next_checkpoint_is_compared_with_the_free_space",
+        file="electra_dist/checkpoint/writer.py",
+        original="self._buffer.element_size() * num_ranks)",
+        mutated="self._buffer.element_size())",
+        test="tests/checkpoint/test_writer.py::test_the_space_for_the_next_checkpoint_is_compared_with_the_free_space",
     ),
     Mutant(
         name="checkpoint: an older step is loaded while the newest one cannot be read",
@@ -374,7 +373,7 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: a tensor file has its name before it is whole",
-        file="electra_dist/checkpoint/tensor_file.py",
+        file="electra_dist/store/local_store.py",
         original="        with replacing(path) as out:\n",
         mutated='        with path.open("wb") as out:\n',
         test="tests/checkpoint/test_tensor_file.py::"

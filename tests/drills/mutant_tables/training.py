@@ -384,14 +384,6 @@ TRAINING = (
         test="tests/train/test_skip_list_file.py::test_skip_list_keeps_streaks_and_rollbacks_over_restarts",
     ),
     Mutant(
-        name="train: the folder of a living process is deleted",
-        file="electra_dist/train/saving/staging_folder.py",
-        original="return is_running(owner) is False or not is_of_this_machine(owner)",
-        mutated="return True",
-        test="tests/train/test_staging_folder.py::"
-        "test_folders_of_processes_that_have_ended_are_deleted_and_all_others_are_kept",
-    ),
-    Mutant(
         name="train: tokens of a shard are counted in its first row only",
         file="electra_dist/data/shard_cache.py",
         original="self.read_rows(np.full(num_rows, index), np.arange(num_rows))",

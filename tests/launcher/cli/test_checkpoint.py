@@ -50,7 +50,7 @@ def run(
     (folder / "config.yaml").write_text(dump_yaml(config))
     begin_attempt(two_targets, RUN)
     for step in (10, 20, 30):
-        small.save(two_targets, tmp_path / "staging", step)
+        small.save(two_targets, step)
     return str(folder), two_targets
 
 
@@ -114,7 +114,7 @@ def test_path_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
 
 def test_diff_finds_checkpoints_of_different_world_sizes_equal(tmp_path: Path) -> None:
     for name, world_size in (("a", 2), ("b", 3)):
-        small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, world_size=world_size)
+        small.save([open_store(str(tmp_path / name))], 10, world_size=world_size)
     text = call("diff", str(tmp_path / "a" / folder_name(10, 1)), str(tmp_path / "b"))
     assert "equal bit for bit: 4 parameters, weights and both moments" in text
     assert "world_size" in text  # the only field in which the run states differ
@@ -123,7 +123,7 @@ def test_diff_finds_checkpoints_of_different_world_sizes_equal(tmp_path: Path) -
 
 def test_diff_prints_the_largest_difference_of_each_parameter(tmp_path: Path) -> None:
     for name, run_number in (("a", 0), ("b", 5)):
-        small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, run=run_number)
+        small.save([open_store(str(tmp_path / name))], 10, run=run_number)
     text = call("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
     a, b = small.content(10), small.content(10, run=5)
     for name in small.SHAPES:
@@ -135,7 +135,7 @@ def test_diff_prints_the_largest_difference_of_each_parameter(tmp_path: Path) ->
 
 def test_diff_of_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 10)
+    small.save([store], 10)
     small.damage(store, small.file_of(store, 10))
     with pytest.raises(UserError, match="does not match its digest"):
         call("diff", str(tmp_path), str(tmp_path))
@@ -173,7 +173,7 @@ def test_repair_sets_aside_a_checkpoint_that_is_damaged_in_all_targets(run: tupl
 
 def test_repair_restores_from_a_folder_given_by_the_option_from(tmp_path: Path) -> None:
     damaged, source = open_store(str(tmp_path / "damaged")), open_store(str(tmp_path / "source"))
-    small.save([damaged, source], tmp_path / "staging", 10)
+    small.save([damaged, source], 10)
     small.damage(damaged, small.file_of(damaged, 10))
     assert "restored from" in call("repair", damaged.url, "--from", source.url)
     assert verify(damaged, folder_name(10, 1))[1] == []
@@ -193,8 +193,8 @@ def test_repair_does_not_touch_a_checkpoint_that_the_newest_attempt_is_writing(t
 def test_repair_copies_nothing_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     """Step and start are equal, as they usually are; each way to know the own run is enough."""
     own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
-    small.save([own], tmp_path / "staging", 10)
-    small.save([other], tmp_path / "staging", 10, run=1, fields={"identity_sha256": "1" * 64})
+    small.save([own], 10)
+    small.save([other], 10, run=1, fields={"identity_sha256": "1" * 64})
     for damaged_file in (small.file_of(own, 10), f"{folder_name(10, 1)}/{MANIFEST}"):
         small.damage(own, damaged_file)
         before = {key: own.read(key) for key in own.list()}
@@ -204,7 +204,7 @@ def test_repair_copies_nothing_from_a_checkpoint_of_another_run(tmp_path: Path) 
         assert {key: own.read(key) for key in own.list()} == before
         begin_attempt([own], RUN)  # says which run it is when the manifest is damaged, too
     other_corpus = open_store(str(tmp_path / "other-corpus"))
-    small.save([other_corpus], tmp_path / "staging", 10, run=1, fields={"corpus_fingerprint": "other"})
+    small.save([other_corpus], 10, run=1, fields={"corpus_fingerprint": "other"})
     with pytest.raises(UserError, match="another corpus"):
         call("repair", own.url, "--from", other_corpus.url)
 
@@ -212,8 +212,8 @@ def test_repair_copies_nothing_from_a_checkpoint_of_another_run(tmp_path: Path) 
 def test_repair_takes_only_an_exact_copy_of_a_checkpoint_of_the_same_run(tmp_path: Path) -> None:
     """Another save of the same run, step and start, as of a run that was begun again in a new folder, is no copy."""
     own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
-    small.save([own], tmp_path / "staging", 10)
-    small.save([other], tmp_path / "staging", 10, run=1)
+    small.save([own], 10)
+    small.save([other], 10, run=1)
     small.damage(own, small.file_of(own, 10))
     tensors = own.read(small.file_of(own, 10))
     assert "no other target has a good copy" in call("repair", own.url, "--from", other.url)
@@ -224,7 +224,7 @@ def test_repair_does_not_restore_what_was_given_up_when_the_run_began_again(tmp_
     target, backup = open_store(str(tmp_path / "target")), open_store(str(tmp_path / "backup"))
     begin_attempt([target], RUN)
     for step in (10, 20, 30):
-        small.save([target, backup], tmp_path / "staging", step)
+        small.save([target, backup], step)
     checkpoint_in(target, folder_name(10, 1)).set_aside("a load found it so")
     small.damage(target, small.file_of(target, 30))
     set_all_aside([target])
@@ -242,11 +242,11 @@ def test_a_run_folder_whose_checkpoints_another_run_has_written_is_refused(
     (folder / "config.yaml").write_text(dump_yaml(config))
     (folder / "identity.json").write_text(json.dumps(run_identity(config, "corpus")))
     store = open_store(str(folder / "checkpoints"))
-    small.save([store], tmp_path / "staging", 10, fields={"identity_sha256": config.identity_sha256()})
+    small.save([store], 10, fields={"identity_sha256": config.identity_sha256()})
     older = {"identity_sha256": config.identity_sha256(1)}
-    small.save([store], tmp_path / "staging", 20, fields=older)
+    small.save([store], 20, fields=older)
     assert "2 of 2 checkpoints are good" in call("verify", str(folder))
-    small.save([store], tmp_path / "staging", 30, fields={"identity_sha256": "1" * 64})
+    small.save([store], 30, fields={"identity_sha256": "1" * 64})
     keys = store.list()
     assert "of another run a run with another config" in " ".join(call("list", str(folder)).split())
     for arguments in (["verify", str(folder)], ["repair", str(folder)], ["diff", str(folder), str(folder)]):

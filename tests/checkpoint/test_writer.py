@@ -1,4 +1,4 @@
-"""Saving: equal bytes in every target, staging files, buffers, and a target that cannot be written."""
+"""Saving: equal bytes in every target, buffers, errors, and a target that cannot be written."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name, verify
 
-from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.chosen_weights import assemble
+from electra_dist.checkpoint.writer import CheckpointWriter
+from electra_dist.config import CheckpointConfig
 from electra_dist.errors import StorageLost, StoreAway, StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
@@ -22,24 +23,8 @@ from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 
 
-def test_staged_files_of_dead_attempts_are_removed_and_those_of_the_current_attempt_are_kept(
-    open_s3: Callable[[str], Store], tmp_path: Path
-) -> None:
-    target, staging = open_s3("run"), tmp_path / "staging"
-    for attempt in (1, 2):
-        (staging / folder_name(10, attempt)).mkdir(parents=True)
-        (staging / folder_name(10, attempt) / small.file_name(3)).write_bytes(b"x")
-        (staging / folder_name(10, attempt) / f".{small.file_name(4)}.0a1b2c3d.tmp").write_bytes(b"x")
-    CheckpointWriter([target], staging, 0, 2, small.KEEP_ALL)
-    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]
-    small.save([target], staging, 20, attempt=2)
-    assert [path.name for path in staging.iterdir()] == [
-        folder_name(10, 2)
-    ]  # an uploaded file is removed from staging
-
-
 def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Path) -> None:
-    state = small.save(two_targets, tmp_path / "staging", 10)
+    state = small.save(two_targets, 10)
     first, second = ({key: target.read(key) for key in target.list()} for target in two_targets)
     assert first == second and len(first) == state.world_size + 1
 
@@ -47,12 +32,12 @@ def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Pa
 def test_saving_to_a_target_that_cannot_be_written_raises_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="file"):
-        small.save([open_store(str(tmp_path / "file"))], tmp_path / "staging", 10)
+        small.save([open_store(str(tmp_path / "file"))], 10)
 
 
 def test_save_stores_the_values_at_the_time_of_the_call_and_reuses_the_reserved_buffer(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    writer = CheckpointWriter([store], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    writer = CheckpointWriter([store], 0, small.KEEP_ALL)
     values = small.content(1)
     fragments = small.share(values, 0, 1)
     writer.reserve(fragments)
@@ -79,26 +64,25 @@ class AwayStore(LocalStore):
 
     is_away = True
 
-    def _refuse_if_away(self) -> None:
-        if self.is_away:
-            raise StoreAway(f"{self.url}: disk full; free space there")
+    def _wait(self) -> None:
+        def check() -> None:
+            if self.is_away:
+                raise StoreAway(f"{self.url}: disk full; free space there")
 
-    def upload(self, path: Path, key: str) -> None:
-        self._refuse_if_away()
-        super().upload(path, key)
+        self.patience.call(check)
 
-    def write(self, key: str, data: bytes) -> None:
-        self._refuse_if_away()
-        super().write(key, data)
+    def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+        self._wait()
+        super().write_pieces(key, pieces)
 
     def write_new(self, key: str, data: bytes) -> bool:
-        self._refuse_if_away()
+        self._wait()
         return super().write_new(key, data)
 
 
-def begin_save(targets: list[Store], staging: Path, patience: Patience) -> CheckpointWriter:
+def begin_save(targets: list[Store]) -> CheckpointWriter:
     """Begin to save a checkpoint of one rank after step 10, and return the writer."""
-    writer = CheckpointWriter(targets, staging, 0, 1, small.KEEP_ALL, patience=patience)
+    writer = CheckpointWriter(targets, 0, small.KEEP_ALL)
     writer.save(small.state_at(10, world_size=1), small.share(small.content(10), 0, 1))
     return writer
 
@@ -115,10 +99,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_target_that_is_away_holds_up_no_other_and_gets_the_checkpoint_when_it_is_back(
     tmp_path: Path, order: int
 ) -> None:
-    away, other = AwayStore(tmp_path / "away"), LocalStore(tmp_path / "other")
     patience = Patience(600.0, lambda line: None)
+    away, other = AwayStore(tmp_path / "away", patience), LocalStore(tmp_path / "other", patience)
     commits: list[int] = []
-    writer = begin_save([away, other][::order], tmp_path / "staging", patience)
+    writer = begin_save([away, other][::order])
     writer.on_commit = lambda state, timing, seconds: commits.append(state.step)
     wait_until(lambda: bool(committed(other)))
     assert verify(other, folder_name(10, 1))[1] == []
@@ -131,8 +115,9 @@ def test_a_target_that_is_away_holds_up_no_other_and_gets_the_checkpoint_when_it
 
 
 def test_a_target_that_stays_away_ends_the_save_with_its_first_error(tmp_path: Path) -> None:
-    away, other = AwayStore(tmp_path / "away"), LocalStore(tmp_path / "other")
-    writer = begin_save([away, other], tmp_path / "staging", Patience(0.5, lambda line: None))
+    away = AwayStore(tmp_path / "away", Patience(0.5, lambda line: None))
+    other = LocalStore(tmp_path / "other")
+    writer = begin_save([away, other])
     wait_until(lambda: writer.has_failed)
     with pytest.raises(StorageLost, match="away: disk full; free space there; storage was waited for"):
         writer.close()
@@ -146,14 +131,17 @@ def test_a_commit_that_failed_half_way_is_finished_and_not_taken_for_another_pro
         num_failures = 2
 
         def write_new(self, key: str, data: bytes) -> bool:
-            is_created = super().write_new(key, data)
-            if self.num_failures:
-                self.num_failures -= 1
-                raise StoreAway(f"{self.url}: input/output error")
-            return is_created
+            def attempt() -> bool:
+                is_created = super(HalfAway, self).write_new(key, data)
+                if self.num_failures:
+                    self.num_failures -= 1
+                    raise StoreAway(f"{self.url}: input/output error")
+                return is_created
 
-    target = HalfAway(tmp_path / "target")
-    begin_save([target], tmp_path / "staging", Patience(600.0, lambda line: None)).close()
+            return self.patience.call(attempt)
+
+    target = HalfAway(tmp_path / "target", Patience(600.0, lambda line: None))
+    begin_save([target]).close()
     assert verify(target, folder_name(10, 1))[1] == []
     assert target.num_failures == 0
 
@@ -167,8 +155,8 @@ def test_nothing_is_committed_before_the_metrics_are_on_the_disk(tmp_path: Path)
         if not can_sync.is_set():
             raise StoreAway("metrics.jsonl: disk full")
 
-    writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL, patience=patience)
-    writer.before_commit = sync
+    writer = CheckpointWriter([target], 0, small.KEEP_ALL)
+    writer.before_commit = lambda: patience.call(sync)
     writer.save(small.state_at(10, world_size=1), small.share(small.content(10), 0, 1))
     wait_until(lambda: "metrics.jsonl" in patience.reason)
     assert not committed(target)
@@ -181,7 +169,7 @@ def test_the_space_for_the_next_checkpoint_is_compared_with_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     targets: list[Store] = [LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")]
-    writer = CheckpointWriter(targets, tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    writer = CheckpointWriter(targets, 0, small.KEEP_ALL)
     fragments = small.share(small.content(1), 0, 1)
     writer.reserve(fragments)
     own_bytes = 12 * sum(fragment.numel for fragment in fragments)
@@ -193,6 +181,35 @@ def test_the_space_for_the_next_checkpoint_is_compared_with_the_free_space(
         monkeypatch.setattr(os, "statvfs", lambda path: disk)
 
     with_free(2 * 3 * own_bytes)  # both targets are on this disk, and three ranks write to each
-    assert writer.space_shortage(num_ranks=3, ranks_on_node=1) == ""
+    assert writer.space_shortage(num_ranks=3) == ""
     with_free(2 * 3 * own_bytes - 1)
-    assert f"the disk of {tmp_path / 'a'} has" in writer.space_shortage(num_ranks=3, ranks_on_node=1)
+    assert f"the disk of {tmp_path / 'a'} has" in writer.space_shortage(num_ranks=3)
+
+
+def test_a_failed_deletion_does_not_hide_a_failed_save(tmp_path: Path) -> None:
+    """The deletion after the second save fails while the third save has failed already; both errors are raised."""
+    may_fail = threading.Event()
+
+    class Failing(LocalStore):
+        """Store that refuses to delete manifests, once it may, and all files of step 3."""
+
+        def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+            if "00000003-" in key:
+                raise StoreError("the save failed")
+            super().write_pieces(key, pieces)
+
+        def delete(self, key: str) -> None:
+            assert may_fail.wait(60)
+            raise StoreError("the deletion failed")
+
+    writer = CheckpointWriter([Failing(tmp_path / "target")], 0, CheckpointConfig(keep_last=1))
+    for step in (1, 2, 3):
+        writer.save(small.state_at(step, world_size=1), small.share(small.content(step), 0, 1))
+    wait_until(lambda: writer.has_failed)
+    may_fail.set()
+    assert writer._deletion is not None
+    writer._deletion.join()
+    with pytest.raises(StoreError, match="the save failed"):
+        writer.wait()
+    with pytest.raises(StoreError, match="the deletion failed"):
+        writer.close()

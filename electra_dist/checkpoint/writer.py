@@ -1,0 +1,245 @@
+"""Save checkpoints in the background: training waits only for a copy to host memory, which threads then store.
+
+Guarantee: if any process is killed at any moment, the newest committed checkpoint in every target is complete. A
+target is a store (a folder or a bucket) that receives every checkpoint. Each target is served by a thread of its own,
+which stores this rank's file and, on rank 0, commits; so a target that is full or away holds up no other.
+`CheckpointWriter.on_commit` is called when all targets have the checkpoint. Another thread then deletes old
+checkpoints; the next save may begin while it does. An error of a deletion hides no error of a save.
+
+Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. At most one
+save is in flight: the next one waits for it, and reports how long it waited.
+
+Limits: a target that stays full or away for longer than `cluster.storage_patience_s` ends the run, once the other
+targets have the checkpoint. To go on would leave the user with fewer copies than the config asks for, without notice.
+The free space is compared without quotas, and without what other processes will write until the save.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from electra_dist.checkpoint.checkpoint import Checkpoint
+from electra_dist.checkpoint.commit import commit
+from electra_dist.checkpoint.manifest import KINDS, RunState
+from electra_dist.checkpoint.retention import HeldOutScore, retain
+from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
+from electra_dist.config import CheckpointConfig
+from electra_dist.store.atomic_files import nearest_folder
+from electra_dist.store.interface import Store, in_parallel
+from electra_dist.version import DEEPSPEED
+
+_WAIT_SLICE_S = 1.0  # seconds between two calls of `on_wait`
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTiming:
+    """How long one save held up the training loop, in seconds."""
+
+    wait_s: float  # until the previous save was finished
+    stall_s: float  # for the copy to host memory
+
+
+class CheckpointWriter:
+    """Writer of one rank's part of every checkpoint. Call all methods from the training thread: they take no locks."""
+
+    def __init__(self, targets: Sequence[Store], rank: int, policy: CheckpointConfig, rollback_steps: int = 0) -> None:
+        """Take the stores (`targets`) that receive every checkpoint. Rank 0 also commits and deletes checkpoints.
+        `policy` and `rollback_steps` decide which old ones are deleted (see `superfluous`).
+        """
+        self._targets = targets
+        self._rank = rank
+        self._policy = policy
+        self._rollback_steps = rollback_steps
+        self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
+        """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
+        self.before_commit: Callable[[], None] = lambda: None
+        """Called on rank 0 before the commit in each target, by one thread at a time; it waits for its own storage."""
+        self.on_wait: Callable[[float], None] = lambda seconds: None
+        """Called about every second while `wait` waits, with the seconds waited so far."""
+        self._buffer: torch.Tensor | None = None
+        self._save: _Task | None = None
+        self._deletion: _Task | None = None  # of old checkpoints, on rank 0
+        self._scores: dict[Checkpoint, HeldOutScore] = {}  # on held-out rows, for `retain`
+        self._one_at_a_time = threading.Lock()  # for `before_commit`
+
+    def reserve(self, fragments: Sequence[Fragment]) -> None:
+        """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
+        Without this call, the first save does the same and takes longer. Call it while no save is in flight.
+        """
+        num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
+        if self._buffer is not None and self._buffer.numel() == num_values:
+            return
+        self._buffer = None  # frees the old buffer before the new one is allocated
+        self._buffer = torch.empty(num_values, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+        self._buffer.fill_(0)  # the operating system provides a page when it is first written
+
+    def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
+        """Copy this rank's part of the training state to host memory, and start writing it in the background.
+        Call it on every rank at the same step, with the same `state`. The call first waits for the previous save and
+        raises the error of that save, if any. When it returns, the fragments may change again. The checkpoint exists
+        once `on_commit` is called on rank 0.
+        """
+        wait_begin = time.perf_counter()
+        self.wait()
+        copy_begin = time.perf_counter()
+        tensors = self._copy_to_host(fragments)
+        copy_end = time.perf_counter()
+        timing = SaveTiming(wait_s=copy_begin - wait_begin, stall_s=copy_end - copy_begin)
+        self._save = _Task(lambda: self._store(state, tensors, timing), "checkpoint")
+        return timing
+
+    def wait(self) -> None:
+        """Wait until no save is in flight. If it has failed, raise its error (once); else that of a failed deletion.
+        Success means on rank 0 that all targets have the checkpoint, and on other ranks that their own file is stored.
+        The deletion of old checkpoints may still go on.
+        """
+        if self._save is not None:
+            self._save.join(self.on_wait)
+            self._save.raise_error()
+        if self._deletion is not None:
+            self._deletion.raise_error()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a save or a deletion has failed; the next call of `wait` raises the error."""
+        return any(task is not None and task.error is not None for task in (self._save, self._deletion))
+
+    def close(self) -> None:
+        """Wait for the last save and deletion, and free the host buffer. If one of the two failed, raise its error."""
+        try:
+            self.wait()
+        finally:
+            if self._deletion is not None:
+                self._deletion.join(self.on_wait)
+        if self._deletion is not None:
+            self._deletion.raise_error()
+        self._buffer = None
+
+    def space_shortage(self, num_ranks: int) -> str:
+        """Return a text about a disk with too little space for the next checkpoint; "" if all disks have enough.
+        Call it on rank 0, after `reserve`. It assumes that every rank saves as much as this one.
+        """
+        assert self._buffer is not None
+        paths = [target.local_path("checkpoint") for target in self._targets]
+        folders = [path.parent for path in paths if path is not None]
+        return _shortage(folders, self._buffer.numel() * self._buffer.element_size() * num_ranks)
+
+    def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        """Copy the fragments into the host buffer; return its parts: all weights, then first, then second moments."""
+        self.reserve(fragments)
+        assert self._buffer is not None
+        tensors = []
+        offset = 0
+        for kind in KINDS:
+            for fragment in fragments:
+                host = self._buffer.narrow(0, offset, fragment.numel)
+                host.copy_(fragment.views[kind], non_blocking=True)
+                tensors.append(Tensor(kind=kind, name=fragment.name, start=fragment.start, values=host))
+                offset += fragment.numel
+        # Copies from a GPU into pinned memory are asynchronous.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return tensors
+
+    def _store(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
+        """Store this rank's file in every target; on rank 0, commit there as soon as all ranks have stored theirs."""
+        begin = time.perf_counter()
+        _check_parts(self._rank, state, tensors)
+        file = TensorFile(self._rank, tensors)
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+
+        def save_to(target: Store) -> None:
+            target.write_pieces(Checkpoint(state.step, state.attempt, target).key(file.entry.name), file.pieces)
+            if self._rank == 0:
+                with self._one_at_a_time:
+                    self.before_commit()
+                commit(target, state, saved_at)
+
+        in_parallel(save_to, self._targets)
+        if self._rank == 0:
+            self.on_commit(state, timing, time.perf_counter() - begin)
+            if self._deletion is not None:
+                self._deletion.join()
+                self._deletion.raise_error()
+            self._deletion = _Task(lambda: self._delete_old(state.attempt), "checkpoint-deletion")
+
+    def _delete_old(self, attempt: int) -> None:
+        for target in self._targets:
+            retain(target, self._policy, self._rollback_steps, attempt, self._scores)
+
+
+class _Task:
+    """A thread that calls a function, and keeps its error until `raise_error` raises it, once."""
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        self.error: BaseException | None = None
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # noqa: BLE001  (`raise_error` raises it in the training thread)
+            self.error = error
+
+    def join(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
+        """Wait for the end; call `on_wait` about every second with the seconds waited so far."""
+        begin = time.perf_counter()
+        self._thread.join(_WAIT_SLICE_S)
+        while self._thread.is_alive():
+            on_wait(time.perf_counter() - begin)
+            self._thread.join(_WAIT_SLICE_S)
+
+    def raise_error(self) -> None:
+        error = self.error
+        self.error = None
+        if error is not None:
+            raise error
+
+
+def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if a rank holds other parts of the parameters than every reader will compute."""
+    held = {
+        tensor.name: (tensor.start, tensor.start + len(tensor.values)) for tensor in tensors if tensor.kind == "master"
+    }
+    if state.is_divided_evenly and held != state.parts(rank):
+        raise RuntimeError(
+            f"rank {rank} holds other parts of the parameters than ZeRO stage {state.zero_stage} gives it; "
+            f"install deepspeed=={DEEPSPEED}"
+        )
+
+
+def _shortage(folders: Sequence[Path], needed_bytes: int) -> str:
+    """Return a text about a disk that is too full for `needed_bytes` in each folder on it; "" if all have enough.
+    The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over,
+    because the save will report it.
+    """
+    folders_by_disk: dict[int, list[Path]] = {}
+    for folder in folders:
+        try:
+            device = nearest_folder(folder).stat().st_dev
+        except OSError:
+            continue
+        folders_by_disk.setdefault(device, []).append(folder)
+    for disk_folders in folders_by_disk.values():
+        disk_needs_bytes = needed_bytes * len(disk_folders)
+        try:
+            disk = os.statvfs(nearest_folder(disk_folders[0]))
+        except OSError:
+            continue
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < disk_needs_bytes:
+            return (
+                f"the disk of {disk_folders[0]} has {free_bytes / 1e9:.3g} GB free, and a checkpoint needs "
+                f"{disk_needs_bytes / 1e9:.3g} GB there"
+            )
+    return ""
