@@ -27,8 +27,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.row_layout import RowLayout, SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
-from electra_dist.pretrained import hf_modernbert
-from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf import TowerName, hf_config, to_hf
 
 
 class Losses(NamedTuple):
@@ -72,8 +71,8 @@ class HuggingFace(torch.nn.Module):
             self.discriminator = transformers.ElectraForPreTraining(_electra_config(model, "discriminator", special))
         state = towers.state_dict()
         # Not strict: the output table is tied to the embeddings and therefore absent from the state.
-        self.generator.load_state_dict(to_hf_generator(state, model), strict=False)
-        self.discriminator.load_state_dict(to_hf_discriminator(state, model))
+        self.generator.load_state_dict(to_hf(state, model, "generator"), strict=False)
+        self.discriminator.load_state_dict(to_hf(state, model, "discriminator"))
         self.discriminator.base_model.embeddings = self.generator.base_model.embeddings
 
     def forward(
@@ -130,8 +129,8 @@ class HuggingFace(torch.nn.Module):
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
 
 
-def _modern(kind: Any, model: ModelConfig, tower: str, special: SpecialIds, **settings: Any) -> torch.nn.Module:
-    config = hf_modernbert.hf_config(model, tower, special, kind.__name__)
+def _modern(kind: Any, model: ModelConfig, tower: TowerName, special: SpecialIds, **settings: Any) -> torch.nn.Module:
+    config = hf_config(model, tower, special, kind.__name__)
     return kind(transformers.ModernBertConfig(**config, **settings))
 
 

@@ -14,7 +14,7 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained import hf_modernbert
+from electra_dist.pretrained.hf import find_obstacle
 from electra_dist.pretrained.hf_export import export_towers, tower_folders
 from electra_dist.pretrained.pretraining_record import (
     PRETRAINING_FILE,
@@ -90,8 +90,9 @@ def export_run(
             out_dir=output,
         )
     has_generator = any(".generator_head." in f".{name}" for name in run.weights)
-    if run.config.model.architecture == "modern" and has_generator and "generator" not in folders:
-        print(printable(f"no generator is exported: {hf_modernbert.find_obstacle(run.config.model)}"), file=sys.stderr)
+    obstacle = find_obstacle(run.config.model)
+    if obstacle and has_generator:
+        print(printable(f"no generator is exported: {obstacle}"), file=sys.stderr)
     for folder, record in records.items():
         write_pretraining_record(folder, record)  # again, with the digests of the tokenizer's files
     return Export(config=run.config, state=run.state, steps=run.steps, folders=folders)

@@ -18,8 +18,9 @@ from pathlib import Path
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.objectives.frozen_generator import FrozenGenerator
-from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.load_towers import check_shape, cut_positions, read_tower, shape_of, weights_sha256
+from electra_dist.pretrained.hf import State, shape_of, standalone
+from electra_dist.pretrained.hf_folders import check_shape, cut_positions, read_tower
+from electra_dist.pretrained.load_towers import weights_sha256
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.pretrained.starting_weights import check_vocabulary
 from electra_dist.run.folder import is_run_folder

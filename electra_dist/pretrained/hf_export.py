@@ -5,7 +5,7 @@ load these folders with the same logits, whichever weights generator and discrim
 trained them. Weights are in fp32.
 
 How: transformers is not imported: config.json, model.safetensors and the tokenizer's files are written directly.
-`hf_conversion.py` translates the names of the parameters.
+`hf.py` translates the names of the parameters.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tokenizers import BertWordPieceTokenizer
 
 from electra_dist.config import ModelConfig
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained import hf_modernbert
-from electra_dist.pretrained.hf_conversion import (
-    OUTPUT_BIAS,
+from electra_dist.pretrained.hf import (
+    DETECTION_LABELS,
+    MODERNBERT,
     State,
-    TowerName,
-    to_hf_discriminator,
-    to_hf_generator,
-    tower_of,
+    family_of,
+    find_obstacle,
+    hf_config,
+    to_hf,
 )
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.regular_files import read_regular
@@ -63,8 +63,7 @@ def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[str, 
     modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
     has_generator = "generator_head" in modules
     is_causal_pair = "generator_reverse" in modules
-    has_class = model.architecture == "bert" or not hf_modernbert.find_obstacle(model)
-    if has_generator and has_class and not is_causal_pair:
+    if has_generator and not is_causal_pair and not find_obstacle(model):
         folders["generator"] = out_dir / "generator"
     return folders
 
@@ -78,17 +77,12 @@ def export_discriminator(
     ElectraForMaskedLM. With `model.architecture: modern` it is ModernBertForTokenClassification or
     ModernBertForMaskedLM.
     """
-    tensors = to_hf_discriminator(state, model)
-    if model.architecture == "modern":
-        predicts_tokens = hf_modernbert.OUTPUT_BIAS in tensors
-        architecture = "ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"
-        config = hf_modernbert.hf_config(model, "discriminator", special, architecture)
-        if not predicts_tokens:
-            config |= hf_modernbert.DETECTION_LABELS
-    else:
-        predicts_tokens = OUTPUT_BIAS in tensors
-        architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
-        config = _hf_config(model, "discriminator", special, architecture)
+    hf = family_of(model)
+    tensors = to_hf(state, model, "discriminator")
+    predicts_tokens = hf.token_mark in tensors
+    config = hf_config(model, "discriminator", special, hf.token_class if predicts_tokens else hf.detection_class)
+    if hf is MODERNBERT and not predicts_tokens:
+        config |= DETECTION_LABELS
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
@@ -96,11 +90,8 @@ def export_generator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
     """Write the generator with its tokenizer as a folder for ElectraForMaskedLM or ModernBertForMaskedLM."""
-    tensors = to_hf_generator(state, model)
-    if model.architecture == "modern":
-        config = hf_modernbert.hf_config(model, "generator", special, "ModernBertForMaskedLM")
-    else:
-        config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
+    tensors = to_hf(state, model, "generator")
+    config = hf_config(model, "generator", special, family_of(model).token_class)
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
@@ -126,37 +117,12 @@ def export_task_model(
     The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
     is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.
     """
-    tensors = to_hf_discriminator(encoder, model) | head.weights
-    make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
-    config = make_config(model, "discriminator", special, head.architecture) | head.config
+    tensors = to_hf(encoder, model, "discriminator") | head.weights
+    config = hf_config(model, "discriminator", special, head.architecture) | head.config
     with tempfile.TemporaryDirectory() as folder:
         vocab_file = Path(folder) / VOCAB_FILE
         vocab_file.write_text(vocabulary_text, "utf-8")
         _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
-
-
-def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of ELECTRA's config.json for one tower; `architecture` is Hugging Face's model class."""
-    shape, width = tower_of(model, tower)
-    return {
-        "architectures": [architecture],
-        "model_type": "electra",
-        "vocab_size": model.vocab_size,
-        "embedding_size": width,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "intermediate_size": shape.intermediate_size,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "max_position_embeddings": model.max_positions,
-        "type_vocab_size": model.type_vocab_size,
-        "initializer_range": model.initializer_range,
-        "layer_norm_eps": model.layer_norm_eps,
-        "pad_token_id": special.pad,
-        "torch_dtype": "float32",
-    }
 
 
 def _write(
@@ -182,7 +148,7 @@ def _write(
     }
     if vocabulary.tokenizer_json is None:
         tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}
-    if config["model_type"] == hf_modernbert.MODEL_TYPE:
+    if config["model_type"] == MODERNBERT.model_type:
         # ModernBERT has no token types, and its models refuse them as inputs.
         tokenizer_config |= {
             "tokenizer_class": "PreTrainedTokenizerFast",

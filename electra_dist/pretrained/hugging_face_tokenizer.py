@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from electra_dist.errors import UserError
-from electra_dist.pretrained import hf_modernbert
+from electra_dist.pretrained.hf import MODERNBERT
 from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE, check_tokenizer_files
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
@@ -106,7 +106,7 @@ def _read_folder(path: Path) -> _Folder:
 
 def _is_general(folder: _Folder) -> bool:
     """Return whether transformers uses tokenizer.json as it is, instead of building BERT's tokenizer."""
-    is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE
+    is_modern = folder.model.get("model_type") == MODERNBERT.model_type
     name = folder.settings.get("tokenizer_class") or folder.model.get("tokenizer_class")
     if not isinstance(name, str | None):
         raise _damaged(folder.file(_SETTINGS_FILE), "tokenizer_class is no name")
@@ -318,7 +318,7 @@ def _check_roles(folder: _Folder, vocabulary: Vocabulary) -> None:
 
 def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]) -> None:
     """Raise UserError if the tokenizer does not form rows `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`."""
-    is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE  # it has no token types
+    is_modern = folder.model.get("model_type") == MODERNBERT.model_type  # it has no token types
     is_ours = folder.file(PRETRAINING_FILE).exists()  # older exports of byte-level BPE give all tokens type 0
     expected = tuple(vocabulary.tokens[vocabulary.special[role]] for role in ("[CLS]", "[SEP]"))
     if ends_of_rows(content["post_processor"], with_types=not is_modern and not is_ours) != expected:

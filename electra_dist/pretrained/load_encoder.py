@@ -6,7 +6,7 @@ the next.
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
-Limits: Hugging Face folders must be local; see hugging_face_folder.py.
+Limits: Hugging Face folders must be local; see hf_folders.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -29,12 +28,10 @@ from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.hugging_face_folder import read_hugging_face_model_config
+from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone
+from electra_dist.pretrained.hf_folders import convert_weights, read_hugging_face_model_config, read_weights
 from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
-from electra_dist.pretrained.load_towers import convert_weights, read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
@@ -43,7 +40,6 @@ from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
 
-TowerName = Literal["discriminator", "generator"]
 # Beginning of the names of a layer's weights in Hugging Face's ELECTRA and ModernBERT, with the number of the layer.
 _LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
@@ -290,7 +286,7 @@ def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
     """Load a Hugging Face folder: as a generator if its head predicts tokens, otherwise as a discriminator."""
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
-    predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
+    predicts_tokens = family_of(model).token_mark in weights
     if wanted == "generator" and not predicts_tokens:
         raise UserError(
             f"{folder}: holds no generator, because its weights have no head that predicts tokens; leave the tower "
@@ -307,7 +303,7 @@ def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
         )
     state = convert_weights(folder, weights, model, tower)
     # The head of a model that was fine-tuned to classify texts is no pretraining head.
-    if hf_modernbert.is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
+    if is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
         state = {name: weight for name, weight in state.items() if not name.startswith("discriminator_head.")}
     # A model of another program has no record, and counts as one that was trained on text with [MASK].
     record = read_pretraining_record(folder)

@@ -24,8 +24,9 @@ from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import TrainConfig
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.load_towers import check_shape, load_tower_folders, load_towers, shape_of, weights_sha256
+from electra_dist.pretrained.hf import State, shape_of, standalone
+from electra_dist.pretrained.hf_folders import check_shape
+from electra_dist.pretrained.load_towers import load_tower_folders, load_towers, weights_sha256
 from electra_dist.pretrained.pretraining_record import check_tokenizer_files
 from electra_dist.pretrained.run_weights import load_run_weights, read_run_vocabulary
 from electra_dist.run.folder import check_recorded_inputs, is_run_folder

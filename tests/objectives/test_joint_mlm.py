@@ -17,7 +17,7 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.pretrained.hf_conversion import to_hf_discriminator
+from electra_dist.pretrained.hf import to_hf
 
 JOINT = ObjectiveConfig(discriminator_mlm_weight=2.0)
 PLAIN = ObjectiveConfig()
@@ -45,8 +45,8 @@ def test_an_export_is_that_of_a_discriminator_without_the_second_head(model: Mod
     state = dict(shaken(build_towers(model, 3, JOINT)).named_parameters())
     without_head = {name: value for name, value in state.items() if not name.startswith("token_head.")}
 
-    exported = to_hf_discriminator(state, model)
-    expected = to_hf_discriminator(without_head, model)
+    exported = to_hf(state, model, "discriminator")
+    expected = to_hf(without_head, model, "discriminator")
 
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], expected[name]) for name in expected)

@@ -13,7 +13,7 @@ from transformers import ElectraForMaskedLM, ElectraForPreTraining
 from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
-from electra_dist.pretrained.hf_conversion import from_hf_discriminator, from_hf_generator
+from electra_dist.pretrained.hf import from_hf
 from electra_dist.pretrained.hf_export import export_discriminator, export_generator
 
 PURPOSE_SAMPLE = 5  # the word of a random number's key that stands for sampling
@@ -49,8 +49,8 @@ def twin_gradients(twins: Twins, model: Any) -> dict[str, torch.Tensor]:
     """Gradients of both Hugging Face models by our parameter names; those of shared parameters are added."""
     of_generator = {name: p.grad for name, p in twins.generator.named_parameters()}
     of_discriminator = {name: p.grad for name, p in twins.discriminator.named_parameters()}
-    gradients = from_hf_generator(of_generator, model)
-    for name, gradient in from_hf_discriminator(of_discriminator, model).items():
+    gradients = from_hf(of_generator, model, "generator")
+    for name, gradient in from_hf(of_discriminator, model, "discriminator").items():
         gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return gradients
 

@@ -32,7 +32,7 @@ from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.frozen_generator import read_frozen_generator
-from electra_dist.pretrained.hugging_face_folder import read_hugging_face_model_config
+from electra_dist.pretrained.hf_folders import read_hugging_face_model_config
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.pretrained.load_towers import load_tower_folders
 

@@ -16,7 +16,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.model.row_layout import RowLayout, derive
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows
-from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf import to_hf
 
 
 class Corrupted(NamedTuple):
@@ -50,10 +50,8 @@ class Truth:
         if tower == "generator_reverse":
             tower, state = "generator", {k.replace("generator_reverse.", "generator."): v for k, v in state.items()}
         shape = getattr(self.model, tower)
-        convert = to_hf_generator if tower == "generator" else to_hf_discriminator
-        weights = {
-            k.removeprefix("electra."): v.double() for k, v in convert(state, self.model).items() if "electra" in k
-        }
+        exported = to_hf(state, self.model, "generator" if tower == "generator" else "discriminator")
+        weights = {k.removeprefix("electra."): v.double() for k, v in exported.items() if "electra" in k}
         config = ElectraConfig(
             vocab_size=self.model.vocab_size,
             embedding_size=weights["embeddings.word_embeddings.weight"].shape[1],

@@ -12,7 +12,7 @@ from electra_dist.model.architectures.attention_scopes import new_attention_mask
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf import to_hf
 
 VOCAB_SIZE = 300
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -104,10 +104,10 @@ def hugging_face_twins(towers: ElectraTowers) -> tuple[ModernBertForMaskedLM, Mo
     """Return Hugging Face's generator and discriminator with the weights of `towers`, in evaluation mode."""
     model = towers.model
     generator = ModernBertForMaskedLM(hugging_face_config(model, model.generator)).eval()
-    missing = generator.load_state_dict(to_hf_generator(towers.state_dict(), model), strict=False)
+    missing = generator.load_state_dict(to_hf(towers.state_dict(), model, "generator"), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"decoder.weight"}  # tied
     discriminator = ModernBertForTokenClassification(
         hugging_face_config(model, model.discriminator, num_labels=1)
     ).eval()
-    discriminator.load_state_dict(to_hf_discriminator(towers.state_dict(), model), strict=True)
+    discriminator.load_state_dict(to_hf(towers.state_dict(), model, "discriminator"), strict=True)
     return generator, discriminator

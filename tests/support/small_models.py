@@ -11,7 +11,7 @@ from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf import to_hf
 
 SIZES = [  # embedding width, discriminator width, generator width, layers
     pytest.param((32, 32, 32, 2), id="no-projection"),
@@ -76,8 +76,8 @@ def hf_twins() -> Callable[[ElectraTowers, ModelConfig], tuple[ElectraForMaskedL
     def make(towers: ElectraTowers, model: ModelConfig) -> tuple[ElectraForMaskedLM, ElectraForPreTraining]:
         twins = []
         for tower, classes, state in (
-            (model.generator, ElectraForMaskedLM, to_hf_generator(towers.state_dict(), model)),
-            (model.discriminator, ElectraForPreTraining, to_hf_discriminator(towers.state_dict(), model)),
+            (model.generator, ElectraForMaskedLM, to_hf(towers.state_dict(), model, "generator")),
+            (model.discriminator, ElectraForPreTraining, to_hf(towers.state_dict(), model, "discriminator")),
         ):
             config = ElectraConfig(
                 vocab_size=model.vocab_size,

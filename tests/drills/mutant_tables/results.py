@@ -14,30 +14,29 @@ RESULTS = (
     ),
     Mutant(
         name="pretrained: keys and values change places in an export",
-        file="electra_dist/pretrained/hf_conversion.py",
-        original="zip(part_names, (query, key, value), strict=True)",
-        mutated="zip(part_names, (query, value, key), strict=True)",
-        test="tests/pretrained/test_hf_conversion.py::"
-        "test_an_exported_discriminator_has_the_states_and_logits_of_the_tower",
+        file="electra_dist/pretrained/hf.py",
+        original="zip(their_names, parts, strict=True)",
+        mutated="zip(their_names, (parts[0], *parts[:0:-1]), strict=True)",
+        test="tests/pretrained/test_hf.py::test_an_exported_discriminator_has_the_states_and_logits_of_the_tower",
     ),
     Mutant(
         name="pretrained: an export has the rows that pad the vocabulary",
-        file="electra_dist/pretrained/hf_conversion.py",
-        original="theirs[TOKEN_TABLE][: model.vocab_size].clone()",
-        mutated="theirs[TOKEN_TABLE].clone()",
-        test="tests/pretrained/test_hf_conversion.py::"
+        file="electra_dist/pretrained/hf.py",
+        original="ours[_TABLE] = ours[_TABLE][: model.vocab_size]",
+        mutated="pass",
+        test="tests/pretrained/test_hf.py::"
         "test_exported_files_have_the_architecture_and_sizes_of_the_model_and_fp32_weights",
     ),
     Mutant(
         name="pretrained: a table stored as a difference is exported as it is",
-        file="electra_dist/pretrained/hf_conversion.py",
+        file="electra_dist/pretrained/hf.py",
         original="weights[name] = weights[name] + weights[own_name]",
         mutated="weights[name] = weights[own_name]",
         test="tests/model/test_sharing.py::test_exported_towers_answer_alike",
     ),
     Mutant(
         name="pretrained: a folder with too few positions is accepted",
-        file="electra_dist/pretrained/load_towers.py",
+        file="electra_dist/pretrained/hf_folders.py",
         original="isinstance(num_positions, int) and num_positions < model.max_positions",
         mutated="isinstance(num_positions, int) and num_positions < 1",
         test="tests/pretrained/test_load_towers.py::test_a_folder_of_another_shape_is_refused_with_the_difference",

@@ -15,12 +15,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import (
-    from_hf_discriminator,
-    from_hf_generator,
-    to_hf_discriminator,
-    to_hf_generator,
-)
+from electra_dist.pretrained.hf import from_hf, to_hf
 from electra_dist.pretrained.hf_export import export_discriminator, export_generator
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
@@ -161,15 +156,15 @@ def test_weights_converted_to_hugging_face_and_back_are_equal_bit_for_bit(
     state = make_towers(model).state_dict()
     state["embeddings.word.weight"][model.vocab_size :] = 0.0  # rows that pad the table, which are not exported
 
-    hf_discriminator = to_hf_discriminator(state, model)
-    restored = from_hf_discriminator(hf_discriminator, model)
-    restored |= from_hf_generator(to_hf_generator(state, model), model)
+    hf_discriminator = to_hf(state, model, "discriminator")
+    restored = from_hf(hf_discriminator, model, "discriminator")
+    restored |= from_hf(to_hf(state, model, "generator"), model, "generator")
 
     assert restored.keys() == state.keys()
     for name in state:
         assert torch.equal(restored[name], state[name]), name
 
     prefixed_state = {f"towers.{name}": tensor for name, tensor in state.items()}
-    from_prefixed = to_hf_discriminator(prefixed_state, model)
+    from_prefixed = to_hf(prefixed_state, model, "discriminator")
     for name, tensor in hf_discriminator.items():
         assert torch.equal(tensor, from_prefixed[name]), name
