@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whether this CPU has AMX or AVX512-BF16
+# Whether this CPU has AMX or AVX512-BF16 and torch uses them. A torch without oneDNN lacks the operator that asks.
+HAS_BF16_PRODUCTS: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Linear(nn.Linear):

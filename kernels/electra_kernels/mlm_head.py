@@ -315,8 +315,9 @@ class _MlmHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        # Autograd casts each gradient to the precision of its input.
-        grads = [grad * grad_loss for grad in ctx.saved_tensors]
+        # In place: the gradient of the table is as large as the table in fp32. Autograd reports a second backward pass
+        # as an error, and casts each gradient to the precision of its input.
+        grads = [grad.mul_(grad_loss) for grad in ctx.saved_tensors]
         return *grads, None, None, None, None, None, None  # targets to backend have no gradient
 
 

@@ -1,6 +1,8 @@
 """bf16 products on a CPU without bf16 units, against float64 products of the same bf16 numbers."""
 
 import contextlib
+import runpy
+import types
 
 import pytest
 import torch
@@ -42,3 +44,10 @@ def test_other_precisions_are_torchs_own() -> None:
     layer, x = Linear(16, 8), torch.randn(3, 16)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
     assert torch.equal(layer.double()(x.double()), torch.nn.functional.linear(x.double(), layer.weight, layer.bias))
+
+
+def test_a_torch_without_onednn_has_no_bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is imported all the same; such builds of torch lack the operator that tells."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
+    assert runpy.run_path(linear_module.__file__)["HAS_BF16_PRODUCTS"] is False
