@@ -30,7 +30,7 @@ from electra_dist.engine.muon import ForeachMuon
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective
-from electra_dist.objectives.two_stage import TwoStageDetection
+from electra_dist.objectives.rtd import TwoStageDetection
 
 
 def parameter_groups(

@@ -24,8 +24,8 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.model.architectures.modern_heads import ModernFeatures
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.modern_heads import ModernFeatures
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.load_encoder import Pretrained
 

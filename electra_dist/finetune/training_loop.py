@@ -30,7 +30,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
 from electra_dist.finetune.task_heads import TaskModel
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 
 T = TypeVar("T")
 Ids = Sequence[Sequence[int]]

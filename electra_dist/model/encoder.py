@@ -6,8 +6,8 @@ and sub-layer outputs, and a projection with bias where the width of the tables 
 
 How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches. In
 eager mode a layer has two autograd functions of its own, one for what precedes attention and one for what follows it
-(`layer/`). LayerNorm takes its statistics in fp32 whatever the dtype of the parameters. Dropout on embeddings and on
-sub-layer outputs is keyed by (seed, step, global row, position), so it does not depend on how a batch is split.
+(`fused_layer.py`). LayerNorm takes its statistics in fp32 whatever the dtype of the parameters. Dropout on embeddings
+and on sub-layer outputs is keyed by (seed, step, global row, position), so it does not depend on how a batch is split.
 
 Limits: dropout of attention probabilities on a GPU draws from torch's generator, which the training loop seeds for
 each micro-batch. Nothing draws from it on a CPU.
@@ -33,10 +33,9 @@ from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, LayerMask, attend
+from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.flash_attention import flash_context
-from electra_dist.model.layer.after_attention import Parameters, Settings, after_attention
-from electra_dist.model.layer.dropout_keys import DropoutKeys, LayerDropoutKeys
-from electra_dist.model.layer.qkv_product import qkv_product
+from electra_dist.model.fused_layer import Parameters, Settings, after_attention, qkv_product
 from electra_dist.model.matrix_products import Linear
 from electra_dist.model.row_layout import ExampleBounds
 

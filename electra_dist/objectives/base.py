@@ -29,9 +29,9 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.architectures.attention_scopes import new_attention_mask
 from electra_dist.model.attention import SDPA, AttentionMask
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked

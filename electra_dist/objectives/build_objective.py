@@ -8,7 +8,6 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.adversarial import AdversarialGenerator
-from electra_dist.objectives.all_tokens_mlm import AllTokensMlm
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.electric import Electric
@@ -20,11 +19,8 @@ from electra_dist.objectives.frequency_generator import (
     unigram_weights,
 )
 from electra_dist.objectives.frozen_generator import FrozenGenerator
-from electra_dist.objectives.mlm import MaskedLanguageModel
-from electra_dist.objectives.replace_mlm import ReplaceMlm
-from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.objectives.rtd_masked_only import MaskedOnlyDetection
-from electra_dist.objectives.two_stage import TwoStageDetection
+from electra_dist.objectives.rtd import MaskedOnlyDetection, ReplacedTokenDetection, TwoStageDetection
+from electra_dist.objectives.token_prediction import AllTokensMlm, MaskedLanguageModel, ReplaceMlm
 from electra_dist.schedule import Schedule
 
 _CORRUPTING: dict[str, type[CorruptingObjective]] = {

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.architectures.choice import new_embeddings, new_encoder, new_token_head
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import RowLayout
+from electra_dist.model.towers import new_embeddings, new_encoder, new_token_head
 
 
 class FrozenGenerator(nn.Module):

@@ -14,6 +14,16 @@ matrix is the token table that the discriminator reads. The loss gets a third te
     discriminator_mlm_weight * first_scale * token_loss_sum
 
 [CLS], [SEP] and every unmasked token count in the RTD loss, as in Google's code. Pads do not.
+
+ELECTRA 15 % (first ablation, section 3.4) detects at masked positions only. The discriminator reads the same corrupted
+text, but no other token contributes to its loss or to a gradient. With `masking: reference`, a position may be drawn
+twice. Its loss then counts twice, in the sum and in the number that the sum is divided by, as in the generator's loss.
+
+Two-stage training (section 3.2): in the first `objective.generator_only_steps` steps the generator trains by MLM and
+the discriminator does not run. Then the discriminator becomes a copy of the generator, embeddings included, and learns
+from the generator's samples. The generator is frozen from there on: its forward pass records no gradient and its
+learning rate is 0. `engine/stage_switch.py` makes the copy and sets the learning rates. In evaluation both run,
+whatever the step. The two networks must be of one size and share nothing (`model.sharing: none`).
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.corruption import CorruptingObjective, Corruption
-from electra_dist.objectives.mlm import predict_slots, token_sums
+from electra_dist.objectives.token_prediction import predict_slots, token_sums
 
 
 class ReplacedTokenDetection(CorruptingObjective):
@@ -55,3 +65,29 @@ class ReplacedTokenDetection(CorruptingObjective):
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
         """Return the weight of each token in the discriminator's loss, [B, S], bool or float; pads have weight 0."""
         return batch.layout.is_real_BS
+
+
+class MaskedOnlyDetection(ReplacedTokenDetection):
+    """Replaced-token detection in which only masked positions count in the discriminator's loss."""
+
+    def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
+        """Return the weight of each token in the loss, float32 [B, S]: how often masking has drawn its position."""
+        return corruption.masking.slots_BS()
+
+
+class TwoStageDetection(ReplacedTokenDetection):
+    """Replaced-token detection in two stages: the generator trains alone, then the discriminator."""
+
+    def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the loss of the network that trains at this step; in evaluation, the discriminator's loss."""
+        in_first_stage = self.training and batch.step < self.objective.generator_only_steps
+        # The generator is frozen after the first stage, so its forward pass then records no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and in_first_stage):
+            corruption = self.corrupt(batch)
+        if in_first_stage:
+            return self.output(batch, corruption.loss, corruption.sums)
+
+        rtd = self.detect(batch, corruption)
+        loss = batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
+        sums = corruption.sums | rtd_sums(rtd)
+        return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.architectures.attention_scopes import new_attention_mask
-from electra_dist.model.architectures.choice import new_embeddings, new_encoder
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.towers import new_embeddings, new_encoder
 
 
 class Backbone(nn.Module):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import StoreError, UserError
-from electra_dist.model.architectures.choice import new_detection_head, new_embeddings, new_encoder, new_token_head
+from electra_dist.model.towers import new_detection_head, new_embeddings, new_encoder, new_token_head
 from electra_dist.pretrained.hf import (
     ELECTRA,
     MODERNBERT,

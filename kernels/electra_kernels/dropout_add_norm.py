@@ -19,7 +19,7 @@ Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an
 `dropout_add_norm` is a custom operator, which torch.compile treats as opaque. The values of its key, a tensor, are not
 part of a compiled graph, so that one graph serves every layer of a tower and every step; Python integers would become
 constants of the graph. An eager layer calls `reference_forward` and `reference_backward`, or Triton's passes, itself
-(`layer/passes.py`).
+(`layer_passes.py`).
 
 Limits: H is a multiple of 4; the number of the site within the tower times S * H is below 2**34. On a CPU the
 operator's backward pass computes residual + dropout(x) again.

@@ -34,8 +34,8 @@ from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary

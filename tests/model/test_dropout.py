@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.encoder import Encoder, SharedEmbeddings
-from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective

@@ -16,9 +16,9 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import flash_attention as flash
 from electra_dist.model.attention import SDPA, AttentionChoice, attend
 from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.encoder import SelfAttention
 from electra_dist.model.flash_attention import flash_attention
-from electra_dist.model.layer.dropout_keys import LayerDropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, SpecialIds, attention_bias, derive, example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.small_models import SIZES
 
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 
 TOLERANCE = 1e-5

@@ -11,8 +11,8 @@ import torch
 from support.rehearsal import gpu_branch
 
 from electra_dist.model import matrix_products
+from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.encoder import EncoderLayer
-from electra_dist.model.layer.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.matrix_products import input_gradient, weight_gradient
 
 ROWS, TOKENS, WIDTH = 3, 10, 32

@@ -37,8 +37,8 @@ from electra_dist.corpus.counts import Counts
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained import hf_export

@@ -12,7 +12,7 @@ from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import from_hf, to_hf

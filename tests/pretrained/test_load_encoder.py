@@ -20,8 +20,8 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import NodeError, UserError
 from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained

@@ -8,8 +8,8 @@ import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.architectures.attention_scopes import new_attention_mask
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import to_hf

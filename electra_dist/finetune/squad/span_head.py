@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.task_heads import TaskModel, init_head
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.backbone import Backbone
 

@@ -34,8 +34,8 @@ from electra_dist.finetune.tagging.tagged_files import TaggedSentence, find_tagg
 from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import TaskModel, init_head, new_features, on_features
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
-from electra_dist.model.architectures.modern_heads import ModernFeatures
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.modern_heads import ModernFeatures
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained

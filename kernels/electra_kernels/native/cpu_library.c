@@ -377,7 +377,7 @@ INLINE float float_of(uint32_t x)
     return (float)(int32_t)(x >> 16) * 65536.0f + (float)(int32_t)(x & 0xFFFF);
 }
 
-/* Write the Gumbel noise of 32 random bits, with the formula of gumbel_from_bits in gumbel_noise.py: -log(E), where
+/* Write the Gumbel noise of 32 random bits, with the formula of gumbel_from_bits in sampling.py: -log(E), where
    E = -log(1 - u) and u = (bits + 1/2) / 2^32. Where u < 1/32, E is a power series in u. */
 INLINE void gumbel_of(float *noise, const uint32_t *bits)
 {

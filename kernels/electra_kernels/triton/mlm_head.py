@@ -39,9 +39,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from electra_kernels.gumbel_noise import SERIES_BELOW
 from electra_kernels.keyed_random import Purpose, copy_to_device
 from electra_kernels.operation_types import RowOptions, RowStats
+from electra_kernels.sampling import SERIES_BELOW
 from electra_kernels.triton.compensated_arithmetic import (
     fits_fp32,
     precise_log,
@@ -80,7 +80,7 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Turn uint32 random bits into draws from Exp(1) by the formula of `gumbel_noise.gumbel_from_bits`."""
+    """Turn uint32 random bits into draws from Exp(1) by the formula of `sampling.gumbel_from_bits`."""
     u = (bits.to(tl.float32) + 0.5) * _UNIT
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
     # The complement of the bits gives 1 - u without a subtraction, which would cancel digits where u is near 1.

@@ -37,7 +37,7 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: noise of the highest random words is that of 1",
-        file="kernels/electra_kernels/gumbel_noise.py",
+        file="kernels/electra_kernels/sampling.py",
         original="one_minus_u = (_MAX_BITS - bits).float().add_(0.5).mul_(2.0**-32)",
         mutated="one_minus_u = 1.0 - u",
         test="tests/kernels/test_sampling.py::"

@@ -28,14 +28,14 @@ TRAINING = (
     ),
     Mutant(
         name="model: keys and queries are rotated in opposite directions of a pair",
-        file="electra_dist/model/architectures/rotary.py",
+        file="electra_dist/model/modern_encoder.py",
         original="first * cos - second * sin",
         mutated="first * cos + second * sin",
         test="tests/model/test_modern_equivalence.py::test_rotated_scores_depend_on_the_distance_of_the_positions_alone",
     ),
     Mutant(
         name="model: a local window is one token too narrow on each side",
-        file="electra_dist/model/architectures/attention_scopes.py",
+        file="electra_dist/model/attention_scopes.py",
         original="distance_SS > reach",
         mutated="distance_SS >= reach",
         test="tests/model/test_modern_equivalence.py::"
@@ -151,7 +151,7 @@ TRAINING = (
     ),
     Mutant(
         name="objectives: the copy gate is read the wrong way round",
-        file="electra_dist/objectives/all_tokens_mlm.py",
+        file="electra_dist/objectives/token_prediction.py",
         original="predicting_T = F.logsigmoid(-gate_logit_T)",
         mutated="predicting_T = F.logsigmoid(gate_logit_T)",
         test="tests/objectives/test_family.py::test_losses_and_counts_equal_a_float64_computation",
@@ -173,7 +173,7 @@ TRAINING = (
     ),
     Mutant(
         name="objectives: the generator of two stages learns one step too long",
-        file="electra_dist/objectives/two_stage.py",
+        file="electra_dist/objectives/rtd.py",
         original="batch.step < self.objective.generator_only_steps",
         mutated="batch.step <= self.objective.generator_only_steps",
         test="tests/objectives/test_two_stage.py::"

@@ -8,7 +8,7 @@ import torch
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.linear_span_head import LinearSpanModel
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.pretrained.load_encoder import Pretrained
 
 CLS, SEP, PAD = 2, 3, 0

@@ -14,7 +14,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.tagging.entity_metrics import are_bio_tags, entity_metrics, spans_of
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence, find_tagged_file, read_tagged_file
 from electra_dist.finetune.tagging.tagging_task import TaggingTask, tagged_rows
-from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.pretrained.load_encoder import Pretrained
 
 CPU = torch.device("cpu")

@@ -7,12 +7,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions
-from electra_kernels.sampling import sample_reference
+from electra_kernels.sampling import gumbel_from_bits, sample_reference
 from electra_kernels.triton import mlm_head
 from electra_kernels.triton.compensated_arithmetic import fits_fp32
 from electra_kernels.triton.mlm_head import exponential, row_pass

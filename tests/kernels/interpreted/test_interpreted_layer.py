@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from electra_kernels.layer.passes import ReferencePasses, TritonPasses, norm_forward
+from electra_kernels.layer_passes import ReferencePasses, TritonPasses, norm_forward
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.triton import dropout_add_norm as norm_kernels
 from electra_kernels.triton import gelu_gradient as gelu_kernels

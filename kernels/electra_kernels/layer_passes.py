@@ -1,12 +1,19 @@
 """Run the forward passes of a layer's norms and the backward passes of its norms and GELU, outside autograd.
 
-A layer's own autograd function (`electra_dist/model/layer/after_attention.py`) calls them between its matrix products.
+A layer's own autograd function (`electra_dist/model/fused_layer.py`) calls them between its matrix products.
 Beside the gradients of their inputs, the backward passes give sums over all tokens: the gradients of each LayerNorm's
 weight and bias, and of the bias of the matrix product before each norm and before GELU. Under Triton all kernels of a
 layer write their partial sums, one for each strip of tokens, into one buffer, and one sum over the strips then gives
 all of these gradients.
 
-Guarantee: the values are those of `dropout_add_norm` and of `gelu_gradient`, whose references define them.
+Guarantee: the values are those of `dropout_add_norm`, whose reference defines them, and of `gelu_gradient_reference`:
+the gradient of the exact GELU (erf), and its sum over the tokens in fp32 or wider. The Triton kernel
+(`triton/gelu_gradient.py`) adds the values before they are rounded to the dtype of the gradient, the reference the
+rounded ones.
+
+Why: torch's GELU gradient and a sum for the bias read and write 2 * 3 + 2 bytes an element in bf16. In Triton, one
+kernel moves 6 and writes the gradient over its input, so no memory of that size is allocated. cublasLt could apply
+GELU while it writes the product, but it computes the approximation by tanh, and the paper's GELU is exact.
 
 Shapes: T tokens, H hidden, I width of GELU, P strips (tokens of one program), C columns of the partial sums.
 """
@@ -20,9 +27,16 @@ import torch
 from typing_extensions import override
 
 from electra_kernels import dropout_add_norm
-from electra_kernels.layer.gelu_gradient import gelu_gradient_reference
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.partial_sums import sum_of_strips
+
+
+def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of GELU's input, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
+    compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
+    grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
+    return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)
+
 
 Kept = tuple[torch.Tensor | None, ...]  # what a norm's forward pass keeps for its backward pass
 

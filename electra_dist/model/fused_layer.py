@@ -1,14 +1,17 @@
-"""Compute all of a layer that follows attention, as one autograd function with a backward pass written by hand.
+"""Compute what a transformer layer does before and after attention, each as one autograd function.
 
-These are the output product of attention, dropout + residual + LayerNorm, the feed-forward network (product, GELU,
-product), and dropout + residual + LayerNorm again.
+`qkv_product` gives query, key and value by one product. A layer reads its input twice: in this product and in the
+residual connection. As separate operations, autograd would add the two gradients in a pass of its own over memory. So
+the function returns its input as a second result, and its backward pass computes `residual's gradient + product's
+gradient x W` as one product.
+
+`after_attention` is the rest of the layer: the output product of attention, dropout + residual + LayerNorm, the
+feed-forward network (product, GELU, product), and dropout + residual + LayerNorm again. Its backward pass is written
+by hand. A residual's gradient is added inside the next product, and the backward passes of the norms and of GELU give
+the sums for the biases. For the backward pass the original parameters are kept, not casts of them, so that ZeRO-3 may
+partition them in between.
 
 Guarantee: up to rounding, the values are those of `EncoderLayer.compose`, the definition with which tests compare.
-
-Why: with separate operations, autograd needs one pass over memory to add up the gradients of each residual connection
-and one to sum the gradient of each bias. Here a residual's gradient is added inside the next product, and the backward
-passes of the norms and of GELU give the sums for the biases. For the backward pass the original parameters are kept,
-not casts of them, so that ZeRO-3 may partition them in between.
 
 Shapes: T tokens, H hidden, I width of the feed-forward network.
 """
@@ -19,11 +22,40 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.layer.passes import BackwardPasses, ReferencePasses, TritonPasses, norm_forward
+from electra_kernels.layer_passes import BackwardPasses, ReferencePasses, TritonPasses, norm_forward
 from electra_kernels.operation_types import LayerDropout
 from torch.autograd.function import once_differentiable
 
-from electra_dist.model.matrix_products import input_gradient, linear, weight_gradient
+from electra_dist.model.matrix_products import input_gradient, linear, product_dtype, weight_gradient
+
+
+def qkv_product(
+    hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], both in the product's dtype."""
+    result: tuple[torch.Tensor, torch.Tensor] = _QkvProduct.apply(hidden_TH, weight, bias)
+    return result
+
+
+class _QkvProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = product_dtype(hidden_TH)
+        # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
+        residual_TH = hidden_TH.to(dtype)
+        ctx.save_for_backward(residual_TH, weight)
+        return linear(residual_TH, weight.to(dtype), bias.to(dtype)), residual_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden_TH, weight = ctx.saved_tensors
+        grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
+        return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH), grad_qkv.sum(0)
 
 
 class Parameters(NamedTuple):
