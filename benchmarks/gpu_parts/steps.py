@@ -43,7 +43,7 @@ from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.flops import peak_flops, token_flops
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -176,9 +176,7 @@ class StepBench:
 def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
     """Return the input of step 0, with the given rows as its whole global batch."""
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
-    bounds = None
-    if module.attention.backend == "flash":
-        bounds = example_bounds(ids_BS.cpu().numpy(), SPECIAL).to(ids_BS.device)
+    bounds = module.attention.bounds(ids_BS.cpu().numpy(), SPECIAL, ids_BS.device)
     row_B = torch.arange(len(ids_BS), device=ids_BS.device)
     return StepInput(ids_BS, row_B, 0, 1, *scales, bounds=bounds)
 

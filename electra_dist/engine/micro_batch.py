@@ -37,7 +37,6 @@ from electra_dist.config import Config, divisors
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
@@ -200,11 +199,8 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
     # Each of the two losses of an objective is a sum over tokens, multiplied by 1 / (number of its tokens).
     num_tokens_by_loss = loss_counts(ids_BS, special, module.objective).sum(0)
     first_scale, second_scale = 1.0 / num_tokens_by_loss
-    bounds = None
-    if module.attention.backend == "flash":
-        host_ids_BS = np.full(size_BS, first_ordinary_id)
-        host_ids_BS[:, 0] = special.cls  # begins the only example of a row
-        bounds = example_bounds(host_ids_BS, special).to(device)
+    host_ids_BS = np.full(size_BS, first_ordinary_id)
+    host_ids_BS[:, 0] = special.cls  # begins the only example of a row
     return StepInput(
         ids_BS=ids_BS,
         row_B=torch.arange(num_rows, device=device),
@@ -212,7 +208,7 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
         seed=config.seed,
         first_scale=first_scale,
         second_scale=second_scale,
-        bounds=bounds,
+        bounds=module.attention.bounds(host_ids_BS, special, device),
     )
 
 

@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from electra_dist.model.compile_options import compile_options
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
-from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
+from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, attention_bias, example_bounds
 from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
@@ -61,6 +62,15 @@ class AttentionChoice(NamedTuple):
 
     backend: str  # "sdpa", "flash" or "flex"
     reason: str
+
+    def bounds(self, ids_BS: NDArray[Any], special: SpecialIds, device: torch.device) -> ExampleBounds | None:
+        """Return where the examples of a micro-batch begin, on `device`; None unless the backend is "flash".
+
+        `ids_BS` are on the host, so that the device is not waited for.
+        """
+        if self.backend != "flash":
+            return None
+        return example_bounds(ids_BS, special).to(device)
 
 
 SDPA = AttentionChoice("sdpa", "default")

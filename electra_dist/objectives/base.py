@@ -89,8 +89,8 @@ class StepInput:
     seed: int  # the run's seed
     first_scale: float | torch.Tensor  # scalar factor of the first loss's sum: 1 / (tokens that its mean is over)
     second_scale: float | torch.Tensor  # scalar factor of the second loss's sum, likewise
-    # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
-    # attention backend "flash" reads it.
+    # Where the examples begin, on the device of the ids; made by `AttentionChoice.bounds`. Only the attention backend
+    # "flash" reads it.
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
     # Values at this step of the config keys that may follow a schedule. None stands for `evaluation_values` in
     # evaluation mode, and in training mode for the values of the first step, which are constant without schedules.

@@ -30,7 +30,7 @@ from electra_dist.analysis.context_auc import NUM_REPLACED
 from electra_dist.analysis.roc_auc import Separation, auc_with_standard_error, separation
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.engine.engine import Engine
-from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.run.metrics import EvalRecord
@@ -188,9 +188,6 @@ class Evaluator:
         for first_of_round in range(0, len(padded_RS), self.micro_batch * world_size):
             first = first_of_round + dist.get_rank() * self.micro_batch
             end = first + self.micro_batch
-            bounds = None
-            if engine.attention.backend == "flash":
-                bounds = example_bounds(padded_RS[first:end], self.special).to(engine.device)
             yield StepInput(
                 ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
                 row_B=torch.arange(first, end, device=engine.device),
@@ -198,7 +195,7 @@ class Evaluator:
                 seed=seed,
                 first_scale=1.0,  # plain sums, which are divided once all of them are added up
                 second_scale=1.0,
-                bounds=bounds,
+                bounds=engine.attention.bounds(padded_RS[first:end], self.special, engine.device),
             )
 
     def _padded(self, ids_RS: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
 
@@ -227,9 +227,6 @@ class TrainStep:
     ) -> StepInput:
         device = self._engine.device
         first_scale, second_scale = scale_2
-        bounds = None
-        if self._engine.attention.backend == "flash":
-            bounds = example_bounds(batch.ids[rows], self._special).to(device)
         return StepInput(
             ids_BS=ids_BS[rows],
             row_B=torch.arange(batch.row0 + rows.start, batch.row0 + rows.stop, device=device),
@@ -237,7 +234,7 @@ class TrainStep:
             seed=self._seed,
             first_scale=first_scale,
             second_scale=second_scale,
-            bounds=bounds,
+            bounds=self._engine.attention.bounds(batch.ids[rows], self._special, device),
             scheduled=self._values,
             key_2=key_2,
         )

@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction
 from electra_dist.config import Config
 from electra_dist.model import attention, attention_choice
 from electra_dist.model.attention import AttentionChoice
-from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
 from electra_dist.objectives.base import Objective, StepInput, loss_counts, step_key
@@ -376,11 +376,8 @@ def step_input(
         scheduled: result of `scheduled_values`.
     """
     ids_BS = torch.empty(rows, config.data.seq_len, dtype=torch.int64, device=META)
-    bounds = None
-    if module.attention.backend == "flash":
-        host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
-        host_ids_BS[:, 0] = SPECIAL.cls
-        bounds = example_bounds(host_ids_BS, SPECIAL).to(META)
+    host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
+    host_ids_BS[:, 0] = SPECIAL.cls
     mask_prob = scheduled.mask_prob if scheduled else None
     first_scale, second_scale = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
     row_B = torch.arange(rows, device=META)
@@ -391,7 +388,7 @@ def step_input(
         step,
         config.seed,
         *scales,
-        bounds=bounds,
+        bounds=module.attention.bounds(host_ids_BS, SPECIAL, META),
         scheduled=scheduled,
         key_2=step_key(config.seed, step, META),
     )
