@@ -109,8 +109,9 @@ def _attempt_document(run: dict[str, str]) -> bytes:
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
-    """Try to create the file that takes number `attempt` on every target; return whether this call created them all.
-    If not, the files that it has created on some targets stay, and the caller tries the next number.
+    """Try to reserve the number `attempt` for this start of the run; return whether it is reserved on every target.
+    A file on each target reserves it. If another start was faster on one, the caller tries the next number; the files
+    that this call has created on other targets stay.
     """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)

@@ -78,8 +78,8 @@ class CheckpointReader:
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
         """Read verified values into the views of `fragments`; return what is wrong, [] if all is good.
         Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
-        overwritten. Size and header of the files `check` are verified, too; each rank passes its share of all files.
-        Not collective. Raises TornCheckpoint if a file does not fit the manifest.
+        overwritten. `check` names further files whose size and header are verified; the ranks share them. Not
+        collective. Raises TornCheckpoint if a file does not fit the manifest.
         """
         destinations = _Destinations(fragments)
         needed_ranks = {file.rank for file in check}

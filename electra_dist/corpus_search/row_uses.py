@@ -50,7 +50,7 @@ class StepsOfRows:
                 self._to_come.add(use.step)
 
     def counts(self) -> dict[str, int]:
-        """Return how many steps have read a found row (`read`), will read one (`to_come`), or are `skipped`."""
+        """Return how many steps have read one of the rows (`read`), will read one (`to_come`), or are `skipped`."""
         return {"read": len(self._read), "to_come": len(self._to_come), "skipped": len(self._skipped)}
 
 

@@ -229,12 +229,12 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
     if not store.exists(VOCAB_FILE):
         store.write(VOCAB_FILE, text.encode())
         return True
-    there = NamedDigest(
+    wanted = NamedDigest(
         sha256=Vocabulary(text, VOCAB_FILE).sha256,
         named_by="--vocab",
         next_step="move the file away, give it as the vocabulary, or choose another --output",
     )
-    read_named_vocabulary(store, VOCAB_FILE, there)
+    read_named_vocabulary(store, VOCAB_FILE, wanted)  # compares the digests
     return False
 
 

@@ -72,7 +72,7 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
-        """Return the slice of one parameter, or None if it lies wholly on other ranks."""
+        """Return this rank's slice of one parameter, or None if it has none; see `masters` for the last arguments."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:

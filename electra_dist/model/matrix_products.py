@@ -58,7 +58,7 @@ def input_gradient(
 
 
 def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the weight of `linear`, [out, in], for arguments of one dtype."""
+    """Return grad^T x, the gradient of the weight of `linear`, [out, in]. Both arguments have the same dtype."""
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
             return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()

@@ -68,7 +68,7 @@ class FixedGenerator(nn.Module):
 
 
 class RandomReplacements(FixedGenerator):
-    """Generator with fixed probabilities that replaces a share of the tokens drawn by a generator network."""
+    """Generator with fixed probabilities. Its tokens take the place of some that a generator network has drawn."""
 
     purpose = Purpose.RANDOM_TOKEN
 

@@ -193,7 +193,10 @@ def _token_head(hidden: int, embedding_width: int) -> int:
 
 
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return how many values per token the generator's head keeps, averaged over all positions of a row."""
+    """Return how many values the generator's head keeps for its backward pass, per token of a row.
+
+    It keeps them for predicted positions only, so the number for one of these is multiplied by their share.
+    """
     width = model.generator_embedding_width
     if objective.facts.has_cloze_generator:
         return float(_token_head(2 * model.generator.hidden_size, width))

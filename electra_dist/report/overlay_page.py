@@ -38,8 +38,8 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the last parts of its path, as many as all names need to differ.
-    If a folder is given twice, no names differ, and the paths are returned as they were given.
+    """Return a name for each run: the shortest ends of the paths, equally long, that tell all runs apart.
+    If a folder is given twice, nothing tells its runs apart, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
     if len(set(names)) == len(names):

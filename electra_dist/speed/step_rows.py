@@ -30,7 +30,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Batches for a measurement of training steps, the name of their source, and their special tokens."""
+    """Rows with which training steps are measured: those of the run's corpus, or made up where it cannot be read."""
 
     name: str  # "corpus" or "made up"
     special: SpecialIds

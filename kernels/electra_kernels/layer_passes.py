@@ -173,7 +173,7 @@ class TritonPasses(BackwardPasses):
         return gradient_strips(grad_TI, x_TI, self._partials_PC, self._take_columns(grad_TI.shape[1]))
 
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return all collected sums in `dtype`, as parts of one vector that two kernel launches compute."""
+        """Return all collected sums in `dtype`. Two kernel launches add up the partial sums of all of them at once."""
         assert self._next_column == sum(self._widths), (
             f"{self._next_column} of {sum(self._widths)} columns are written"
         )

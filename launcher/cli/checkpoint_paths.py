@@ -16,7 +16,7 @@ from electra_dist.store.open_store import open_store
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
-    """Return the folders or S3 prefixes with checkpoints: those of the run if `path` is a run folder, else `path`.
+    """Return the stores in which `path` has checkpoints: all targets of the run for a run folder, otherwise `path`.
 
     `endpoint_url` is the S3 endpoint of an s3:// path (None: AWS). For a run folder, the run's config names it.
     """

@@ -223,7 +223,9 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Raise OSError or EOFError unless at least 512 zeros and nothing else follow the last member's end, `offset`.
+        """Raise OSError or EOFError if the archive does not end, after its last member, with zeros only, at least 512.
+
+        The last member ends at byte `offset`.
 
         A tar ends with two blocks of 512 zeros. tarfile stops without an error at a damaged header, and at the end of
         a file that was cut off between two members.

@@ -241,7 +241,10 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return into how many groups a build (`group_inputs`) divides `num_files` input files of `file_bytes` each."""
+    """Return into how many groups a build divides its input files, each of `file_bytes`.
+
+    A group takes files until it has `group_bytes`, at least one.
+    """
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 

@@ -83,7 +83,10 @@ class Again(Exception):
 
 
 def broken(reason: str, advice: str = CHECK_SERVICE) -> Again:
-    """Return the failure of a request that had no answer, or a wrong one, and that should succeed next time."""
+    """Return an error that repeats the request, because its answer is missing or wrong.
+
+    `advice` is the user's next step if all repetitions fail.
+    """
     return Again(transient(reason, advice))
 
 

@@ -208,7 +208,7 @@ class Checkpointer:
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     def raise_failure(self) -> None:
-        """Raise the newest save's error, if it has failed; return at once if it was or is still being written."""
+        """Raise the error of the newest save if it has failed. Never waits for a save that is still being written."""
         if self.writer.has_failed:
             self.writer.wait()
 

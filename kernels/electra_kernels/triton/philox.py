@@ -46,7 +46,7 @@ def bits_at(seed_low, seed_high, position, row, step, purpose):
 
 @triton.jit
 def load_key(key_ptr):
-    """Return the low and high 32 bits of the seed, and the step, from an int64 key in device memory."""
+    """Load a key, two int64 (seed, step), from device memory; return the seed's low and high 32 bits, and the step."""
     seed = tl.load(key_ptr)
     step = tl.load(key_ptr + 1).to(tl.int32)
     return seed.to(tl.int32), (seed >> 32).to(tl.int32), step
