@@ -107,21 +107,26 @@ class CheckpointWriter:
         if self._deletion is not None:
             self._deletion.raise_error()
 
-    @property
-    def has_failed(self) -> bool:
-        """Return whether a save or a deletion has failed; the next call of `wait` raises the error."""
-        return any(task is not None and task.error is not None for task in (self._save, self._deletion))
+    def raise_failure(self) -> None:
+        """Raise the error of a save or deletion that has failed, once; wait for none that goes on."""
+        for task in (self._save, self._deletion):
+            if task is not None:
+                task.raise_error()
 
     def close(self) -> None:
         """Wait for the last save and deletion, and free the host buffer. If one of the two failed, raise its error."""
-        try:
-            self.wait()
-        finally:
-            if self._deletion is not None:
-                self._deletion.join(self.on_wait)
-        if self._deletion is not None:
-            self._deletion.raise_error()
+        save = self._save
+        self._save = None  # a second call raises nothing
+        if save is not None:
+            save.join(self.on_wait)
+        deletion = self._deletion  # the end of the save may have begun it
+        self._deletion = None
+        if deletion is not None:
+            deletion.join(self.on_wait)
         self._buffer = None
+        for task in (save, deletion):
+            if task is not None:
+                task.raise_error()
 
     def space_shortage(self, num_ranks: int) -> str:
         """Return a text about a disk with too little space for the next checkpoint; "" if all disks have enough.
@@ -172,8 +177,10 @@ class CheckpointWriter:
             self._deletion = _Task(lambda: self._delete_old(state.attempt), "checkpoint-deletion")
 
     def _delete_old(self, attempt: int) -> None:
-        for target in self._targets:
+        def delete_in(target: Store) -> None:
             retain(target, self._policy, self._rollback_steps, attempt, self._scores)
+
+        in_parallel(delete_in, self._targets)  # a target that is away holds up no other
 
 
 class _Task:
@@ -181,13 +188,12 @@ class _Task:
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         self.error: BaseException | None = None
-        self._function = function
-        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread = threading.Thread(target=self._run, args=(function,), name=name)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], None]) -> None:
         try:
-            self._function()
+            function()
         except BaseException as error:  # noqa: BLE001  (`raise_error` raises it in the training thread)
             self.error = error
 

@@ -88,8 +88,12 @@ class ShardCache:
         if isinstance(shard, Shard):
             return shard
         if shard is not None:
-            with contextlib.suppress(UserError):
+            has_ended = shard.done()
+            try:
                 return self._wait_for(shard_index, shard)
+            except (UserError, OSError):
+                if not has_ended:
+                    raise
             # What made it fail while it was fetched ahead may be gone: a disk has room after other shards are closed.
         self.prefetch([shard_index])
         queued = self._shards[shard_index]
@@ -99,7 +103,7 @@ class ShardCache:
     def _wait_for(self, index: int, queued: Future[Shard]) -> Shard:
         try:
             shard = queued.result()  # Waits, and raises the background thread's error.
-        except UserError:
+        except BaseException:
             del self._shards[index]  # A later call tries again.
             raise
         self._shards[index] = shard
@@ -146,7 +150,7 @@ class ShardCache:
         refetches_before = self.refetches
         self._drop(index)
         try:
-            self.open(index)
+            self.corpora.patience.call(functools.partial(self.open, index))
         except ManifestMismatch:
             raise ManifestMismatch(
                 f"{shard.path}: {place}; check the disk, restore the file or build the corpus again"
@@ -266,7 +270,7 @@ class ShardCache:
                 f"again, or delete corpus.json and run `electra-dist corpus index`"
             )
         if is_cached:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # evicted meanwhile, or on a disk that is now read-only
                 os.utime(path)  # the time of its last use
         return shard
 

@@ -359,7 +359,7 @@ def _head_names(model: ModelConfig, head: str) -> dict[str, list[str]]:
 
 def _parts(name: str) -> list[str]:
     """Return the names for which a name in a table stands: "a.{b,c}" for a.b and a.c, any other for itself."""
-    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    match = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", name)
     if match is None:
         return [name]
     start, parts, end = match.groups()

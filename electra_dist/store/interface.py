@@ -9,9 +9,10 @@ holds a credential.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,13 +125,29 @@ def in_parallel(
 ) -> list[Result]:
     """Call a thread-safe function for every item, in up to `num_threads` threads; return the results in order.
 
-    If calls fail, the error of the first failed item is raised, after all started calls have ended. Waits for storage
-    in these threads count as waits of the caller (`Patience.on_wait`).
+    After a failure no further call is begun. When all calls have ended, the error of the first failed item is raised.
+    Waits for storage in these threads count as waits of the caller (`Patience.on_wait`).
     """
     if len(items) < 2:
         return [function(item) for item in items]
+    has_failed = threading.Event()
+
+    def call(item: Item) -> Result:
+        if has_failed.is_set():
+            raise CancelledError  # never raised by `in_parallel`: an item before this one, or beside it, has an error
+        try:
+            return function(item)
+        except BaseException:
+            has_failed.set()
+            raise
+
     with ThreadPoolExecutor(min(num_threads, len(items)), initializer=act_for, initargs=(acting_thread(),)) as pool:
-        return list(pool.map(function, items))
+        futures = [pool.submit(call, item) for item in items]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, CancelledError):
+            raise error
+    return [future.result() for future in futures]
 
 
 def _is_file_name(key: str) -> bool:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_a_target_that_stays_away_ends_the_save_with_its_first_error(tmp_path: P
     away = AwayStore(tmp_path / "away", Patience(0.5, lambda line: None))
     other = LocalStore(tmp_path / "other")
     writer = begin_save([away, other])
-    wait_until(lambda: writer.has_failed)
+    wait_until(lambda: writer._save is not None and writer._save.error is not None)
     with pytest.raises(StorageLost, match="away: disk full; free space there; storage was waited for"):
         writer.close()
     assert verify(other, folder_name(10, 1))[1] == [] and not committed(away)
@@ -205,7 +206,7 @@ def test_a_failed_deletion_does_not_hide_a_failed_save(tmp_path: Path) -> None:
     writer = CheckpointWriter([Failing(tmp_path / "target")], 0, CheckpointConfig(keep_last=1))
     for step in (1, 2, 3):
         writer.save(small.state_at(step, world_size=1), small.share(small.content(step), 0, 1))
-    wait_until(lambda: writer.has_failed)
+    wait_until(lambda: writer._save is not None and writer._save.error is not None)
     may_fail.set()
     assert writer._deletion is not None
     writer._deletion.join()
@@ -213,3 +214,41 @@ def test_a_failed_deletion_does_not_hide_a_failed_save(tmp_path: Path) -> None:
         writer.wait()
     with pytest.raises(StoreError, match="the deletion failed"):
         writer.close()
+
+
+def test_an_error_is_raised_by_one_close_only(tmp_path: Path) -> None:
+    """The second `close`, on the way out of an exception, must not replace that one by the error of the deletion."""
+
+    class Failing(LocalStore):
+        """Store that refuses to delete manifests, and all files of step 3."""
+
+        def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+            if "00000003-" in key:
+                raise StoreError("the save failed")
+            super().write_pieces(key, pieces)
+
+        def delete(self, key: str) -> None:
+            raise StoreError("the deletion failed")
+
+    writer = CheckpointWriter([Failing(tmp_path / "target")], 0, CheckpointConfig(keep_last=1))
+    for step in (1, 2):
+        writer.save(small.state_at(step, world_size=1), small.share(small.content(step), 0, 1))
+        assert writer._save is not None
+        writer._save.join()
+    assert writer._deletion is not None
+    writer._deletion.join()
+    writer._deletion.error, error = None, writer._deletion.error
+    writer.save(small.state_at(3, world_size=1), small.share(small.content(3), 0, 1))
+    writer._deletion.error = error
+    with pytest.raises(StoreError, match="the save failed"):
+        writer.close()
+    writer.close()
+
+
+def test_close_frees_the_copy_of_the_state_although_somebody_keeps_the_writer(tmp_path: Path) -> None:
+    """After a rollback another writer reserves as much, while the old one still waits for the garbage collector."""
+    writer = CheckpointWriter([LocalStore(tmp_path / "target")], 0, CheckpointConfig())
+    writer.save(small.state_at(1, world_size=1), small.share(small.content(1), 0, 1))
+    buffer = weakref.ref(writer._buffer)
+    writer.close()
+    assert buffer() is None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.remote_store import Remote
 
-from electra_dist.data.corpora import Corpora
+from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
+from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.open_store import open_store
 
@@ -53,3 +56,24 @@ def test_the_next_window_is_fetched_while_the_training_thread_does_not_ask(
                 loader.next()
         loader.close()
     assert len(remote.fetched) > NUM_SHARDS
+
+
+def test_an_error_of_the_disk_is_met_again_only_if_it_is_still_there(
+    build_corpus: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS])
+    errors = [OSError(errno.EIO, "Input/output error")] * 2
+    open_shard = ShardCache._open
+
+    def failing(self: ShardCache, shard: StoredShard) -> Shard:
+        if errors:
+            raise errors.pop()
+        return open_shard(self, shard)
+
+    monkeypatch.setattr(ShardCache, "_open", failing)
+    with closing(ShardCache(Corpora.of(Remote(tmp_path / "corpus"), corpus.manifest), tmp_path / "cache")) as cache:
+        for _ in range(len(errors)):
+            with pytest.raises(OSError, match="Input/output error"):
+                cache.open(0)
+        shard = cache.open(0)
+        assert shard.num_rows == ROWS

@@ -14,7 +14,7 @@ import pytest
 from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.store import atomic_files
 from electra_dist.store.atomic_files import create_file, replacing, writable
-from electra_dist.store.interface import Store, check_key
+from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.open_store import open_store
 from electra_dist.store.s3 import s3_store
 
@@ -225,3 +225,19 @@ def test_unfinished_writes_selected_by_doomed_are_discarded(tmp_path: Path) -> N
     assert not (tmp_path / "step-2").exists() and (tmp_path / "step-1" / ".a.0a1b2c3d.tmp").exists()
     assert store.discard_unfinished("other", lambda key: True) == 1
     assert store.list() == ["step-1/kept"]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_no_further_call_is_begun_after_a_failure(num_threads: int) -> None:
+    """Each call may wait for storage as long as the patience allows, so those that have not begun must not begin."""
+    begun: list[int] = []
+    all_began = threading.Barrier(num_threads)
+
+    def fail(item: int) -> None:
+        begun.append(item)
+        all_began.wait(60)
+        raise StoreError(f"item {item}")
+
+    with pytest.raises(StoreError, match="item 0"):
+        in_parallel(fail, range(40), num_threads)
+    assert sorted(begun) == list(range(num_threads))

@@ -186,7 +186,8 @@ class S3Client:
 
     def renew(self) -> None:
         """Drop the boto3 client, so that the next request makes a new one, which reads the credentials again."""
-        self._client_of = None
+        with self._lock:
+            self._client_of = None
 
     def send(self, operation: str, arguments: Mapping[str, Any], body: bytes | None = None) -> Answer:
         """Call boto3's method `operation` and return its answer. The caller must still read the body of a GET.

@@ -208,9 +208,8 @@ class Checkpointer:
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     def raise_failure(self) -> None:
-        """Raise the error of the newest save if it has failed. Never waits for a save that is still being written."""
-        if self.writer.has_failed:
-            self.writer.wait()
+        """Raise the error of the newest save or deletion if it has failed. Waits for none that goes on."""
+        self.writer.raise_failure()
 
     def finish(self, last: RunState) -> None:
         """Complete the checkpoint of the last step, because a killed start may have copied it to some stores only.
