@@ -102,7 +102,7 @@ class ShardCache:
 
     def _wait_for(self, index: int, queued: Future[Shard]) -> Shard:
         try:
-            shard = queued.result()  # Waits, and raises the background thread's error.
+            shard = self.corpora.patience.wait_for(queued)  # raises the background thread's error
         except BaseException:
             del self._shards[index]  # A later call tries again.
             raise

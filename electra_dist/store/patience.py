@@ -18,6 +18,7 @@ exceed the limit. An operation must be repeatable after a failure.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import random
 import sys
@@ -25,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -185,6 +187,18 @@ class Patience:
         if reason:
             self._report(reason)
         return bool(reason) and self.is_abandoned
+
+    def wait_for(self, future: Future[T]) -> T:
+        """Wait for a future and return its result; report meanwhile that the thread behind it waits for storage."""
+        is_reported = False
+        while not concurrent.futures.wait([future], _BEAT_S).done:
+            reason = self.reason
+            if reason and acting_thread() == self._owner:
+                is_reported = True
+                self._report(reason)
+        if is_reported:
+            self.on_wait("")
+        return future.result()
 
     def _report(self, reason: str) -> None:
         if acting_thread() != self._owner:

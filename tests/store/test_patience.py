@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from electra_dist import config_layers
 from electra_dist.config_layers import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
+from electra_dist.store import patience as patience_module
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
@@ -124,6 +126,29 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
     patience.abandon()
     thread.join(timeout=10.0)
     assert ends and ends[0].startswith("full; storage was waited for")
+
+
+def test_the_owner_reports_the_wait_of_a_thread_whose_result_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a supervisor would take an evaluation for hung whose rows are fetched by a thread that waits."""
+    monkeypatch.setattr(patience_module, "_BEAT_S", 0.02)
+    is_back = threading.Event()
+    shown: list[str] = []
+
+    def fetch() -> str:
+        if not is_back.is_set():
+            raise StoreAway("s3://bucket: no answer")
+        return "rows"
+
+    def on_wait(reason: str) -> None:
+        shown.append(reason)
+        is_back.set()
+
+    patience = Patience(60.0, note=lambda line: None, pace=Pace(first_pause_s=0.02))
+    patience.on_wait = on_wait
+    with ThreadPoolExecutor(1) as pool:
+        assert patience.wait_for(pool.submit(patience.call, fetch)) == "rows"
+    assert shown[0] == "s3://bucket: no answer"
+    assert shown[-1] == ""
 
 
 def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
