@@ -21,7 +21,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
@@ -42,6 +42,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _QUOTED_NON_FINITE = (b'"NaN"', b'Infinity"')  # a line without them has no such string
 _FORWARD_BLOCK_BYTES = 1 << 20
 _BACKWARD_BLOCK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 16 << 20  # of a record; a longer line would fill the memory
 
 
 def _check_time(text: str) -> str:
@@ -249,10 +250,10 @@ def lines(path: Path, *, reverse: bool = False) -> Iterator[Line]:
         except FileNotFoundError:
             return
     with file:
-        yield from _lines_backwards(file) if reverse else _lines_forwards(file)
+        yield from _lines_backwards(path, file) if reverse else _lines_forwards(path, file)
 
 
-def _lines_forwards(file: BinaryIO) -> Iterator[Line]:
+def _lines_forwards(path: Path, file: BinaryIO) -> Iterator[Line]:
     offset = 0
     unfinished: list[bytes] = []  # parts of a line whose newline has not been read yet
     while block := file.read(_FORWARD_BLOCK_BYTES):
@@ -264,9 +265,10 @@ def _lines_forwards(file: BinaryIO) -> Iterator[Line]:
             yield Line(offset, line)
             offset += len(line) + 1
         unfinished.append(rest)
+        _check_length(path, unfinished)
 
 
-def _lines_backwards(file: BinaryIO) -> Iterator[Line]:
+def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[Line]:
     position = file.seek(0, os.SEEK_END)
     later_parts: list[bytes] = []  # of the line whose first byte has not been read yet, the last part first
     has_newline = False  # what is behind the last newline of the file is no whole line
@@ -280,6 +282,7 @@ def _lines_backwards(file: BinaryIO) -> Iterator[Line]:
         first_part, *whole_lines = block.split(b"\n")
         if not whole_lines:
             later_parts.append(first_part)
+            _check_length(path, later_parts)
             continue
         whole_lines[-1] = b"".join([whole_lines[-1], *reversed(later_parts)])
         later_parts = [first_part]
@@ -291,6 +294,15 @@ def _lines_backwards(file: BinaryIO) -> Iterator[Line]:
             has_newline = True
     if has_newline:
         yield Line(0, b"".join(reversed(later_parts)))
+
+
+def _check_length(path: Path, parts: Sequence[bytes]) -> None:
+    """Raise UserError if a line, of which `parts` have been read, is longer than any record can be."""
+    if sum(map(len, parts)) > _LONGEST_LINE_BYTES:
+        raise UserError(
+            f"{path}: a line of more than {_LONGEST_LINE_BYTES >> 20} MiB; the file is damaged: delete this line or "
+            f"the file"
+        )
 
 
 def _damaged_line(path: Path, line: Line, fault: str) -> UserError:
