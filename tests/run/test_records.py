@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.errors import UserError
-from electra_dist.run.records import JsonlFile, encode, read_records
+from electra_dist.run.records import JsonlFile, encode, lines, read_records
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,3 +109,15 @@ def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path):
 
     with pytest.raises(UserError, match="cannot be written"):
         JsonlFile(tmp_path / "file" / "a.jsonl")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_line_that_no_record_can_have_is_refused_before_it_fills_the_memory(tmp_path: Path, reverse: bool):
+    path = tmp_path / "records.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a": 1}\n')
+        file.truncate(64 << 20)  # zeros without a line end, which take no room on the disk
+        file.seek(0, 2)
+        file.write(b'\n{"a": 2}\n')
+    with pytest.raises(UserError, match=r"records\.jsonl: a line of more than 16 MiB; the file is damaged"):
+        list(lines(path, reverse=reverse))
