@@ -10,6 +10,9 @@ discarded all of them, it begins again at step 0. No pickle is read.
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
 
+Limits: a target that is away is waited for, as long as the patience of its store allows, before its copy in another
+target is tried.
+
 Cost: at stages 1 to 3 the ranks together read the checkpoint once, except that each rank that holds a part of a stored
 tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint.
 """
