@@ -198,12 +198,11 @@ def test_a_wait_is_reported_from_its_first_second_and_while_a_request_has_no_ans
     """The status page shows what `on_wait` writes into the heartbeat; four threads read for the one that waits."""
     patience = Patience(2.5, note=lambda line: None)
     reports: list[tuple[float, str]] = []
-    patience.on_wait = lambda reason: reports.append((time.monotonic(), reason))
+    patience.on_wait = lambda reason: reports.append((patience.retry_wait_s, reason))
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", patience)
-    begin = time.monotonic()
     with pytest.raises(StorageLost):
         in_parallel(store.read, ["x"] * 4)
-    assert reports[0][0] - begin < 1.0
+    assert reports[0][0] < 1.0  # all pauses until then, of four threads together: a busy machine changes none of them
     assert "the service cannot be reached" in reports[0][1]
     assert 3 <= len(reports) <= 8  # one a second, of all threads together
     assert reports[-1][1] == ""
