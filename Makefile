@@ -110,7 +110,7 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/run.py step step_packed step_modern head loader shard_cache corpus_builder checkpoint restart --save
 
 docs/config.md: $(VENV)/ready
-	$(BIN)/python -m electra_dist.config_reference > $@
+	$(BIN)/python -m electra_dist.config.reference > $@
 
 # --strict fails on a broken link or an unknown name.
 docs: docs/config.md

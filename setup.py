@@ -79,7 +79,7 @@ setup(
     ],
     python_requires=">=3.11",
     # The import name `kernels` belongs to a Hugging Face package that transformers looks for. The configs of the
-    # repository are installed inside electra_dist, where config_layers.find_config_file finds them.
+    # repository are installed inside electra_dist, where config/load.find_config_file finds them.
     package_dir={"electra_kernels": "kernels/electra_kernels", "electra_dist.configs": "configs"},
     packages=[
         *find_packages(include=["electra_dist", "electra_dist.*", "launcher", "launcher.*"]),

@@ -42,7 +42,7 @@ from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import owned_fragments, parameter_shapes

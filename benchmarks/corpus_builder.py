@@ -42,7 +42,7 @@ from measure import (
 )
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream

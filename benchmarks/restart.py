@@ -31,7 +31,7 @@ import yaml
 from measure import REPOSITORY, TOY, Found, Json, ResultLine, format_summary, print_table, ratio, summary
 from random_corpus import write_corpus
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.run import history
 from electra_dist.run.ledger import read_ledger
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.row_layout import SpecialIds

@@ -36,7 +36,7 @@ from step_ways import (
 )
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.speed.product_ceiling import products_alone_s
 

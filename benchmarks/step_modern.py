@@ -37,7 +37,7 @@ from measure import (
 from step_ways import Way, check_agreement, hugging_face, ours, stepper, synthetic_rows, take_step
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.parameter_counts import parameter_counts
 
 ROUNDS = 5

@@ -19,7 +19,7 @@ from electra_dist.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from electra_dist.config import Config
-    from electra_dist.config_file import load_config
+    from electra_dist.config.load import load_config
     from electra_dist.errors import UserError
     from electra_dist.library.corpus import Corpus, open_corpus
     from electra_dist.library.models import (
@@ -41,7 +41,7 @@ _MODULES = {
     "build_objective": "electra_dist.library.models",
     "build_towers": "electra_dist.library.models",
     "load": "electra_dist.library.models",
-    "load_config": "electra_dist.config_file",
+    "load_config": "electra_dist.config.load",
     "load_weights": "electra_dist.library.models",
     "open_corpus": "electra_dist.library.corpus",
     "open_run": "electra_dist.run.folder",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from electra_dist.config import ClusterConfig, Config
-from electra_dist.config_checks import check_new_run
-from electra_dist.config_file import load_config
-from electra_dist.config_sections.secrets import whole_overrides, without_secret_arguments
+from electra_dist.config.load import load_config
+from electra_dist.config.rules import check_new_run
+from electra_dist.config.secrets import whole_overrides, without_secret_arguments
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import (
     EXIT_DONE,

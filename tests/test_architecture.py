@@ -74,7 +74,7 @@ def page() -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Callable[..., Graph]:
-    """`tree({"electra_dist/config.py": "import os"})`: the imports of a source tree with just these files."""
+    """`tree({"electra_dist/config/config.py": "import os"})`: the imports of a source tree with just these files."""
 
     def make(sources: dict[str, str]) -> Graph:
         for name, text in sources.items():

@@ -33,7 +33,7 @@ TREE = {
     "tests/store/test_beside.py": "",
     "tests/store/test_retry.py": "",
     "tests/support/runs.py": "from electra_dist.store import client\n",
-    "tests/test_configs.py": "SMALL = 'configs/small.yaml'\nDOCS = ROOT / 'docs'\n",
+    "tests/config/test_configs.py": "SMALL = 'configs/small.yaml'\nDOCS = ROOT / 'docs'\n",
     "tests/train/test_run.py": "def test(pretrain): pass\n",
 }
 
@@ -79,8 +79,8 @@ def test_a_fixture_that_starts_a_program_leads_to_its_modules(tree: Path) -> Non
     ("changed", "expected"),
     [
         ("tests/data/test_other.py", [("tests/data/test_other.py", 0)]),
-        ("configs/small.yaml", [("tests/test_configs.py", 1)]),
-        ("docs/results.md", [("tests/test_configs.py", 2)]),  # by its folder
+        ("configs/small.yaml", [("tests/config/test_configs.py", 1)]),
+        ("docs/results.md", [("tests/config/test_configs.py", 2)]),  # by its folder
         ("electra_dist/report/page.css", [("tests/report/test_page.py", 2)]),
         ("kernels/electra_kernels/native/library.c", [("tests/kernels/test_library.py", 1)]),
         ("LICENSE", []),

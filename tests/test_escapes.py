@@ -105,7 +105,7 @@ def test_a_text_is_only_text_of_an_html_element_and_of_an_attribute(text: str) -
 # Programs whose output is their own (numbers, reference pages, batch scripts), or that escape in another way (JSON,
 # YAML, each line of a plan, texts for a terminal only).
 OWN_OUTPUT = (
-    "electra_dist/config_reference.py",
+    "electra_dist/config/reference.py",
     "electra_dist/corpus/prepare/prepare_config.py",
     "electra_dist/planning/plan_layout.py",
     "launcher/chaos/__main__.py",

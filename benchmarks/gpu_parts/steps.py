@@ -35,7 +35,7 @@ from gpu_parts.recording import Case, Row, Rows, host_ms, profile_kernels, time_
 from torch._dynamo.utils import counters
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.corpus.builder.row_packing import make_rows
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import choose_attention

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable
 
 from electra_dist.config import Config
+from electra_dist.config.schedule import Schedule
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.schedule import Schedule
 
 NUM_REPLACED = 5000  # replaced tokens that an evaluation compares, unless the held-out corpus has fewer
 STUCK_BELOW = 0.52  # context AUC below which a run is warned about

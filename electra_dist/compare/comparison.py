@@ -33,7 +33,7 @@ from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_
 from electra_dist.compare.run_evaluations import read_curves
 from electra_dist.compare.score_plot import panel_titles, write_curves, write_scores
 from electra_dist.compare.score_tables import Failure, score_failures
-from electra_dist.config_file import dump_yaml
+from electra_dist.config.load import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from electra_dist.compare.comparison_config import CompareConfig, Entry
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops, steps_of_flops
 

@@ -23,7 +23,7 @@ from electra_dist.compare.significance import (
     markdown_differences,
     paired_difference,
 )
-from electra_dist.config_sections.secrets import without_secrets
+from electra_dist.config.secrets import without_secrets
 from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.parameter_counts import parameter_counts
 

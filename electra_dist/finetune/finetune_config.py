@@ -23,7 +23,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from electra_dist.config import Positive, Probability, Section
-from electra_dist.config_layers import parse_yaml
+from electra_dist.config.load import parse_yaml
 from electra_dist.errors import UserError
 
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra_dist.config import Config
-from electra_dist.config_sections.section import NonNegative, Positive, Seed, Size
+from electra_dist.config.sections.base import NonNegative, Positive, Seed, Size
 from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.loader import RowLoader

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from electra_dist.config import Config
-from electra_dist.config_sections.section import NonNegative, Seed
+from electra_dist.config.sections.base import NonNegative, Seed
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.library.argument_checks import Text
 from electra_dist.library.corpus import Corpus

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.schedule import mean_value
+from electra_dist.config.schedule import mean_value
 
 BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the input, gradient of the weight
 

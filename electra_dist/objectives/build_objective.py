@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.config.schedule import Schedule
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.adversarial import AdversarialGenerator
@@ -21,7 +22,6 @@ from electra_dist.objectives.frequency_generator import (
 from electra_dist.objectives.frozen_generator import FrozenGenerator
 from electra_dist.objectives.rtd import MaskedOnlyDetection, ReplacedTokenDetection, TwoStageDetection
 from electra_dist.objectives.token_prediction import AllTokensMlm, MaskedLanguageModel, ReplaceMlm
-from electra_dist.schedule import Schedule
 
 _CORRUPTING: dict[str, type[CorruptingObjective]] = {
     "rtd": ReplacedTokenDetection,

@@ -37,9 +37,9 @@ from electra_kernels.mask_positions import mask_positions, show_masks
 from electra_kernels.operation_types import MaskIds
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.config.schedule import NumberOrSchedule, largest_value
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import first_values
-from electra_dist.schedule import NumberOrSchedule, largest_value
 
 
 class Masking(NamedTuple):

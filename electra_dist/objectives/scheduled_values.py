@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.schedule import schedules_of, value_at
+from electra_dist.config.schedule import schedules_of, value_at
 
 _WEIGHTS = frozenset({"mlm_weight", "rtd_weight"})
 _LAST = 1.0  # progress at the end of a run

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig, divisors
+from electra_dist.config.schedule import largest_value
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts
-from electra_dist.schedule import largest_value
 
 FREE_FRACTION = 0.1  # of the GPU's memory, not used; the same as for `train.micro_batch: auto`
 FIXED_BYTES = 1e9  # CUDA context and the libraries' workspaces; an estimate

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from electra_dist.config import Config
-from electra_dist.config_checks import keys_without_effect
+from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.corpora import steps_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout

@@ -14,7 +14,8 @@ import sys
 from typing import TextIO
 
 from electra_dist.config import Config, TowerConfig
-from electra_dist.config_checks import keys_without_effect
+from electra_dist.config.rules import keys_without_effect
+from electra_dist.config.schedule import Schedule, schedules_of, value_at
 from electra_dist.data.corpora import steps_of_phases
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.engine.learning_rate import peak_learning_rate
@@ -28,7 +29,6 @@ from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scale
 from electra_dist.planning.paper_count import run_flops_by_paper
 from electra_dist.planning.plan_layout import PlanSection, print_sections
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.schedule import Schedule, schedules_of, value_at
 
 _SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
 _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal

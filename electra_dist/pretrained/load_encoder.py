@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable

@@ -16,8 +16,8 @@ import numpy as np
 from electra_dist.analysis.energy import Energy, PowerReading, energy_of
 from electra_dist.analysis.metric_columns import MetricColumns
 from electra_dist.config import Config
-from electra_dist.config_layers import read_yaml
-from electra_dist.config_sections.secrets import without_secrets
+from electra_dist.config.load import read_yaml
+from electra_dist.config.secrets import without_secrets
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
 from electra_dist.report.curve_points import RunCurves, columns_of

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import psutil
 from pydantic import Field, TypeAdapter
 
-from electra_dist.config_sections.secrets import without_secret_arguments
+from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import NodeError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
 from electra_dist.nvml import GpuProbe

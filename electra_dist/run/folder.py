@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from electra_dist.config import Config, canonical_json
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
 from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, is_temporary, readable, replacing, writable
 from electra_dist.store.json_file import read_json_as, read_json_object

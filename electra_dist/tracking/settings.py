@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from electra_dist.config import Config
-from electra_dist.config_sections.secrets import without_secrets
+from electra_dist.config.secrets import without_secrets
 
 Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
 

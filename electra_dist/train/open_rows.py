@@ -10,10 +10,10 @@ import contextlib
 import torch.distributed as dist
 
 from electra_dist.config import Config
+from electra_dist.config.schedule import value_at
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.schedule import value_at
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.input_checks import RunInputs

@@ -19,7 +19,7 @@ from electra_dist.checkpoint.checkpoint_stores import check_targets, open_target
 from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, canonical_json
-from electra_dist.config_checks import keys_without_effect
+from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config import CHECKPOINTS_DIR, Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.metrics import iter_steps
 from electra_dist.run.processes import mark_of, marked_pids

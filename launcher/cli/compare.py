@@ -37,7 +37,7 @@ def compare(
     """
     from electra_dist.compare.comparison import Comparison
     from electra_dist.compare.comparison_config import CompareConfig
-    from electra_dist.config_file import load_section
+    from electra_dist.config.load import load_section
     from launcher.cli.finetune import progress_bar
 
     out = open_console()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from electra_dist.config_file import dump_yaml, key_description, load_config, sources
+from electra_dist.config.load import dump_yaml, key_description, load_config, sources
 from launcher.cli.console import open_console
 from launcher.cli.options import ConfigFile, Overrides
 

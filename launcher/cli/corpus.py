@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.console import Console
 from electra_dist.corpus.build_console import (
     BuildConsole,

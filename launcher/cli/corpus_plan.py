@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from rich.table import Table
 
 from electra_dist.config import Config, canonical_json
-from electra_dist.config_file import load_config, load_section
+from electra_dist.config.load import load_config, load_section
 from electra_dist.console import Console
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode

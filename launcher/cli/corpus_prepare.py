@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.console import Console
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, UserError

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.tokenizer import VOCAB_FILE

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.flops import run_flops, token_flops
 from electra_dist.planning.paper_flops import TABLE
 from launcher.cli.console import open_console

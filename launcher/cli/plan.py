@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from electra_dist.config_checks import check_new_run
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
+from electra_dist.config.rules import check_new_run
 from electra_dist.run.folder import is_run_folder
 from launcher.cli.console import print_json
 from launcher.cli.options import AsJson

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.run.folder import open_run
 from launcher.cli.console import open_console
 from launcher.cli.options import Overrides

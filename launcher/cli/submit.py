@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.run.folder import is_run_folder
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import read_ledger

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
-from electra_dist.config_sections.secrets import whole_overrides
+from electra_dist.config.load import load_config
+from electra_dist.config.secrets import whole_overrides
 from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.engine.rank_environment import rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line

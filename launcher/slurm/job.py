@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.config import ClusterConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.escapes import printable
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder

@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from electra_dist.config import Config
-from electra_dist.config_checks import check_new_run
-from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.config_sections.secrets import without_secret_arguments
+from electra_dist.config.load import dump_yaml, load_config
+from electra_dist.config.rules import check_new_run
+from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import append_job, read_ledger

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config import ClusterConfig
-from electra_dist.config_file import load_config
-from electra_dist.config_sections.secrets import hide_overrides
+from electra_dist.config.load import load_config
+from electra_dist.config.secrets import hide_overrides
 from electra_dist.engine.rank_environment import check_device
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.store.patience import Patience

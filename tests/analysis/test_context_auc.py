@@ -18,7 +18,7 @@ from electra_dist.analysis.context_auc import (
 )
 from electra_dist.analysis.roc_auc import auc_with_standard_error, roc_auc
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.run.metrics import EvalRecord
 
 BASE = Path(__file__).parents[2] / "configs" / "compare_cpu_base.yaml"  # without schedules

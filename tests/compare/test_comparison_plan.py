@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.config import Config, TowerConfig
-from electra_dist.config_file import load_config, load_section
+from electra_dist.config.load import load_config, load_section
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops, steps_of_flops
 from launcher.cli.main import app

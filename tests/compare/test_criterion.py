@@ -23,7 +23,7 @@ from electra_dist.compare.significance import (
     markdown_differences,
     paired_difference,
 )
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 
 

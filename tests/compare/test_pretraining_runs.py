@@ -14,7 +14,7 @@ from electra_dist.compare import pretraining_runs
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
 from electra_dist.compare.pretraining_runs import pretrain
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from electra_dist.compare.comparison_plan import Cell, make_plan
 from electra_dist.compare.measures import open_measures
 from electra_dist.compare.measures.task_measure import TaskMeasure
 from electra_dist.compare.pretraining_runs import Pretrainings
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained

@@ -8,7 +8,7 @@ import pytest
 
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import make_plan
-from electra_dist.config_file import load_config, load_section
+from electra_dist.config.load import load_config, load_section
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,7 +10,7 @@ import pytest
 from support.real_runs import write_tiny_config
 from typer.testing import CliRunner
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.corpus.builder.build_corpus import WHOLE, build_corpus, build_part
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.join_parts import join_parts

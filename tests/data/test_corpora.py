@@ -16,7 +16,7 @@ from support.real_runs import synthetic_rows, tiny_tree, write_corpus
 from support.remote_store import Remote
 
 from electra_dist.config import Config, DataConfig
-from electra_dist.config_sections.training import PhaseConfig
+from electra_dist.config.sections.training import PhaseConfig
 from electra_dist.data import cache_folder
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.shard_cache import ShardCache

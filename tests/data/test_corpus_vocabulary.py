@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.analysis.corpus_rows import rows_of_shards
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import ManifestMismatch, UserError

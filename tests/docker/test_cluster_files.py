@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support.real_runs import REPOSITORY
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from launcher.supervise.__main__ import _parse
 

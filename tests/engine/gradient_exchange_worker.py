@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import engine as engine_module
 from electra_dist.engine import loss_scale
 from electra_dist.engine.engine import Engine, deepspeed_config

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 

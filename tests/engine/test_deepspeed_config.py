@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import engine as engine_module
 from electra_dist.engine.engine import Engine, deepspeed_config
 from electra_dist.errors import UserError

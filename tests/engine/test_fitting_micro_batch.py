@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.config_file import load_config
-from electra_dist.config_sections.training import TrainConfig
+from electra_dist.config.load import load_config
+from electra_dist.config.sections.training import TrainConfig
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import check_world_size
 from electra_dist.engine.micro_batch import with_fitting_micro_batch

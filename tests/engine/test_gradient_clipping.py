@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import owned_fragments
 

@@ -11,7 +11,7 @@ from support.real_runs import tiny_tree
 from torch import nn
 
 from electra_dist.config import Config, OptimizerConfig, check_optimizer
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.engine.optimizer import build_optimizer

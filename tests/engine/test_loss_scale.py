@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from torch import nn
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import loss_scale
 from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.loss_scale import LossScale

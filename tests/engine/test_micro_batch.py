@@ -12,7 +12,7 @@ import torch
 from support.real_runs import REPOSITORY
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import micro_batch
 from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
 from electra_dist.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from electra_dist.config import OptimizerConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import engine as engine_module
 from electra_dist.engine import optimizer as module_under_test
 from electra_dist.engine.engine import Engine

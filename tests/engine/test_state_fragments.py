@@ -14,7 +14,7 @@ from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.restore import load_newest
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
 from electra_dist.store.open_store import open_store

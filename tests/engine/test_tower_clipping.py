@@ -10,7 +10,7 @@ import pytest
 from support.rank_processes import finish_ranks, start_ranks
 
 from electra_dist.config import Config, ObjectiveConfig, OptimizerConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.errors import UserError

@@ -19,7 +19,7 @@ from support.checkpoints import verify
 from support.real_runs import VOCAB_SIZE
 
 from electra_dist.compare.criterion import record_criterion
-from electra_dist.config_file import load_config, load_section
+from electra_dist.config.load import load_config, load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords
 from electra_dist.corpus.builder.document_order import NUM_CELLS
 from electra_dist.corpus.builder.join_parts import join_parts

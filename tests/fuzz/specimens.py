@@ -16,7 +16,7 @@ import yaml
 from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
 
 from electra_dist.checkpoint.manifest import Manifest
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
 from electra_dist.corpus.builder.spill_file import write_spill
 from electra_dist.corpus.counts import Counts

@@ -22,7 +22,7 @@ from electra_kernels.native import cpu_library
 from support.real_runs import REPOSITORY
 
 from electra_dist.config import canonical_json
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 
 CONFIGS = REPOSITORY / "configs"
 _SPACE = "\u2003"  # between the words of a command, some of which have spaces

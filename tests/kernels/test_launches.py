@@ -10,7 +10,7 @@ import torch
 from electra_kernels.triton.compile_without_gpu import KernelCase, cases
 from support import rehearsal
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 
 LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 FEW_LAYERS = ["model.discriminator.num_layers=1", "model.generator.num_layers=1"]

@@ -15,7 +15,7 @@ from support.small_encoder import encoder, model, vocabulary
 
 import electra_dist as ed
 from electra_dist.config import ModelConfig
-from electra_dist.config_file import dump_yaml
+from electra_dist.config.load import dump_yaml
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained

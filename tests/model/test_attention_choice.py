@@ -11,7 +11,7 @@ import torch
 from support import flash_definition
 from torch.nn.attention.flex_attention import BlockMask
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import deterministic_mode
 from electra_dist.errors import UserError
 from electra_dist.model import attention, attention_choice, flash_attention

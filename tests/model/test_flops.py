@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.flops import mfu, peak_flops, run_flops, token_flops
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,8 +12,8 @@ from transformers import ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import make_plan
-from electra_dist.config_checks import keys_without_effect
-from electra_dist.config_file import load_config, load_section
+from electra_dist.config.load import load_config, load_section
+from electra_dist.config.rules import keys_without_effect
 from electra_dist.model.flops import token_flops
 from electra_dist.model.parameter_counts import parameter_counts
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.towers import ElectraTowers
 

@@ -11,7 +11,7 @@ import torch
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.flops import token_flops
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.parameter_counts import parameter_counts

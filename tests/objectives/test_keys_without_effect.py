@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
-from electra_dist.config_checks import check_new_run, keys_without_effect
+from electra_dist.config.rules import check_new_run, keys_without_effect
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective

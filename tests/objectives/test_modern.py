@@ -15,7 +15,7 @@ from support.small_models import frozen_weights
 from torch._dynamo.utils import counters
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.engine.process_group import init_distributed

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.config_sections.objective import check_sharing
+from electra_dist.config.sections.objective import check_sharing
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.base import StepInput, Sums

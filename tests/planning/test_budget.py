@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.planning.budget import make_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"

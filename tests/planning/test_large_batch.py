@@ -7,7 +7,7 @@ import math
 import pytest
 from support.real_runs import REPOSITORY
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 
 
 def test_the_large_batch_recipe_is_the_papers_scaled_by_the_square_root_rule() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.real_runs import REPOSITORY, free_port
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.planning.multi_node_scaling import (
     Cluster,

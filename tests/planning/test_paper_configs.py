@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.planning.paper_count import run_flops_by_paper
 from electra_dist.planning.plan_tables import print_plan
 

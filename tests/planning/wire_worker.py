@@ -49,7 +49,7 @@ for collective_name in MESSAGE_ARGUMENT:
 # DeepSpeed keeps the functions that it finds when it is imported.
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
-from electra_dist.config_file import load_config  # noqa: E402
+from electra_dist.config.load import load_config  # noqa: E402
 from electra_dist.engine.engine import Engine  # noqa: E402
 from electra_dist.engine.process_group import init_distributed  # noqa: E402
 

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 import electra_dist as ed
 from electra_dist.checkpoint.checkpoint_stores import OtherRun
 from electra_dist.checkpoint.manifest import Manifest
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.corpus.build_report import SourceNotes, make_report, write_report
 from electra_dist.corpus.counts import Counts
 from electra_dist.data.manifest import read_manifest

@@ -11,7 +11,7 @@ import torch
 from support.small_models import frozen_weights
 
 from electra_dist.config import Config, ObjectiveConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.model.flops import token_flops
 from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, ElectraForPreTraining
 
 from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import NodeError, UserError
 from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.dropout_keys import DropoutKeys

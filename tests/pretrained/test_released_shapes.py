@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config import ModelConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers

@@ -18,7 +18,7 @@ from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError

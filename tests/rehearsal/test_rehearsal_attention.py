@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.rehearsal import build, rehearse, step_input
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 
 LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from support.checkpoints import state_at
 from support.hostile_text import HOSTILE, SHOWN
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.pretrained.export_run import Export
 from electra_dist.report.model_card import model_card
 

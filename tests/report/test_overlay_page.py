@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.report import html_parts
 from electra_dist.report.overlay_page import unique_names, write_overlay

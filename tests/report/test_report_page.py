@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.run_records import STEP
 
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.report.curve_points import RunCurves, columns_of, smooth_curve, smoothed, thinned

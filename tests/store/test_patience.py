@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist import config_layers
-from electra_dist.config_layers import read_yaml
+from electra_dist.config import load
+from electra_dist.config.load import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
 from electra_dist.store import patience as patience_module
 from electra_dist.store.interface import Store
@@ -156,7 +156,7 @@ def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path,
     file = tmp_path / "config.yaml"
     file.write_text("{}")
     errors = [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")]
-    read = config_layers.read_regular
+    read = load.read_regular
 
     def stale(path: Path, most_bytes: int) -> bytes:
         """Raise the next of `errors`; read the file if none is left."""
@@ -164,7 +164,7 @@ def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path,
             raise errors.pop()
         return read(path, most_bytes)
 
-    monkeypatch.setattr(config_layers, "read_regular", stale)
+    monkeypatch.setattr(load, "read_regular", stale)
     assert Patience(60.0, note=lambda line: None).call(lambda: read_yaml(file)) == {}
     assert errors == []
     errors.append(PermissionError(errno.EACCES, "Permission denied"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.import_graph import ROOT
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store import regular_files
 from electra_dist.store.atomic_files import readable

@@ -30,7 +30,7 @@ MOST_SHOWN = 8
 # Files of quick tests, at least one of each package.
 FAST = (
     "tests/test_architecture.py",
-    "tests/test_config.py",
+    "tests/config/test_config.py",
     "tests/test_docs.py",
     "tests/test_tokenizer.py",
     "tests/run/test_goodput.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.run_records import EVAL, STEP
 
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.run.ledger import Ledger
 from electra_dist.run.records import encode
 

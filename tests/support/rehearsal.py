@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from electra_dist.config import Config
+from electra_dist.config.schedule import schedules_of
 from electra_dist.model import attention, attention_choice
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.row_layout import SpecialIds
@@ -41,7 +42,6 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
 from electra_dist.objectives.base import Objective, StepInput, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules
-from electra_dist.schedule import schedules_of
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 META = torch.device("meta")

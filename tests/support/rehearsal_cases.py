@@ -28,7 +28,7 @@ import torch
 from support.rehearsal import META, Figures, build, rehearse, scheduled_values, step_input
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.engine import micro_batch
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.objectives.base import StepInput

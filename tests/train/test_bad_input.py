@@ -15,7 +15,7 @@ import pytest
 from support.real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus, write_tiny_config
 from support.s3_server import running_s3
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.data.manifest import MANIFEST_KEY
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.engine.optimizer import has_nvidia_apex

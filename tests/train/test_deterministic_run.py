@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.train import pretrain_rank
 
 

@@ -13,7 +13,7 @@ from support.real_runs import VOCAB_SIZE, go_back
 from transformers import ModernBertForMaskedLM
 
 from electra_dist.config import ModelConfig
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.pretrained.export_run import export_run
 
 MODERN = {

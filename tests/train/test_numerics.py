@@ -17,7 +17,7 @@ from electra_dist import config as config_module
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore import check_belongs
 from electra_dist.config import NUMERICS
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError
 from electra_dist.run.folder import check_run_folder, recorded_numerics, run_identity
 from electra_dist.run.ledger import read_ledger

@@ -15,7 +15,7 @@ from support.real_runs import go_back, quick_command, read_losses, step_records,
 from typer.testing import CliRunner
 
 import electra_dist as ed
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import UserError

@@ -16,7 +16,7 @@ from drills.campaign.draws import DRAWS, NOT_DRAWN, config_keys, draw_changes, i
 from drills.campaign.trial import Fault, Segment, Side, compare, without_equal_neighbours
 from support.real_runs import REPOSITORY
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 
 NUM_CASES = 40
 

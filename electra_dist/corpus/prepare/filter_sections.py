@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from electra_dist.config_sections.section import NonNegative, Positive, Section
+from electra_dist.config.sections.base import NonNegative, Positive, Section
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 

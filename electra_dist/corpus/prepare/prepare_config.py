@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Section
+from electra_dist.config.sections.base import LocalFolder, NonNegative, Positive, Section
 from electra_dist.corpus.prepare.filter_sections import FiltersSection
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -217,7 +217,7 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
 
 def reference() -> str:
     """Return Markdown tables of all keys of the YAML file, a table for each section, from the fields' descriptions."""
-    from electra_dist.config_reference import plain_table, section_tables  # Nothing else here needs the module.
+    from electra_dist.config.reference import plain_table, section_tables  # Nothing else here needs the module.
 
     sections: dict[str, type[Section]] = {
         "extraction": ExtractionSection,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, field_validator
 
-from electra_dist.config_sections.section import Section
+from electra_dist.config.sections.base import Section
 from electra_dist.corpus.builder.bucket_rows import cut_chunks, put_shard
 from electra_dist.corpus.builder.build_records import BuildRecords, FinishedBucket
 from electra_dist.corpus.builder.build_request import BuildRequest

@@ -20,6 +20,7 @@ from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warn
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.config import Config
+from electra_dist.config.schedule import describe, schedules_of
 from electra_dist.corpus.build_report import corpus_sources
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.receipt import Receipt
@@ -32,7 +33,6 @@ from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
-from electra_dist.schedule import describe, schedules_of
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR

@@ -11,7 +11,7 @@ import pytest
 from made_sources import english, page, warc, wet
 from prepare_processes import REPOSITORY
 
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import UserError

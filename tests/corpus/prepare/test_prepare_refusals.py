@@ -15,7 +15,7 @@ import pytest
 import yaml
 from made_sources import lines
 
-from electra_dist.config_file import load_section
+from electra_dist.config.load import load_section
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import UserError
 

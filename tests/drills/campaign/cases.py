@@ -15,7 +15,7 @@ from drills.campaign.draws import BASE, DRAWS, GENERATOR_SOURCE, INITIAL_SOURCE,
 from pydantic import ValidationError
 
 from electra_dist.config import Config
-from electra_dist.config_checks import check_new_run
+from electra_dist.config.rules import check_new_run
 from electra_dist.errors import UserError
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")

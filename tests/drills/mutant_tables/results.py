@@ -315,7 +315,7 @@ RESULTS = (
     ),
     Mutant(
         name="tracking: services receive the command of cluster.notify",
-        file="electra_dist/config_sections/secrets.py",
+        file="electra_dist/config/secrets.py",
         original="return HIDDEN if tree else tree",
         mutated="return tree",
         test="tests/report/test_report_page.py::test_the_report_can_be_passed_on",

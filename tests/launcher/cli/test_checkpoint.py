@@ -18,7 +18,7 @@ from electra_dist.checkpoint.checkpoint import SET_ASIDE
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.restore import set_all_aside
-from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.run.folder import run_identity
 from electra_dist.store.interface import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
 from launcher.preflight.disk_space_checks import LOG_BYTES, Need, check_disks, classify_disk, needs
 

@@ -166,7 +166,7 @@ def test_a_node_of_several_is_checked_for_the_cache_that_its_ranks_will_have(
 
 
 def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., Path]):
-    from electra_dist.config_file import load_config
+    from electra_dist.config.load import load_config
 
     node_findings = node_check.check_node(load_config(tiny_config()), "n7")
     assert {finding.node for finding in node_findings} == {"n7"}

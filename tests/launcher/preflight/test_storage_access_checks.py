@@ -9,7 +9,7 @@ from typing import IO
 import pytest
 from support.real_runs import REPOSITORY
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import StoreAway
 from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing

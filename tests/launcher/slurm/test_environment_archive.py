@@ -88,7 +88,7 @@ def test_a_changed_environment_has_another_archive_and_an_equal_one_is_not_packe
 
 def test_the_own_packages_are_packed_wherever_they_are_installed() -> None:
     names = {packed.name for packed in environment_files([], OWN_PACKAGES)}
-    assert {"electra_dist/config.py", "launcher/pretrain.py", "electra_kernels/keyed_random.py"} <= names
+    assert {"electra_dist/config/config.py", "launcher/pretrain.py", "electra_kernels/keyed_random.py"} <= names
 
 
 @pytest.mark.parametrize("planted", ["link", "other mode", "other user"])

@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint

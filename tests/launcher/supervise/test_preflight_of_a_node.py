@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.config_file import load_config
+from electra_dist.config.load import load_config
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from launcher.supervise import supervisor
 from launcher.supervise.rank_placement import Placement

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from electra_dist.config_sections.secrets import HIDDEN
-from electra_dist.config_sections.section import (
+from electra_dist.config.secrets import HIDDEN
+from electra_dist.config.sections.base import (
     NonNegative,
     NonNegativeSeconds,
     Positive,

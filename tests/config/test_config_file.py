@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from electra_dist.config import Config
-from electra_dist.config_file import dump_yaml, load_config, sources
+from electra_dist.config.load import dump_yaml, load_config, sources
 from electra_dist.errors import UserError
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Configs of commands, not of a run.
 OTHERS = (
     "compare_cpu.yaml",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section, Size
+from electra_dist.config.sections.base import LocalFolder, NonNegative, Positive, Probability, Section, Size
 
 
 class PhaseConfig(Section):

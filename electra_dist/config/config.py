@@ -1,9 +1,9 @@
-"""Define the configuration of a run: one frozen pydantic tree, with its sections from `config_sections/`.
+"""Define the configuration of a run: one frozen pydantic tree, with its sections from `sections/`.
 
 Guarantee: an unknown key, a value of the wrong type and a contradiction between keys are errors when the config is
 loaded. A loaded config never changes.
 
-How: `config_file.py` reads the tree from YAML, and `engine/engine.py` derives DeepSpeed's JSON from it. Each component
+How: `load.py` reads the tree from YAML, and `engine/engine.py` derives DeepSpeed's JSON from it. Each component
 receives only the section that it needs. The field descriptions are the user's manual: `electra-dist config FILE
 --describe` prints them, and the error for an invalid or missing key quotes the key's description.
 
@@ -19,9 +19,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.model import ModelConfig, TowerConfig
-from electra_dist.config_sections.objective import ObjectiveConfig, check_sharing
-from electra_dist.config_sections.operation import (
+from electra_dist.config.sections.base import LocalFolder, Section, Seed
+from electra_dist.config.sections.model import ModelConfig
+from electra_dist.config.sections.objective import ObjectiveConfig, check_sharing
+from electra_dist.config.sections.operation import (
     CheckpointConfig,
     ClusterConfig,
     CorpusConfig,
@@ -29,45 +30,13 @@ from electra_dist.config_sections.operation import (
     LogConfig,
     PlanConfig,
 )
-from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section, Seed
-from electra_dist.config_sections.training import (
+from electra_dist.config.sections.training import (
     DataConfig,
     EngineConfig,
-    GeneratorOptimizerConfig,
     GuardConfig,
     OptimizerConfig,
     TrainConfig,
-    divisors,
 )
-
-# Other modules import the sections from this module.
-__all__ = [
-    "CACHE_DIR",
-    "CHECKPOINTS_DIR",
-    "NUMERICS",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "CorpusConfig",
-    "DataConfig",
-    "EngineConfig",
-    "GeneratorOptimizerConfig",
-    "GuardConfig",
-    "KernelsConfig",
-    "LogConfig",
-    "ModelConfig",
-    "NonNegative",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "PlanConfig",
-    "Positive",
-    "Probability",
-    "Section",
-    "TowerConfig",
-    "TrainConfig",
-    "canonical_json",
-    "divisors",
-]
 
 CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.targets replaces it.
 CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
@@ -77,7 +46,7 @@ NUMERICS = 1
 
 
 class Config(Section):
-    """Whole configuration of a run, with one field for each section. `config_file.load_config` reads it from YAML."""
+    """Whole configuration of a run, with one field for each section. `load.load_config` reads it from YAML."""
 
     run_dir: LocalFolder = Field(
         description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "

@@ -1,6 +1,6 @@
 """Write the reference of all config keys, docs/config.md, from the descriptions of the config's fields.
 
-Run `python -m electra_dist.config_reference > docs/config.md` or `make docs/config.md` after a change of the config. A
+Run `python -m electra_dist.config.reference > docs/config.md` or `make docs/config.md` after a change of the config. A
 test fails if the page is out of date.
 """
 
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from electra_dist.config import Config
-from electra_dist.schedule import Schedule
+from electra_dist.config.schedule import Schedule
 
 _INTRODUCTION = """# Configuration
 
@@ -22,7 +22,7 @@ A run is described by one YAML file. `extends: OTHER.yaml` starts from another f
 and `--set section.key=value` overrides a key. A file `configs/NAME` that does not exist is taken from those that come
 with the package. An unknown key is an error that names the nearest valid one; a key that is set twice in a file is an
 error, too. `electra-dist config FILE --describe` shows the same descriptions with the values of a file and where each
-value comes from. This page is generated from `electra_dist/config_sections/`; do not edit it.
+value comes from. This page is generated from `electra_dist/config/sections/`; do not edit it.
 """
 _SCHEDULES = """A key of the type schedule takes a number, or a mapping of the keys of this table, for example
 `{from: 4, to: 1, shape: linear}`. [objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a

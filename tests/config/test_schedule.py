@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra_dist.config import Config
-from electra_dist.config_file import dump_yaml, load_config, sources
+from electra_dist.config.load import dump_yaml, load_config, sources
+from electra_dist.config.schedule import Schedule, describe, largest_value, mean_value, value_at
 from electra_dist.errors import UserError
 from electra_dist.model.flops import token_flops
 from electra_dist.planning.plan_tables import plan_sections
-from electra_dist.schedule import Schedule, describe, largest_value, mean_value, value_at
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BASE = CONFIGS / "compare_cpu_base.yaml"  # without schedules
 FAST_ELECTRA = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from electra_dist.config import CACHE_DIR, MODERN_KEYS, Config
+from electra_dist.config.config import CACHE_DIR, MODERN_KEYS, Config
 from electra_dist.errors import UserError
 
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).

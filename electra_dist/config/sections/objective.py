@@ -11,9 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.model import ModelConfig
-from electra_dist.config_sections.section import NonNegative, Section
-from electra_dist.schedule import (
+from electra_dist.config.schedule import (
     FractionOrSchedule,
     InnerFractionOrSchedule,
     NonNegativeOrSchedule,
@@ -21,6 +19,8 @@ from electra_dist.schedule import (
     Schedule,
     largest_value,
 )
+from electra_dist.config.sections.base import NonNegative, Section
+from electra_dist.config.sections.model import ModelConfig
 
 
 class ObjectiveFacts(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.real_runs import REPOSITORY
 
 from electra_dist.config import Config
-from electra_dist.config_reference import reference
+from electra_dist.config.reference import reference
 
 
 def test_the_page_in_docs_is_current() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from electra_dist.schedule import Schedule, refuse_boolean
+from electra_dist.config.schedule import Schedule, refuse_boolean
 
 
 def _without_tilde(folder: str) -> str:

@@ -13,16 +13,15 @@ from pydantic import BaseModel
 
 from electra_dist import config_file
 from electra_dist.config import Config, TrainConfig, divisors
-from electra_dist.config_checks import check_new_run
-from electra_dist.config_file import load_config
-from electra_dist.config_layers import parse_override, read_layers
-from electra_dist.config_sections.training import PhaseConfig
+from electra_dist.config.load import load_config, parse_override, read_layers
+from electra_dist.config.rules import check_new_run
+from electra_dist.config.schedule import Schedule
+from electra_dist.config.sections.training import PhaseConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.planning.plan_tables import print_plan
-from electra_dist.schedule import Schedule
 
-DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 VALUES = ("0", "1", "-1", str(2**31), str(2**63), str(2**64), "1.0e+308", ".nan", ".inf", "-.inf", "9" * 60)
 
 

@@ -8,13 +8,13 @@ from typing import get_args
 import pytest
 
 from electra_dist.config import CACHE_DIR, Config, ObjectiveConfig
-from electra_dist.config_checks import RUN_FOLDERS, check_new_run, check_targets_are_separate, keys_without_effect
-from electra_dist.config_file import load_config
-from electra_dist.config_sections.objective import OBJECTIVES
+from electra_dist.config.load import load_config
+from electra_dist.config.rules import RUN_FOLDERS, check_new_run, check_targets_are_separate, keys_without_effect
+from electra_dist.config.sections.objective import OBJECTIVES
 from electra_dist.errors import UserError
 from electra_dist.run import folder
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEMO = CONFIGS / "demo_cpu.yaml"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.section import Probability, Section, Size
+from electra_dist.config.sections.base import Probability, Section, Size
 
 _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
 # Defaults of these keys for a config with `architecture: modern`; they are the values of ModernBERT.

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.config_file import load_config, sources
-from electra_dist.config_layers import CONFIGS_DIR, find_config_file
+from electra_dist.config.load import CONFIGS_DIR, find_config_file, load_config, sources
 from electra_dist.errors import UserError
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEMO = CONFIGS / "demo_cpu.yaml"
 
 

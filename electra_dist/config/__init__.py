@@ -1,0 +1,55 @@
+"""The configuration of a run: its sections and their keys, what contradicts what, and how it is read from YAML.
+
+Other packages import the classes from here.
+"""
+
+from electra_dist.config.config import CACHE_DIR, CHECKPOINTS_DIR, NUMERICS, Config, canonical_json, check_optimizer
+from electra_dist.config.sections.base import NonNegative, Positive, Probability, Section
+from electra_dist.config.sections.model import ModelConfig, TowerConfig
+from electra_dist.config.sections.objective import ObjectiveConfig
+from electra_dist.config.sections.operation import (
+    CheckpointConfig,
+    ClusterConfig,
+    CorpusConfig,
+    KernelsConfig,
+    LogConfig,
+    PlanConfig,
+)
+from electra_dist.config.sections.training import (
+    DataConfig,
+    EngineConfig,
+    GeneratorOptimizerConfig,
+    GuardConfig,
+    OptimizerConfig,
+    TrainConfig,
+    divisors,
+)
+
+__all__ = [
+    "CACHE_DIR",
+    "CHECKPOINTS_DIR",
+    "NUMERICS",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "CorpusConfig",
+    "DataConfig",
+    "EngineConfig",
+    "GeneratorOptimizerConfig",
+    "GuardConfig",
+    "KernelsConfig",
+    "LogConfig",
+    "ModelConfig",
+    "NonNegative",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "Positive",
+    "Probability",
+    "Section",
+    "TowerConfig",
+    "TrainConfig",
+    "canonical_json",
+    "check_optimizer",
+    "divisors",
+]
