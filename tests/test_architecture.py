@@ -1,4 +1,4 @@
-"""The packages stand in layers: `docs/architecture.md` has the table, the import statements of all sources keep to it.
+"""The packages stand in layers: `docs/layers.md` has the table, the import statements of all sources keep to it.
 
 `python tests/support/import_graph.py` prints the figures of the same graph.
 """
@@ -164,8 +164,10 @@ def test_what_runs_on_a_login_node_or_beside_the_ranks_is_imported_without_torch
     assert done.returncode == 0, done.stderr
 
 
-def test_the_page_names_what_there_is(page: str):
-    """Every path that the page gives exists, and every function that it gives for a file is defined there."""
+def test_the_pages_name_what_there_is():
+    """Every path that the pages give exists, and every function that they give for a file is defined there."""
+    names = ("architecture", "layers", "walkthrough")
+    page = "".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in names)
     for path in re.findall(r"`((?:benchmarks|electra_dist|kernels|launcher|tests)/[^` ]*)`", page):
         assert (ROOT / path).exists(), path
     rows = re.findall(r"^\| `([^`]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \|", page, re.MULTILINE)

@@ -7,7 +7,7 @@ function, or under TYPE_CHECKING. `from package import name` is an import of the
 otherwise of `package/__init__.py`.
 
 How: a file is identified by its path below the root, for example `electra_dist/store/local_store.py`. Packages are
-those that `docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single
+those that `docs/layers.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single
 module of one of the two, electra_kernels, or the benchmarks.
 
 Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "electra_dist", "kernels", "launcher")
-LAYERS_FILE = "docs/architecture.md"
+LAYERS_FILE = "docs/layers.md"
 SMALL_MODULE = 50  # lines of code; a smaller module with one importer belongs into its importer
 
 Graph = dict[str, set[str]]  # who imports -> what is imported; every node is a key
