@@ -5,7 +5,7 @@
 
 Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`corpus_builder_ways.py`). Each
 way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build is measured
-(electra_dist/planning/corpus/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed. From
+(electra_dist/corpus/plan/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed. From
 these times the benchmark computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
 benchmarks/results/RECORD.json` computes other plans from the same record.
 
@@ -46,12 +46,12 @@ from electra_dist.config.load import load_config
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
+from electra_dist.corpus.plan.corpus_plan import plan_corpus, workload_of_tokens
+from electra_dist.corpus.plan.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
+from electra_dist.corpus.plan.prepare_rates import measure_preparation
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.vocabulary import train_vocabulary
-from electra_dist.planning.corpus.corpus_plan import plan_corpus, workload_of_tokens
-from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
-from electra_dist.planning.corpus.prepare_rates import measure_preparation
 from electra_dist.tokenizer import Vocabulary
 
 ROUNDS = 3

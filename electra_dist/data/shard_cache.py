@@ -25,6 +25,7 @@ import os
 import queue
 import resource
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -299,3 +300,15 @@ def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGrou
     if data.cache_limit_gb is not None:
         limit_bytes = round(data.cache_limit_gb * 1e9)
     return ShardCache(corpora, folder / SHARDS_DIR, data.fetch_threads, limit_bytes, peers)
+
+
+def rows_of_shards(corpora: Corpora, shard_indices: Iterable[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield for each shard its index and its verified rows, [rows, seq_len], without a cache that outlasts the call.
+
+    A shard on S3 is in a temporary folder until the next one is read. A progress bar may wrap `shard_indices`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="electra-rows-") as folder,
+        contextlib.closing(ShardCache(corpora, Path(folder), fetch_threads=1, limit_bytes=0)) as cache,
+    ):
+        yield from cache.whole_shards(shard_indices)

@@ -12,9 +12,8 @@ from rich.progress import track
 
 from electra_dist.config import Config
 from electra_dist.console import Console
-from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
-from electra_dist.corpus_search.row_uses import uses_of_found_rows
-from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
+from electra_dist.corpus.find.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
+from electra_dist.corpus.find.search_result import MAX_SHOWN, SearchResult, json_tree, print_result, uses_of_found_rows
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import UserError

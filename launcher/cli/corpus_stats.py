@@ -27,7 +27,7 @@ def stats(
     corpus is missing or damaged.
     """
     # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
-    from electra_dist.report.corpus_stats.stats_page import write_stats_page
+    from electra_dist.corpus.stats.stats_page import write_stats_page
 
     def progress(shards: Iterable[int]) -> Iterable[int]:
         return track(list(shards), "reading", console=Console(stderr=True), transient=True)

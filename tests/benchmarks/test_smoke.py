@@ -13,8 +13,7 @@ import run
 import step
 
 from electra_dist.corpus.builder.build_corpus import build_corpus
-from electra_dist.planning.corpus.corpus_rates import STEPS
-from launcher.cli.corpus_plan import read_rates
+from electra_dist.corpus.plan.corpus_rates import STEPS, read_rates
 
 
 def _run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:

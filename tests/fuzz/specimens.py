@@ -22,12 +22,12 @@ from electra_dist.corpus.builder.spill_file import write_spill
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
 from electra_dist.corpus.origins import Origin, put_origins, table_of_examples, write_origins
+from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import REPORT_FILE, make_report
 from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
-from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.lease_file import create

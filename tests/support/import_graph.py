@@ -7,8 +7,8 @@ function, or under TYPE_CHECKING. `from package import name` is an import of the
 otherwise of `package/__init__.py`.
 
 How: a file is identified by its path below the root, for example `electra_dist/store/local_store.py`. Packages are
-those that `docs/layers.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single
-module of one of the two, electra_kernels, or the benchmarks.
+those that `docs/layers.md` lists: a folder of electra_dist or of launcher with all its subfolders (except those
+of `APART`, which are packages of their own), a single module of one of the two, electra_kernels, or the benchmarks.
 
 Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
 `python -m`, are not counted.
@@ -28,6 +28,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "electra_dist", "kernels", "launcher")
 LAYERS_FILE = "docs/layers.md"
+APART = (
+    "electra_dist/corpus/find",
+    "electra_dist/corpus/plan",
+    "electra_dist/corpus/stats",
+)  # sub-packages with layers
 SMALL_MODULE = 50  # lines of code; a smaller module with one importer belongs into its importer
 
 Graph = dict[str, set[str]]  # who imports -> what is imported; every node is a key
@@ -83,6 +88,8 @@ def _module_name(file: str) -> str:
 def package_of(file: str) -> str:
     """Return the package that a file belongs to, by the name that it has in the table of layers."""
     parts = PurePosixPath(file).parts
+    if "/".join(parts[:3]) in APART:
+        return "/".join(parts[:3])
     return parts[0] if parts[0] == "benchmarks" else "/".join(parts[:2])
 
 

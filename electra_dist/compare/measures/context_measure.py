@@ -15,11 +15,11 @@ import numpy as np
 from typing_extensions import override
 
 from electra_dist.analysis.context_auc import NUM_REPLACED
-from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.compare.comparison_config import CONTEXT_AUC
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of
 from electra_dist.data.corpora import Corpora
+from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.finetune.sentences.token_scores import score_places
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.model.row_layout import SpecialIds

@@ -264,18 +264,18 @@ RESULTS = (
     ),
     Mutant(
         name="planning: the price of a thousand requests is that of one",
-        file="electra_dist/planning/corpus/corpus_plan.py",
+        file="electra_dist/corpus/plan/corpus_plan.py",
         original="self.requests.total / 1000 * prices.thousand_requests",
         mutated="self.requests.total * prices.thousand_requests",
-        test="tests/planning/test_corpus_plan.py::test_the_cost_is_that_of_hours_requests_and_bytes",
+        test="tests/corpus/plan/test_corpus_plan.py::test_the_cost_is_that_of_hours_requests_and_bytes",
     ),
     Mutant(
         name="planning: more machines divide the merge of a corpus",
-        file="electra_dist/planning/corpus/corpus_plan.py",
+        file="electra_dist/corpus/plan/corpus_plan.py",
         original="return shared / (self.num_machines * self.cores_per_machine) + self.merge.core_hours",
         mutated="return shared / (self.num_machines * self.cores_per_machine) + self.merge.core_hours / "
         "self.num_machines",
-        test="tests/planning/test_corpus_plan.py::test_more_machines_divide_the_parallel_steps_and_not_the_merge",
+        test="tests/corpus/plan/test_corpus_plan.py::test_more_machines_divide_the_parallel_steps_and_not_the_merge",
     ),
     Mutant(
         name="report: a thinned curve loses its lowest points",
@@ -297,7 +297,7 @@ RESULTS = (
         file="electra_dist/report/html_parts.py",
         original='f"<td>{html_text(cell)}</td>"',
         mutated='f"<td>{cell}</td>"',
-        test="tests/report/corpus_stats/test_stats_page.py::test_the_page_needs_no_other_file_and_escapes_names",
+        test="tests/corpus/stats/test_stats_page.py::test_the_page_needs_no_other_file_and_escapes_names",
     ),
     Mutant(
         name="report: two runs of one name are shown under it",

@@ -152,7 +152,7 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="corpus search: a row's step is that of the next row",
-        file="electra_dist/corpus_search/row_uses.py",
+        file="electra_dist/corpus/find/search_result.py",
         original="use.position // global_batch)",
         mutated="(use.position + 1) // global_batch)",
         test="tests/launcher/cli/test_corpus_find.py::"

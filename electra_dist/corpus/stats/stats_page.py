@@ -10,25 +10,35 @@ and documents. Without origin files, which record the documents of each row, it 
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from electra_dist.corpus.build_console import plural
 from electra_dist.corpus.build_report import BuildReport, PreparedText, read_report
 from electra_dist.corpus.counts import SKIP_REASONS
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 from electra_dist.corpus.origins import open_origins
+from electra_dist.corpus.stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.escapes import html_text
-from electra_dist.report.corpus_stats.bar_diagram import draw_bars
-from electra_dist.report.corpus_stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
+from electra_dist.report.curves import svg_for_page
+from electra_dist.report.hover_values import SIZE_INCHES
 from electra_dist.report.html_parts import now, page, percent, table, write_page
 from electra_dist.report.overlay_page import shortest_endings
+from electra_dist.report.plot_style import SERIES, svg_style
 from electra_dist.report.run_tiles import Tile, tile_section
 from electra_dist.run.number_formats import format_count
 from electra_dist.store.interface import Store
 
 _NOT_STATED = "not stated"
+_MAX_TICKS = 9  # labels below the bars of a diagram, at most
 _SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
 
 
@@ -149,9 +159,9 @@ def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: Row
     most_examples = max(figures.rows_by_examples)
     examples = range(1, most_examples + 1)
     diagrams = [
-        draw_bars("Rows by padding in tokens", labels, figures.rows_by_padding.tolist()),
-        draw_bars("Examples by length in tokens", labels, figures.examples_by_length.tolist()),
-        draw_bars(
+        _draw_bars("Rows by padding in tokens", labels, figures.rows_by_padding.tolist()),
+        _draw_bars("Examples by length in tokens", labels, figures.examples_by_length.tolist()),
+        _draw_bars(
             "Rows by number of examples",
             [str(number) for number in examples],
             [figures.rows_by_examples[number] for number in examples],
@@ -159,7 +169,7 @@ def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: Row
     ]
     if report is not None and report.document_lengths:
         lengths = report.document_lengths
-        diagrams.insert(0, draw_bars("Documents by length in tokens", list(lengths), list(lengths.values())))
+        diagrams.insert(0, _draw_bars("Documents by length in tokens", list(lengths), list(lengths.values())))
     cards = "".join(f'<div class="card">{diagram}</div>\n' for diagram in diagrams)
     return f'<h2>Lengths and padding</h2>\n<section class="curves">\n{cards}</section>\n'
 
@@ -224,3 +234,23 @@ def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> st
             paragraphs += f"<p>{origin}{html_text(shown)}</p>\n"
     note = "Evenly spaced rows of the corpus, with the text that is left after tokenization."
     return f'<h2>Samples</h2>\n<div class="card samples">\n{paragraphs}</div>\n<p class="note">{note}</p>\n'
+
+
+def _draw_bars(title: str, labels: Sequence[str], values: Sequence[int]) -> str:
+    """Return a bar diagram as the text of an <svg> element; `title` must need no HTML escaping.
+    If there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
+    """
+    with matplotlib.rc_context(svg_style() | {"svg.hashsalt": title}):
+        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        axes.bar(range(len(values)), values, width=0.86, color=SERIES[0])
+        axes.set_title(title, loc="left")
+        bars_per_label = math.ceil(len(labels) / _MAX_TICKS)
+        labelled_bars = range(0, len(labels), bars_per_label)
+        axes.set_xticks(list(labelled_bars), [labels[bar] for bar in labelled_bars])
+        axes.grid(visible=False, axis="x")
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        buffer = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    return svg_for_page(buffer.getvalue(), title)

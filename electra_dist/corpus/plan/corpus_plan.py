@@ -22,7 +22,8 @@ from electra_dist.corpus.builder.bucket_rows import SAMPLE_BYTES
 from electra_dist.corpus.builder.build_corpus import divide_into_buckets
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.document_order import NUM_CELLS
-from electra_dist.planning.corpus.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
+from electra_dist.corpus.inputs.find_inputs import InputFile
+from electra_dist.corpus.plan.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2
 _DOCUMENT_BYTES = 64  # bytes that the build adds to the size of every document in a spill file (`read_group.py`)
@@ -142,6 +143,28 @@ def workload_of_tokens(
         num_files=max(1, round(input_bytes / file_bytes)),
         num_documents=rates.documents * scale,
         raw_text_bytes=text_bytes / kept,
+        num_machines=num_machines,
+        cores_per_machine=cores_per_machine,
+    )
+
+
+def workload_of_files(
+    rates: CorpusRates,
+    files: Sequence[InputFile],
+    *,
+    kept: float = 1.0,
+    num_machines: int = 1,
+    cores_per_machine: int = 1,
+) -> Workload:
+    """Return the workload of a corpus of these files, whose text is like the sample; `kept` as above."""
+    input_bytes = sum(file.size for file in files)
+    raw_text_bytes = input_bytes * rates.text_bytes / rates.input_bytes
+    return Workload(
+        text_bytes=raw_text_bytes * kept,
+        input_bytes=input_bytes * kept,
+        num_files=len(files),
+        num_documents=rates.documents * raw_text_bytes * kept / rates.text_bytes,
+        raw_text_bytes=raw_text_bytes,
         num_machines=num_machines,
         cores_per_machine=cores_per_machine,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +23,14 @@ from electra_dist.corpus.builder.build_corpus import WHOLE, build_part
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.join_parts import join_parts
 from electra_dist.corpus.inputs.find_inputs import search_inputs
+from electra_dist.corpus.plan import corpus_rates, measurement
+from electra_dist.corpus.plan.corpus_plan import Prices, Workload, machines_needed, plan_corpus, total_requests
+from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, PrepareRate, measure_rates, read_rates
 from electra_dist.errors import UserError
-from electra_dist.planning.corpus import corpus_rates
-from electra_dist.planning.corpus.corpus_plan import Prices, Workload, machines_needed, plan_corpus, total_requests
-from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate, measure_rates
 from electra_dist.store.open_store import open_store
-from launcher.cli import corpus_plan as command
 from launcher.cli.corpus import app
 
-CONFIG = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml"
 KINDS = {
     "GetObject": "get",
     "PutObject": "put",
@@ -186,7 +186,7 @@ def test_filters_are_counted_for_all_text_and_deduplication_for_what_is_kept() -
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return the function `run(*options)`, which runs `corpus plan` in this process with its own cache and sample."""
-    monkeypatch.setattr(command, "user_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measurement, "user_cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(corpus_rates, "SAMPLE_BYTES", 100_000)
 
     def invoke(*options: str) -> Any:
@@ -235,6 +235,15 @@ def test_documents_of_the_sample_without_text_are_left_out(run: Callable[..., An
     assert json.loads(done.stdout)["rates"]["documents"] > 0
 
 
+def test_a_plan_of_a_preparation_names_the_package_that_is_missing(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prepare.yaml").write_text("output: o\nwork: w\nsources: [{name: a, path: a}]\n")
+    monkeypatch.setitem(sys.modules, "datatrove.utils.logging", None)  # imports of it fail
+    with pytest.raises(UserError, match=r"--prepare needs datatrove.*; pip install 'electra-dist\[corpus\]'"):
+        run("--prepare", str(tmp_path / "prepare.yaml"), "--set", "model.vocab_size=300")
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [("{}", "the value of `sample` is wrong"), ("[", "it is not JSON"), ('{"rates": {"sample": 3}}', "damaged")],
@@ -242,4 +251,4 @@ def test_documents_of_the_sample_without_text_are_left_out(run: Callable[..., An
 def test_a_file_without_rates_is_refused(content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text(content)
     with pytest.raises(UserError, match=reason):
-        command.read_rates(tmp_path / "rates.json")
+        read_rates(tmp_path / "rates.json")

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.corpus.inputs.find_inputs import InputFile
+from electra_dist.corpus.plan.corpus_rates import PrepareRate
 from electra_dist.corpus.prepare.prepare_config import (
     DeduplicationSection,
     ExecutorSection,
     PrepareConfig,
     SourceSection,
 )
-from electra_dist.planning.corpus.corpus_rates import PrepareRate
 
 
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:

@@ -1,24 +1,23 @@
 """Find the rows of a corpus that contain a text, documents of a source, or one document.
 
-Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
-texts, `corpus/origins.py` for sources and documents).
+Guarantee: the rows that are found are exactly those that contain what was searched for. For a text, these are the rows
+with at least `least` consecutive tokens of it; special tokens in a row are passed over, so a text may go on in the
+second segment. Sources and documents are those of the origin files (`corpus/origins.py`).
 
 Limits: a search for a text reads all shards once; one for a source or a document reads all origin files once. The
 found rows take 16 bytes of memory each, or 24 for a text; `RowSearch.hits` makes Python objects for the rows that it
-lists.
+lists. A text that is divided between rows is found by its longer part only. Text within one word is not found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from electra_dist.analysis.corpus_rows import rows_of_shards
-from electra_dist.analysis.text_search import rows_with_tokens
 from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.origins import (
     Mask,
@@ -96,15 +95,16 @@ class RowSearch:
 
         The tokens of one form are enough. A form with fewer than `least` tokens must occur in the row as a whole.
         """
+        from electra_dist.data.shard_cache import rows_of_shards  # It imports torch, which takes seconds.
+
         special_ids = {self._corpora.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
-        for block in rows_of_shards(self._corpora, self._progress(range(len(self._corpora.shards)))):
+        for shard, rows in rows_of_shards(self._corpora, self._progress(range(len(self._corpora.shards)))):
             for tokens in forms:
-                for row in rows_with_tokens([block], tokens, special_ids, min(least, len(tokens))):
-                    place = (row.shard, row.row)
-                    longest_runs[place] = max(row.num_tokens, longest_runs.get(place, 0))
-        rows = [(*place, longest) for place, longest in sorted(longest_runs.items())]
-        found = np.array(rows, np.int64).reshape(-1, 3)
+                for row, num_tokens in _rows_with_tokens(rows, tokens, special_ids, min(least, len(tokens))):
+                    longest_runs[shard, row] = max(num_tokens, longest_runs.get((shard, row), 0))
+        lines = [(*place, longest) for place, longest in sorted(longest_runs.items())]
+        found = np.array(lines, np.int64).reshape(-1, 3)
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
@@ -202,3 +202,41 @@ def tokens_of_text(text: str, corpora: Corpora) -> list[list[int]]:
     if not forms:
         raise UserError("TEXT: has no token; give at least one word")
     return forms
+
+
+def _rows_with_tokens(
+    rows: NDArray[np.integer], tokens: list[int], special_ids: set[int], least: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the number of each row of a shard with at least `least` consecutive tokens of a text, and how many."""
+    assert 1 <= least <= len(tokens)
+    for row in _possible_rows(rows, tokens, least):
+        kept = [token for token in rows[row].tolist() if token not in special_ids]
+        longest = _longest_common_run(kept, tokens)
+        if longest >= least:
+            yield int(row), longest
+
+
+def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
+    """Return candidates: the numbers of rows that hold some `least` consecutive tokens of the text in any order."""
+    num_rows = len(rows)
+    has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
+    found = np.zeros(num_rows, np.bool_)
+    for start in range(len(tokens) - least + 1):
+        has_all = np.ones(num_rows, np.bool_)
+        for token in set(tokens[start : start + least]):
+            has_all &= has_token[token]
+        found |= has_all
+    return np.flatnonzero(found)
+
+
+def _longest_common_run(row: list[int], tokens: list[int]) -> int:
+    longest = 0
+    previous = [0] * (len(tokens) + 1)  # length of the common run that ends at each token, for the last row token
+    for row_token in row:
+        current = [0] * (len(tokens) + 1)
+        for place, token in enumerate(tokens):
+            if token == row_token:
+                current[place + 1] = previous[place] + 1
+                longest = max(longest, current[place + 1])
+        previous = current
+    return longest

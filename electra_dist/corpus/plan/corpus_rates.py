@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, field_validator
 
 from electra_dist.config.sections.base import Section
 from electra_dist.corpus.builder.bucket_rows import cut_chunks, put_shard
@@ -33,6 +33,7 @@ from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
+from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
 
 READ, SPILL, COLLECT, TOKENIZE, WRITE = "read", "spill", "collect", "tokenize", "write"
@@ -81,6 +82,16 @@ class CorpusRates(Section):
     def tokens_per_core_s_of_build(self) -> float:
         """Return how many tokens of the corpus one core processes per second in all steps of a build together."""
         return self.tokens / max(sum(self.cpu_s.values()), 1e-9)
+
+
+def read_rates(path: Path) -> CorpusRates:
+    """Read rates (CPU times of a build's steps) from a file of this command or of benchmarks/run.py corpus_builder."""
+    next_step = "give another --rates, or leave it out to measure"
+    tree = read_json_object(path, next_step)
+    try:
+        return validate_json(TypeAdapter(CorpusRates), tree.get("rates", tree))
+    except DamagedJson as error:
+        raise damaged_file(path, error, next_step) from None
 
 
 def measure_rates(

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.corpus.origins import Origins, RowDocument, documents_of_rows
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from electra_dist.corpus.inputs.find_inputs import search_inputs
+from electra_dist.corpus.plan.prepare_rates import measure_preparation
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.planning.corpus.prepare_rates import measure_preparation
 
 
 def test_the_size_of_the_sample_is_that_of_its_text_in_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Show the plan of a corpus as a table with remarks, or as JSON, for `electra-dist corpus plan`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from electra_dist.corpus.plan.corpus_plan import CorpusPlan, Prices, Requests, Workload, total_requests
+from electra_dist.corpus.plan.corpus_rates import CorpusRates
+from electra_dist.run.number_formats import format_count, format_duration
+
+
+def plan_table(plan: CorpusPlan, prices: Prices) -> Table:
+    """Return a table with a row for each step of the planned build and a row of sums; costs only if prices are set."""
+    columns = ["step", "core-hours", "GB read", "GB written", "GET", "PUT", "LIST", "DELETE"]
+    table = Table(*columns, *(["cost"] if prices.any else []))
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def add(name: str, hours: float, size: tuple[float, float], requests: Requests, cost: float) -> None:
+        gigabytes = [f"{num_bytes / 1e9:,.1f}" for num_bytes in size]
+        numbers = [requests.get, requests.put, requests.list, requests.delete]
+        cells = [name, f"{hours:,.2f}", *gigabytes, *(f"{number:,}" for number in numbers)]
+        if prices.any:
+            cells.append(f"{cost:,.2f}")
+        table.add_row(*cells)
+
+    for step in plan.steps:
+        add(step.name, step.core_hours, (step.bytes_in, step.bytes_out), step.requests, step.cost(prices))
+    total_bytes = (sum(step.bytes_in for step in plan.steps), sum(step.bytes_out for step in plan.steps))
+    total_hours = sum(step.core_hours for step in plan.steps)
+    add("all", total_hours, total_bytes, total_requests(plan.steps), sum(step.cost(prices) for step in plan.steps))
+    return table
+
+
+def remarks(
+    plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
+) -> list[str]:
+    """Return the lines below the table of the plan: sizes of the corpus, duration, and the measured rates."""
+    most_busy_cores = min(plan.num_groups, plan.num_buckets)
+    lines = [
+        f"{format_count(plan.tokens)} tokens from {work.text_bytes / 1e9:,.1f} GB of text in {work.num_files:,} "
+        f"files: {plan.num_shards:,} shards; {plan.num_groups:,} groups of inputs and {plan.num_buckets:,} buckets, "
+        f"so at most {most_busy_cores:,} cores have work",
+        f"spill files: {plan.spill_bytes / 1e9:,.1f} GB in the output until the corpus is merged",
+        f"time on {plan.num_machines} x {plan.cores_per_machine} cores: {format_duration(plan.hours * 3600)}, if "
+        "storage keeps up",
+    ]
+    if hours is not None and num_machines_needed is None:
+        lines.append(f"no number of machines finishes in {hours:g} h, because the merge, one process, takes longer")
+    elif hours is not None:
+        lines.append(
+            f"for {hours:g} h: {num_machines_needed} machines of {plan.cores_per_machine} cores "
+            f"(--machines {num_machines_needed})"
+        )
+    lines.append(
+        f"rates: {rates.tokens_per_core_s_of_build / 1e6:.2f} M tokens/s a core in all steps, measured on "
+        f"{rates.text_bytes / 1e6:.1f} MB, {rates.sample}; {rates.hardware}, {rates.date[:10]}"
+    )
+    if rates.prepare:
+        lines.append(
+            f"preparation: {work.raw_text_bytes / 1e9:,.1f} GB of text before it; without the extraction of HTML, and "
+            "without its reading and writing of files"
+        )
+    return lines
+
+
+def plan_as_json(
+    plan: CorpusPlan, rates: CorpusRates, prices: Prices, hours: float | None, num_machines_needed: int | None
+) -> dict[str, Any]:
+    """Return the plan as a JSON object; `num_machines_needed` is in it only if `hours` are wanted."""
+    steps = [asdict(step) | {"cost": step.cost(prices)} for step in plan.steps]
+    tree = asdict(plan) | {"steps": steps, "hours": plan.hours, "rates": rates.model_dump()}
+    for key in ("prepare", "parallel", "merge"):  # `steps` has them all
+        del tree[key]
+    if hours is not None:
+        tree["machines_for_wanted_hours"] = num_machines_needed
+    return tree
