@@ -3,7 +3,8 @@
 Other packages import the classes from here.
 """
 
-from electra_dist.config.config import CACHE_DIR, CHECKPOINTS_DIR, NUMERICS, Config, canonical_json, check_optimizer
+from electra_dist.config.config import NUMERICS, Config, canonical_json
+from electra_dist.config.sections.all_sections import CACHE_DIR, CHECKPOINTS_DIR
 from electra_dist.config.sections.base import NonNegative, Positive, Probability, Section
 from electra_dist.config.sections.model import ModelConfig, TowerConfig
 from electra_dist.config.sections.objective import ObjectiveConfig
@@ -50,6 +51,5 @@ __all__ = [
     "TowerConfig",
     "TrainConfig",
     "canonical_json",
-    "check_optimizer",
     "divisors",
 ]

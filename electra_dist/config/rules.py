@@ -1,8 +1,13 @@
-"""Check a config before its run begins: refuse contradictions, and report keys that have no effect.
+"""List what contradicts what in a config, what is almost certainly a mistake, and which keys have no effect.
 
-The classes of the config sections refuse configs that cannot be computed at all. This module refuses configs that can
-be computed but are almost certainly a mistake, and it refuses them for new runs only: a run that has begun with such a
-config goes on, and its folder can still be opened.
+All such rules are here, by the moment at which they are judged:
+
+    always      `contradictions`: the config cannot be computed; judged whenever a `Config` is made
+    new run     `check_new_run`: it can be computed but is almost certainly a mistake; a run that has begun with such a
+                config goes on, and its folder can still be opened
+    each start  `check_targets_are_separate`, `check_world_size`: what may change at a restart
+
+What depends on the machine, such as a kernel that it lacks, is tried by the package that uses it.
 
 Limits: this module must not import torch, because commands on a login node check a config without it.
 """
@@ -14,7 +19,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from electra_dist.config.config import CACHE_DIR, MODERN_KEYS, Config
+from electra_dist.config.schedule import Schedule
+from electra_dist.config.sections.all_sections import CACHE_DIR, AllSections
+from electra_dist.config.sections.model import MODERN_KEYS, ModelConfig
+from electra_dist.config.sections.objective import ObjectiveConfig
+from electra_dist.config.sections.training import DataConfig, EngineConfig, OptimizerConfig, TrainConfig, divisors
 from electra_dist.errors import UserError
 
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
@@ -30,44 +39,326 @@ RUN_FOLDERS = (
     "tensorboard",
     "wandb",
 )
+# Of more numbers of ranks than these, an error lists the first and the last ones.
+_MOST_RANKS_SHOWN = 12
+_FIRST_RANKS_SHOWN = 6
+_LAST_RANKS_SHOWN = 3
 
 
-def check_new_run(config: Config) -> None:
-    """Raise UserError for valid settings that are almost certainly a mistake, such as a warm-up longer than the run.
-    Call it for new runs only: a run that has begun with such settings may go on.
+def contradictions(config: AllSections) -> Iterator[tuple[str, str]]:
+    """Yield each contradiction of a config as (name of the section that it is within, message).
+
+    The name is empty for a contradiction between sections.
     """
+    within = {
+        "model": _within_model(config.model),
+        "objective": _within_objective(config.objective),
+        "data": _within_data(config.data),
+        "engine": _within_engine(config.engine),
+        "": _between_sections(config),
+    }
+    for section, messages in within.items():
+        for message in messages:
+            yield section, message
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ValueError if a section `model` that is part of no config contradicts itself."""
+    for message in _within_model(model):
+        raise ValueError(message)
+
+
+def _within_model(model: ModelConfig) -> Iterator[str]:
+    if model.architecture == "modern":
+        # Hugging Face's ModernBERT has no projection between embeddings and layers.
+        if model.embedding_size != model.discriminator.hidden_size:
+            yield (
+                f"architecture `modern` needs embedding_size {model.embedding_size} to equal "
+                f"discriminator.hidden_size {model.discriminator.hidden_size}; set model.embedding_size: "
+                f"{model.discriminator.hidden_size}"
+            )
+        for tower in (model.discriminator, model.generator):
+            head_width = tower.hidden_size // tower.num_heads
+            if head_width % 2:  # rotary positions rotate pairs of features
+                yield (
+                    f"architecture `modern` needs heads of an even width, but hidden_size {tower.hidden_size} with "
+                    f"num_heads {tower.num_heads} gives {head_width}; change num_heads or hidden_size"
+                )
+    if model.sharing == "all" and model.generator != model.discriminator:
+        yield (
+            "sharing `all` needs two towers of the same shape; set model.generator to the values of "
+            "model.discriminator, or set model.sharing: embeddings"
+        )
+    if model.generator_embedding_size and model.sharing != "none":
+        yield (
+            f"generator_embedding_size needs sharing `none`, but sharing is `{model.sharing}`; set "
+            f"model.sharing: none, or leave generator_embedding_size out"
+        )
+
+
+def _within_objective(objective: ObjectiveConfig) -> Iterator[str]:
+    name = objective.name
+    generator = objective.generator
+    facts = objective.facts
+    if generator != "trained" and not facts.generator_can_be_fixed:
+        yield (
+            f"generator `{generator}` does not go with objective `{name}`; set objective.generator: trained, or "
+            f"choose another objective.name"
+        )
+    if objective.generator_sha256 is not None and generator != "frozen":
+        yield (
+            f"generator_sha256 needs generator `frozen`, but generator is `{generator}`; remove "
+            f"objective.generator_sha256, or set objective.generator: frozen"
+        )
+    if objective.generator_only_steps and (name, generator) != ("rtd", "trained"):
+        yield (
+            "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
+            "objective.generator: trained, or set generator_only_steps: 0"
+        )
+    takes_joint_mlm = facts.takes_joint_mlm and not objective.generator_only_steps
+    if objective.discriminator_mlm_weight and not takes_joint_mlm:
+        yield (
+            "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
+            "objective.discriminator_mlm_weight: 0, or choose another objective.name"
+        )
+    if facts.generator_estimates_reward and objective.disallow_correct:
+        yield (
+            "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; set "
+            "objective.disallow_correct: false"
+        )
+    has_fixed_probabilities = generator in ("uniform", "unigram")
+    if has_fixed_probabilities and isinstance(objective.temperature, Schedule):
+        yield (
+            f"temperature cannot be a schedule with generator `{generator}`, whose probabilities are fixed; set "
+            f"objective.temperature to a number, or objective.generator: trained"
+        )
+    if objective.draws_at_random and (has_fixed_probabilities or not facts.generator_can_be_fixed):
+        yield (
+            f"random_share does not go with objective `{name}` and generator `{generator}`, because it takes the "
+            f"place of some of a trained generator's samples; remove objective.random_share, or set "
+            f"objective.name: rtd and objective.generator: trained"
+        )
+
+
+def _within_data(data: DataConfig) -> Iterator[str]:
+    for earlier, later in itertools.pairwise(data.phases):
+        if later.from_step <= earlier.from_step:
+            yield (
+                f"data.phases: from_step {later.from_step} of {later.corpus} does not come after from_step "
+                f"{earlier.from_step} of {earlier.corpus}; list the phases in ascending order of from_step"
+            )
+    corpora = [corpus.url for corpus in data.training_corpora()]
+    for index, corpus in enumerate(corpora):
+        if corpus in corpora[:index]:
+            yield f"data.corpus and data.phases name the corpus {corpus} more than once; name each corpus only once"
+
+
+def _within_engine(engine: EngineConfig) -> Iterator[str]:
+    if engine.overlap_communication and engine.zero_stage != 1:
+        yield (
+            f"overlap_communication works at zero_stage 1, not at {engine.zero_stage}; set "
+            f"engine.overlap_communication: false or engine.zero_stage: 1"
+        )
+    if engine.overlap_communication and engine.offload_optimizer:
+        yield "overlap_communication does not work with offload_optimizer: true; set one of them to false"
+    if engine.compile and engine.zero_stage == 3:
+        yield (
+            "compile needs whole parameters, which zero_stage 3 splits; set engine.compile: false or a lower "
+            "engine.zero_stage"
+        )
+
+
+def _between_sections(config: AllSections) -> Iterator[str]:
+    model, data, train, engine = config.model, config.data, config.train, config.engine
+    if data.seq_len > model.max_positions:
+        yield (
+            f"data.seq_len {data.seq_len} exceeds model.max_positions {model.max_positions}; lower data.seq_len or "
+            f"raise model.max_positions"
+        )
+    if train.global_batch % train.micro_batch:
+        yield (
+            f"train.micro_batch {train.micro_batch} does not divide train.global_batch {train.global_batch}; change "
+            f"one of them"
+        )
+    yield from _attention(config)
+    if engine.attention == "flash" and train.precision == "fp32":
+        yield (
+            "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
+            "train.precision: bf16 or engine.attention: auto"
+        )
+    yield from _sharing(model, config.objective)
+    yield from _optimizer(config.optimizer, engine.zero_stage)
+    has_own_layers = config.objective.trains_generator and model.sharing != "all"
+    if config.optimizer.generator is not None and not has_own_layers:
+        yield (
+            "optimizer.generator needs a generator that is trained and has layers of its own; remove "
+            "optimizer.generator, or set objective.generator: trained, another objective.name than mlm, and another "
+            "model.sharing than all"
+        )
+    if engine.overlap_communication and train.precision != "bf16":
+        yield (
+            f"engine.overlap_communication: true needs train.precision: bf16, not {train.precision}; set "
+            f"engine.overlap_communication: false"
+        )
+    if config.checkpoint.keep_best and not data.heldout:
+        yield (
+            f"checkpoint.keep_best is {config.checkpoint.keep_best}, but without data.heldout no checkpoint is "
+            f"evaluated and none is the best; set data.heldout to a held-out corpus, or checkpoint.keep_best: 0"
+        )
+    has_frozen_generator = config.objective.generator == "frozen"
+    if has_frozen_generator and not train.init_generator_from:
+        yield (
+            "objective.generator: frozen needs train.init_generator_from; set it to the folder of a run with "
+            "objective.name: mlm, or of a Hugging Face ElectraForMaskedLM"
+        )
+    if train.init_generator_from and not train.init_from and not has_frozen_generator:
+        yield (
+            "train: init_generator_from needs init_from; set train.init_from to the folder of the discriminator, or "
+            "objective.generator: frozen"
+        )
+
+
+def _attention(config: AllSections) -> Iterator[str]:
+    """Yield what the backend of attention, the architecture or its rows cannot do."""
+    model, engine = config.model, config.engine
+    is_one_way = config.objective.facts.has_cloze_generator
+    if engine.attention == "flex" and (model.attention_dropout or is_one_way):
+        yield (
+            "engine.attention: flex supports neither attention dropout nor the one-directional attention of objective "
+            "electric; set model.attention_dropout: 0 and another objective.name, or set engine.attention: auto"
+        )
+    if engine.attention == "flash" and is_one_way:
+        yield (
+            "engine.attention: flash does not support the one-directional attention of objective electric; set "
+            "engine.attention: auto or another objective.name"
+        )
+    if model.architecture == "bert":
+        if model.type_vocab_size < 2:
+            yield (
+                f"model.type_vocab_size is {model.type_vocab_size}, but the rows of a corpus have examples of two "
+                f"segments, whose tokens are of two types; set model.type_vocab_size: 2"
+            )
+        return
+    if is_one_way:
+        yield (
+            "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
+            "have; set model.architecture: bert or another objective.name"
+        )
+    if engine.attention == "flash":
+        yield (
+            "engine.attention: flash cannot limit attention to a window, which the local layers of "
+            "model.architecture: modern need; set engine.attention: auto"
+        )
+    if engine.compile and model.hidden_dropout:
+        yield (
+            "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set "
+            "model.hidden_dropout: 0 or engine.compile: false"
+        )
+
+
+def _sharing(model: ModelConfig, objective: ObjectiveConfig) -> Iterator[str]:
+    """Yield contradictions between the objective and the shapes of the towers or the weights that they share."""
+    if objective.generator_only_steps:
+        has_same_layers = model.generator == model.discriminator
+        if not has_same_layers or model.generator_embedding_width != model.embedding_size:
+            yield (
+                "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+                "of one size; set model.generator to the sizes of model.discriminator and remove "
+                "model.generator_embedding_size"
+            )
+        if model.sharing != "none":
+            yield (
+                f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+                f"but model.sharing is {model.sharing}; set model.sharing: none"
+            )
+    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
+        yield (
+            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
+            f"model.sharing, or set it to none"
+        )
+    if not objective.runs_generator and model.sharing != "embeddings":
+        yield (
+            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
+            f"{objective.generator} has one tower only; remove model.sharing from the config"
+        )
+    if objective.facts.has_cloze_generator and model.sharing == "all":
+        yield (
+            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
+            "the discriminator; set model.sharing: embeddings"
+        )
+
+
+def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
+    if optimizer.name in ("lamb", "muon") and zero_stage > 0:
+        yield (
+            f"optimizer.name {optimizer.name} needs whole parameters, but engine.zero_stage is {zero_stage}; "
+            f"set engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+        )
+    if optimizer.name == "lamb" and optimizer.implementation == "deepspeed":
+        yield (
+            "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
+            "implementations apex and foreach; set optimizer.implementation: auto"
+        )
+    if optimizer.name == "muon" and optimizer.implementation not in ("auto", "foreach"):
+        yield (
+            f"optimizer.implementation {optimizer.implementation} is not available for optimizer.name muon, which "
+            f"has the implementation foreach; set optimizer.implementation: auto"
+        )
+
+
+def check_new_run(config: AllSections) -> None:
+    """Raise UserError for settings that are almost certainly a mistake, such as a warm-up longer than the run."""
     check_targets_are_separate(config)
+    for message in _mistakes(config):
+        raise UserError(message)
+
+
+def _mistakes(config: AllSections) -> Iterator[str]:
     num_steps = config.train.num_steps
-    warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
-    if config.optimizer.generator is not None and config.optimizer.generator.warmup_steps is not None:
-        warmups["optimizer.generator.warmup_steps"] = config.optimizer.generator.warmup_steps
+    optimizer = config.optimizer
+    warmups = {"optimizer.warmup_steps": optimizer.warmup_steps}
+    if optimizer.generator is not None and optimizer.generator.warmup_steps is not None:
+        warmups["optimizer.generator.warmup_steps"] = optimizer.generator.warmup_steps
+    num_decay_steps = optimizer.trapezoid_decay_steps(num_steps)
     for key, warmup_steps in warmups.items():
         if warmup_steps > num_steps:
-            raise UserError(
+            yield (
                 f"{key} {warmup_steps:,} is longer than the run, train.num_steps {num_steps:,}, so the learning rate "
                 f"would never reach its peak; set {key} to at most {num_steps}, or raise train.num_steps"
             )
-        num_decay_steps = config.optimizer.trapezoid_decay_steps(num_steps)
-        if config.optimizer.shape == "trapezoid" and warmup_steps + num_decay_steps > num_steps:
-            raise UserError(
+        if optimizer.shape == "trapezoid" and warmup_steps + num_decay_steps > num_steps:
+            yield (
                 f"{key} {warmup_steps:,} and the {num_decay_steps:,} steps of decay are longer than the run, "
                 f"train.num_steps {num_steps:,}; lower {key} or optimizer.decay_steps, or raise train.num_steps"
             )
     for phase in config.data.phases:
         if phase.from_step >= num_steps:
-            raise UserError(
-                f"data.phases: from_step of {phase.corpus} is {phase.from_step:,}, which the run does not "
-                f"reach, because train.num_steps is {num_steps:,}; lower from_step, raise train.num_steps, or remove "
-                f"this entry"
+            yield (
+                f"data.phases: from_step of {phase.corpus} is {phase.from_step:,}, which the run does not reach, "
+                f"because train.num_steps is {num_steps:,}; lower from_step, raise train.num_steps, or remove this "
+                f"entry"
             )
     if config.engine.offload_optimizer and config.engine.zero_stage == 0:
-        raise UserError(
+        yield (
             "engine.offload_optimizer: true needs engine.zero_stage 1, 2 or 3, because DeepSpeed ignores it at stage "
             "0; set engine.zero_stage: 1 or engine.offload_optimizer: false"
         )
 
 
-def check_targets_are_separate(config: Config) -> None:
+def check_world_size(train: TrainConfig, world_size: int) -> None:
+    """Raise UserError unless `world_size` ranks can share the rows of the global batch evenly."""
+    if train.fitting_micro_batch(world_size) > 0:
+        return
+    possible_ranks = [str(num_ranks) for num_ranks in divisors(train.global_batch)]
+    if len(possible_ranks) > _MOST_RANKS_SHOWN:
+        possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
+    raise UserError(
+        f"train.global_batch {train.global_batch} is not a multiple of the {world_size} ranks; use "
+        f"{', '.join(possible_ranks)} ranks, or change train.global_batch"
+    )
+
+
+def check_targets_are_separate(config: AllSections) -> None:
     """Raise UserError if two checkpoint targets overlap, or if a target holds other files of the run.
     Links are followed. Each start of the run reserves its number in every target; in a place that is named twice, the
     second reservation would always fail. Call it at every start, because targets may change at a restart.
@@ -94,7 +385,7 @@ def check_targets_are_separate(config: Config) -> None:
                 )
 
 
-def _used_places(config: Config) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bool]]:
     """Yield the other places that the run uses: (name, parts of the path, whether everything inside is used, too)."""
     yield "run_dir", _place(config.run_dir), False
     for name in RUN_FOLDERS:
@@ -119,57 +410,46 @@ def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
     return Path(os.path.realpath(path)).parts
 
 
-def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys that differ from their defaults but do nothing in this run, as dotted key -> reason.
-    Examples are keys that only another objective, generator or architecture reads, and keys for evaluations in a
-    run without `data.heldout`.
-    """
-    unused = _unused_by_objective(config) | _unused_by_generator(config) | _unused_by_architecture(config)
-    if not config.objective.draws_at_random:
-        unused["objective.random_from"] = "objective.random_share is 0"
-    if config.optimizer.shape == "polynomial":
-        unused["optimizer.decay_steps"] = "only optimizer.shape: trapezoid uses it"
-    if config.data.heldout is None:
-        unused |= dict.fromkeys(("log.eval_every_steps", "log.eval_rows"), "data.heldout is not set")
-    return {key: reason for key, reason in unused.items() if _is_changed(config, key)}
+def keys_without_effect(config: AllSections) -> dict[str, str]:
+    """Return the keys that differ from their defaults but do nothing in this run, as dotted key -> reason."""
+    return {key: reason for key, reason in _unused_keys(config) if _is_changed(config, key)}
 
 
-def _unused_by_objective(config: Config) -> dict[str, str]:
-    name = config.objective.name
-    facts = config.objective.facts
-    unused: dict[str, str] = {}
+def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
+    objective = config.objective
+    facts = objective.facts
+    name = objective.name
+    generator = objective.generator
     if not facts.has_generator:
-        reason = f"objective.name: {name} has no generator"
-        unused |= dict.fromkeys(("objective.temperature", "objective.disallow_correct"), reason)
+        yield "objective.temperature", f"objective.name: {name} has no generator"
+        yield "objective.disallow_correct", f"objective.name: {name} has no generator"
     if facts.predicts_tokens:
-        unused["objective.rtd_weight"] = f"objective.name: {name} does not detect replaced tokens"
+        yield "objective.rtd_weight", f"objective.name: {name} does not detect replaced tokens"
     if not (facts.predicts_tokens and facts.has_generator):
-        unused["objective.token_weight"] = "only the objectives replace_mlm and all_tokens_mlm use it"
+        yield "objective.token_weight", "only the objectives replace_mlm and all_tokens_mlm use it"
     if facts.has_cloze_generator:
-        unused["objective.mask_token_prob"] = f"the noise model of objective.name: {name} reads no [MASK]"
-    return unused
-
-
-def _unused_by_generator(config: Config) -> dict[str, str]:
-    generator = config.objective.generator
-    if generator == "trained":
-        return {}
-    unused = {"objective.mlm_weight": f"objective.generator: {generator} is not trained"}
-    if generator == "frozen":
-        return unused
-    unused["objective.mask_token_prob"] = f"objective.generator: {generator} reads no text"
+        yield "objective.mask_token_prob", f"the noise model of objective.name: {name} reads no [MASK]"
+    if generator != "trained":
+        yield "objective.mlm_weight", f"objective.generator: {generator} is not trained"
+    if generator in ("uniform", "unigram"):
+        yield "objective.mask_token_prob", f"objective.generator: {generator} reads no text"
     if generator == "uniform":
-        unused["objective.temperature"] = "objective.generator: uniform draws every token equally often"
-    return unused
-
-
-def _unused_by_architecture(config: Config) -> dict[str, str]:
+        yield "objective.temperature", "objective.generator: uniform draws every token equally often"
     if config.model.architecture == "modern":
-        return {"model.type_vocab_size": "model.architecture: modern has no token types"}
-    return dict.fromkeys([f"model.{key}" for key in MODERN_KEYS], "only model.architecture: modern uses it")
+        yield "model.type_vocab_size", "model.architecture: modern has no token types"
+    else:
+        for key in MODERN_KEYS:
+            yield f"model.{key}", "only model.architecture: modern uses it"
+    if not objective.draws_at_random:
+        yield "objective.random_from", "objective.random_share is 0"
+    if config.optimizer.shape == "polynomial":
+        yield "optimizer.decay_steps", "only optimizer.shape: trapezoid uses it"
+    if config.data.heldout is None:
+        yield "log.eval_every_steps", "data.heldout is not set"
+        yield "log.eval_rows", "data.heldout is not set"
 
 
-def _is_changed(config: Config, key: str) -> bool:
+def _is_changed(config: AllSections, key: str) -> bool:
     section_name, field_name = key.split(".")
     section = getattr(config, section_name)
     default = type(section).model_fields[field_name].default

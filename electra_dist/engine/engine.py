@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import gather
-from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig, divisors
+from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.muon import check_update
@@ -44,9 +44,6 @@ from electra_dist.model.encoder import EncoderLayer
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
 # A longer list of rank counts in an error message is cut to its first and its last ones.
-_MOST_RANKS_SHOWN = 12
-_FIRST_RANKS_SHOWN = 6
-_LAST_RANKS_SHOWN = 3
 
 _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in bf16
 _CLIP_EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
@@ -97,20 +94,6 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return config
-
-
-def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Raise UserError unless `world_size` ranks can share the rows of the global batch evenly."""
-    can_share_evenly = train.fitting_micro_batch(world_size) > 0
-    if can_share_evenly:
-        return
-    possible_ranks = [str(num_ranks) for num_ranks in divisors(train.global_batch)]
-    if len(possible_ranks) > _MOST_RANKS_SHOWN:
-        possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
-    raise UserError(
-        f"train.global_batch {train.global_batch} is not a multiple of the {world_size} ranks; use "
-        f"{', '.join(possible_ranks)} ranks, or change train.global_batch"
-    )
 
 
 def check_precision(precision: str) -> None:

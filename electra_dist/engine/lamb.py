@@ -12,7 +12,7 @@ Moments are fp32 under the names that checkpoints use.
 
 Source: You et al., ICLR 2020, algorithm 2. Cost: two norms per parameter beside AdamW's work; the host never waits.
 
-Limits: LAMB needs whole parameters, hence ZeRO stage 0 (`config.check_optimizer`).
+Limits: LAMB needs whole parameters, hence ZeRO stage 0 (`config/rules.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ that of AdamW, whose second moment stays zero for these matrices, so that checkp
 
 Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on a CPU; nothing was measured on a GPU.
 
-Limits: at ZeRO stage 0 only (`config.check_optimizer`), since the other stages divide the matrices among the ranks.
+Limits: at ZeRO stage 0 only (`config/rules.py`), since the other stages divide the matrices among the ranks.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from electra_dist.config import ModelConfig
+from electra_dist.config.rules import check_model
 from electra_dist.errors import StoreError, UserError
 from electra_dist.model.towers import new_detection_head, new_embeddings, new_encoder, new_token_head
 from electra_dist.pretrained.hf import (
@@ -107,8 +107,10 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{folder}/config.json: the size {max(sizes)} is impossible; {_AGAIN}")
     try:
         fields = model_section(settings, _FAMILIES[settings["model_type"]])
-        return ModelConfig.model_validate(fields)
-    except (KeyError, ValidationError) as error:
+        model = ModelConfig.model_validate(fields)
+        check_model(model)
+        return model
+    except (KeyError, ValueError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(
             f"{folder}/config.json: the shape of the model is incomplete or impossible: {reason}; "

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config.load import load_config
+from electra_dist.config.rules import check_world_size
 from electra_dist.config.sections.training import TrainConfig
 from electra_dist.engine.bit_settings import changed_draws
-from electra_dist.engine.engine import check_world_size
 from electra_dist.engine.micro_batch import with_fitting_micro_batch
 from electra_dist.errors import UserError
 

@@ -8,7 +8,7 @@ import torch
 from support.real_runs import synthetic_rows, tiny_tree
 from torch import nn
 
-from electra_dist.config import Config, OptimizerConfig, check_optimizer
+from electra_dist.config import Config, OptimizerConfig
 from electra_dist.engine import muon
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.engine import Engine
@@ -162,12 +162,3 @@ def test_a_refused_step_changes_neither_weights_nor_momenta() -> None:
         for kind, view in fragment.views.items():
             assert torch.equal(view, before[fragment.name, kind])
     engine.close()
-
-
-def test_muon_above_stage_0_or_with_another_implementation_is_refused() -> None:
-    check_optimizer(OptimizerConfig(name="muon"), 0)
-    for stage in (1, 2, 3):
-        with pytest.raises(ValueError, match=f"engine.zero_stage is {stage}; set engine.zero_stage: 0"):
-            check_optimizer(OptimizerConfig(name="muon"), stage)
-    with pytest.raises(ValueError, match="has the implementation foreach"):
-        check_optimizer(OptimizerConfig(name="muon", implementation="apex"), 0)

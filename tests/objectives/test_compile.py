@@ -11,7 +11,7 @@ from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keep_attention
 from torch._dynamo.utils import counters
 
-from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
@@ -118,9 +118,3 @@ def test_custom_operators_of_dropout_pass_torchs_own_checks() -> None:
         float64_leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
         torch.autograd.gradcheck(normed, float64_leaves)
     torch.library.opcheck(keep_attention, (key, rows, 64, 0.3))
-
-
-def test_compile_with_zero_stage_3_is_refused() -> None:
-    """Compiled layers need whole parameters, and ZeRO-3 splits them."""
-    with pytest.raises(ValueError, match="zero_stage 3"):
-        EngineConfig(compile=True, zero_stage=3)

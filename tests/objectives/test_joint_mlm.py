@@ -77,9 +77,3 @@ def test_without_joint_mlm_the_identity_of_a_run_is_as_before(tiny_config: Calla
     joint = load_config(tiny_config(), ["objective.discriminator_mlm_weight=1"])
     assert "discriminator_mlm_weight" not in plain.identity()["objective"]
     assert joint.identity()["objective"]["discriminator_mlm_weight"] == 1.0
-
-
-@pytest.mark.parametrize("settings", [{"name": "mlm"}, {"name": "adversarial"}, {"generator_only_steps": 3}])
-def test_joint_mlm_with_another_objective_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="discriminator_mlm_weight needs objective"):
-        ObjectiveConfig(discriminator_mlm_weight=1.0, **settings)

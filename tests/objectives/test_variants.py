@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.config.sections.objective import check_sharing
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.base import StepInput, Sums
@@ -418,38 +416,3 @@ def test_token_log_probs_and_their_gradients_equal_a_full_softmax_in_float64(row
         torch.testing.assert_close(leaf.grad.double() / scale, exact_leaf.grad / scale, rtol=0, atol=1e-5)
     table_gradient = leaves[1].grad
     assert not table_gradient[vocab_size:].any()
-
-
-@pytest.mark.parametrize(
-    ("model_fields", "objective_fields", "message"),
-    [
-        ({}, {"generator_only_steps": 5}, "they must be of one size"),
-        ({"generator": LARGE_TOWER}, {"generator_only_steps": 5}, "model.sharing is embeddings"),
-        ({"sharing": "none"}, {"name": "mlm"}, "has one tower only"),
-        ({"sharing": "gdes"}, {"generator": "uniform"}, "has one tower only"),
-        ({"sharing": "all", "generator": LARGE_TOWER}, {"name": "electric"}, "two causal towers"),
-    ],
-)
-def test_model_and_objective_that_do_not_fit_are_refused_with_a_message_of_one_line(
-    model_fields: Any, objective_fields: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        check_sharing(small_model_config(**model_fields), ObjectiveConfig(**objective_fields))
-
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make_section", "fields"),
-    [
-        (ObjectiveConfig, {"name": "mlm", "generator": "uniform"}),
-        (ObjectiveConfig, {"name": "rtd_masked_only", "generator_only_steps": 5}),
-        (ObjectiveConfig, {"name": "adversarial", "disallow_correct": True}),
-        (ObjectiveConfig, {"name": "bert"}),
-        (small_model_config, {"sharing": "all"}),
-        (small_model_config, {"generator_embedding_size": 16}),
-    ],
-)
-def test_config_sections_with_options_that_exclude_each_other_are_refused(make_section: Any, fields: Any) -> None:
-    with pytest.raises(ValidationError):
-        make_section(**fields)

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from electra_dist.config.sections.base import Probability, Section, Size
 
+# Keys that only the architecture `modern` reads.
+MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_theta")
 _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
 # Defaults of these keys for a config with `architecture: modern`; they are the values of ModernBERT.
 _MODERN_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
@@ -133,44 +135,6 @@ class ModelConfig(Section):
         if isinstance(section, dict) and section.get("architecture") == "modern":
             return _MODERN_DEFAULTS | section
         return section
-
-    @model_validator(mode="after")
-    def _is_modern_shape(self) -> ModelConfig:
-        """Refuse shapes of the towers that the architecture `modern` does not support.
-
-        Rotary positions rotate pairs of features, so the width of a head must be even. The embeddings must be as wide
-        as the discriminator, because Hugging Face's ModernBERT has no projection between them.
-        """
-        if self.architecture != "modern":
-            return self
-        if self.embedding_size != self.discriminator.hidden_size:
-            raise ValueError(
-                f"architecture `modern` needs embedding_size {self.embedding_size} to equal discriminator.hidden_size "
-                f"{self.discriminator.hidden_size}; set model.embedding_size: {self.discriminator.hidden_size}"
-            )
-        for tower in (self.discriminator, self.generator):
-            head_width = tower.hidden_size // tower.num_heads
-            if head_width % 2:
-                raise ValueError(
-                    f"architecture `modern` needs heads of an even width, but hidden_size {tower.hidden_size} with "
-                    f"num_heads {tower.num_heads} gives {head_width}; change num_heads or hidden_size"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _can_share(self) -> ModelConfig:
-        """Refuse tower shapes that contradict `sharing`, such as unequal towers that share all weights."""
-        if self.sharing == "all" and self.generator != self.discriminator:
-            raise ValueError(
-                "sharing `all` needs two towers of the same shape; set model.generator to the values of "
-                "model.discriminator, or set model.sharing: embeddings"
-            )
-        if self.generator_embedding_size and self.sharing != "none":
-            raise ValueError(
-                f"generator_embedding_size needs sharing `none`, but sharing is `{self.sharing}`; set "
-                f"model.sharing: none, or leave generator_embedding_size out"
-            )
-        return self
 
     @property
     def generator_embedding_width(self) -> int:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from electra_dist.config.schedule import (
     FractionOrSchedule,
     InnerFractionOrSchedule,
     NonNegativeOrSchedule,
     PositiveOrSchedule,
-    Schedule,
     largest_value,
 )
 from electra_dist.config.sections.base import NonNegative, Section
-from electra_dist.config.sections.model import ModelConfig
 
 
 class ObjectiveFacts(NamedTuple):
@@ -143,49 +141,6 @@ class ObjectiveConfig(Section):
         "per_replica: a mean for each micro-batch, then the mean of these means, as in Google's code.",
     )
 
-    @model_validator(mode="after")
-    def _options_fit(self) -> ObjectiveConfig:
-        """Refuse an option that does not go with the chosen objective."""
-        if self.generator != "trained" and not self.facts.generator_can_be_fixed:
-            raise ValueError(
-                f"generator `{self.generator}` does not go with objective `{self.name}`; set "
-                f"objective.generator: trained, or choose another objective.name"
-            )
-        if self.generator_sha256 is not None and self.generator != "frozen":
-            raise ValueError(
-                f"generator_sha256 needs generator `frozen`, but generator is `{self.generator}`; remove "
-                f"objective.generator_sha256, or set objective.generator: frozen"
-            )
-        if self.generator_only_steps and (self.name, self.generator) != ("rtd", "trained"):
-            raise ValueError(
-                "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
-                "objective.generator: trained, or set generator_only_steps: 0"
-            )
-        takes_joint_mlm = self.facts.takes_joint_mlm and not self.generator_only_steps
-        if self.discriminator_mlm_weight and not takes_joint_mlm:
-            raise ValueError(
-                "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
-                "objective.discriminator_mlm_weight: 0, or choose another objective.name"
-            )
-        if self.facts.generator_estimates_reward and self.disallow_correct:
-            raise ValueError(
-                "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; "
-                "set objective.disallow_correct: false"
-            )
-        is_fixed_generator = self.generator in ("uniform", "unigram")
-        if is_fixed_generator and isinstance(self.temperature, Schedule):
-            raise ValueError(
-                f"temperature cannot be a schedule with generator `{self.generator}`, whose probabilities are fixed; "
-                f"set objective.temperature to a number, or objective.generator: trained"
-            )
-        if self.draws_at_random and (is_fixed_generator or not self.facts.generator_can_be_fixed):
-            raise ValueError(
-                f"random_share does not go with objective `{self.name}` and generator `{self.generator}`, because it "
-                f"takes the place of some of a trained generator's samples; remove objective.random_share, or set "
-                f"objective.name: rtd and objective.generator: trained"
-            )
-        return self
-
     @property
     def facts(self) -> ObjectiveFacts:
         """Return what is true of the objective, whatever the other keys are."""
@@ -209,46 +164,3 @@ class ObjectiveConfig(Section):
     def draws_at_random(self) -> bool:
         """Return whether random_share is above 0 at some step, so that some replacements are drawn at random."""
         return largest_value(self.random_share) > 0
-
-
-def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Raise ValueError if the shapes of both networks, or the weights that they share, contradict the objective."""
-    if objective.generator_only_steps:
-        _check_two_stage(model)
-    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
-        raise ValueError(
-            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
-            f"model.sharing, or set it to none"
-        )
-    has_one_tower = not objective.runs_generator
-    if has_one_tower and model.sharing != "embeddings":
-        raise ValueError(
-            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
-            f"{objective.generator} has one tower only; remove model.sharing from the config"
-        )
-    if objective.facts.has_cloze_generator and model.sharing == "all":
-        raise ValueError(
-            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
-            "the discriminator; set model.sharing: embeddings"
-        )
-
-
-def _check_two_stage(model: ModelConfig) -> None:
-    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
-
-    After `objective.generator_only_steps` steps the discriminator starts as a copy of the generator, so the sizes must
-    be equal. From then on the generator is frozen, so the discriminator cannot train shared parameters.
-    """
-    same_layers = model.generator == model.discriminator
-    same_embedding_width = model.generator_embedding_width == model.embedding_size
-    if not same_layers or not same_embedding_width:
-        raise ValueError(
-            "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
-            "of one size; set model.generator to the sizes of model.discriminator and remove "
-            "model.generator_embedding_size"
-        )
-    if model.sharing != "none":
-        raise ValueError(
-            f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
-            f"but model.sharing is {model.sharing}; set model.sharing: none"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -110,23 +109,6 @@ class DataConfig(Section):
         if isinstance(corpus, str) and isinstance(heldout, str):
             return {**value, "heldout": heldout.replace("{corpus}", corpus.rstrip("/"))}
         return value
-
-    @model_validator(mode="after")
-    def _phases_ascend(self) -> DataConfig:
-        """Refuse `phases` that are not in ascending order of from_step, or that repeat a corpus."""
-        for earlier, later in itertools.pairwise(self.phases):
-            if later.from_step <= earlier.from_step:
-                raise ValueError(
-                    f"data.phases: from_step {later.from_step} of {later.corpus} does not come after from_step "
-                    f"{earlier.from_step} of {earlier.corpus}; list the phases in ascending order of from_step"
-                )
-        corpora = [self.corpus, *(phase.corpus for phase in self.phases)]
-        repeated = [corpus for index, corpus in enumerate(corpora) if corpus in corpora[:index]]
-        if repeated:
-            raise ValueError(
-                f"data.corpus and data.phases name the corpus {repeated[0]} more than once; name each corpus only once"
-            )
-        return self
 
 
 class TrainConfig(Section):
@@ -418,26 +400,3 @@ class EngineConfig(Section):
         "all gradients are computed by one operation (zero_stage 1 with train.precision: bf16). Losses may then "
         "differ in the last bits: on a GPU, on more than two ranks, and on CPUs, whose ranks otherwise exchange bf16.",
     )
-
-    @model_validator(mode="after")
-    def _whole_parameters(self) -> EngineConfig:
-        """Refuse an option that does not work with the ZeRO stage or with another option.
-
-        compile needs whole parameters on each rank, but stage 3 splits them between the ranks. overlap_communication
-        works at stage 1 only, and not with offload_optimizer.
-        """
-        if self.overlap_communication and self.zero_stage != 1:
-            raise ValueError(
-                f"overlap_communication works at zero_stage 1, not at {self.zero_stage}; set "
-                "engine.overlap_communication: false or engine.zero_stage: 1"
-            )
-        if self.overlap_communication and self.offload_optimizer:
-            raise ValueError(
-                "overlap_communication does not work with offload_optimizer: true; set one of them to false"
-            )
-        if self.compile and self.zero_stage == 3:
-            raise ValueError(
-                "compile needs whole parameters, which zero_stage 3 splits; set engine.compile: false or a lower "
-                "engine.zero_stage"
-            )
-        return self
