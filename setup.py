@@ -47,6 +47,7 @@ EXTRAS = {
         "boto3>=1.36",
         "moto[server]>=5",
         "transformers>=4.50,<6",
+        "pandas>=2.2",
         "scipy>=1.13",
         "scikit-learn>=1.5",
         # Only for the CPU interpreter and ahead-of-time tests: a CUDA build of torch brings its own triton.

@@ -1,6 +1,6 @@
 """Odd files of fine-tuning data: what is read equals an independent reading, everything else is refused in one line.
 
-The independent readings are pyarrow's JSON reader, which the library datasets uses, Python's csv and json modules, and
+The independent readings are pandas, pyarrow's JSON reader, which the library datasets uses, Python's csv module, and
 the rules of CoNLL-2003 and CoNLL-U, written out below.
 """
 
@@ -12,6 +12,7 @@ import json
 import re
 from pathlib import Path
 
+import pandas
 import pyarrow.json
 import pytest
 
@@ -133,21 +134,30 @@ def check_texts(folder: Path, name: str, content: str, message: str | None, expe
 
 
 @pytest.mark.parametrize("name", JSONL)
-def test_json_lines_are_read_as_pyarrow_reads_them_or_refused(tmp_path: Path, name: str) -> None:
+def test_json_lines_are_read_as_pyarrow_and_pandas_read_them_or_refused(tmp_path: Path, name: str) -> None:
     content, message = JSONL[name]
     expected = []
     if message is None:
-        table = pyarrow.json.read_json(io.BytesIO(content.removeprefix("\ufeff").encode())).to_pydict()
+        encoded = content.removeprefix("\ufeff").encode()
+        table = pyarrow.json.read_json(io.BytesIO(encoded)).to_pydict()
         expected = [(text, str(label)) for text, label in zip(table["text"], table["kind"], strict=True)]
+        frame = pandas.read_json(io.BytesIO(encoded), lines=True, dtype=False, convert_dates=False)
+        assert [(text, str(label)) for text, label in zip(frame["text"], frame["kind"], strict=True)] == expected
     check_texts(tmp_path, "train.jsonl", content, message, expected)
 
 
 @pytest.mark.parametrize("name", TSV)
-def test_tables_are_read_as_the_csv_module_reads_them_or_refused(tmp_path: Path, name: str) -> None:
+def test_tables_are_read_as_the_csv_module_and_pandas_read_them_or_refused(tmp_path: Path, name: str) -> None:
     content, message = TSV[name]
     lines = io.StringIO(content.removeprefix("\ufeff"), newline=None)
     rows = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    expected = [] if message is not None else [(row["text"], row["kind"]) for row in rows]
+    expected = []
+    if message is None:
+        expected = [(row["text"], row["kind"]) for row in rows]
+        frame = pandas.read_csv(
+            io.BytesIO(content.encode()), sep="\t", quoting=csv.QUOTE_NONE, dtype=str, keep_default_na=False
+        )
+        assert list(zip(frame["text"], frame["kind"], strict=True)) == expected
     check_texts(tmp_path, "train.tsv", content, message, expected)
 
 
