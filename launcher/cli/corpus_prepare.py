@@ -63,8 +63,8 @@ def prepare(
 
 def _run(preparation: Preparation, out: Console) -> None:
     """Run the preparation with a progress bar; end the process with 75 on Ctrl-C, and with 1 if a task was killed."""
-    from electra_dist.corpus.prepare.executors import TaskKilled
     from electra_dist.corpus.prepare.preparation import run
+    from electra_dist.corpus.workers import WorkerKilled
     from launcher.cli.finetune import progress_bar
 
     try:
@@ -73,7 +73,7 @@ def _run(preparation: Preparation, out: Console) -> None:
     except KeyboardInterrupt:
         out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
-    except TaskKilled as error:
+    except WorkerKilled as error:
         out.print(
             f"{error}; if it ran out of memory, lower executor.workers; run the same command again to continue",
             soft_wrap=True,

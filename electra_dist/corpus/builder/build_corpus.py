@@ -35,9 +35,9 @@ from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, rea
 from electra_dist.corpus.builder.read_group import InputGroup, ReadTask, group_inputs, start_reading
 from electra_dist.corpus.builder.sentence_pairs import MIN_SEQ_LEN
 from electra_dist.corpus.builder.spill_file import open_spills
-from electra_dist.corpus.builder.workers import WorkerPool
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens
+from electra_dist.corpus.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
 from electra_dist.store.open_store import open_store
 
@@ -215,7 +215,7 @@ class _PartOfBuild:
         sizes = {group.number: group.size for group in groups}
         self._console.begin_reading(total_bytes, total_bytes - sum(sizes.values()))
         num_workers = min(self._request.num_workers, len(groups))
-        with WorkerPool(partial(start_reading, self._request), num_workers) as pool:
+        with WorkerPool(partial(start_reading, self._request), num_workers, preload=__name__) as pool:
             for record in pool.results(tasks):
                 self._console.read(sizes[record.number], record.counts.all_sources()["read"])
                 yield record
@@ -281,7 +281,7 @@ class _PartOfBuild:
         self._console.begin_rows(own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
         spills = [spill for record in records for spill in record.spills]
         num_workers = min(request.num_workers, max(len(missing), 1))
-        with WorkerPool(partial(start_making_rows, request, order, spills), num_workers) as pool:
+        with WorkerPool(partial(start_making_rows, request, order, spills), num_workers, preload=__name__) as pool:
             for bucket in pool.results(missing):
                 documents = bucket.counts.all_sources()
                 self._console.made_rows(documents["bytes"], documents["documents"], documents["tokens"])

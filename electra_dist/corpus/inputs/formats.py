@@ -51,8 +51,9 @@ def read_format(
     """Yield the undecoded documents of one decompressed file; a CSV or TSV file closes the stream at its end.
 
     `file_format` is a value of `FORMATS`, but no archive. `text_field` is the column of a table that holds the text
-    (NoTextColumn if it is missing), and `with_fields` keeps the other cells, too. A JSON record is yielded whole,
-    because `decode` finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a file that is damaged or cut off.
+    (NoTextColumn if it is missing), and `with_fields` keeps the other cells, too, or the address (`url`) of a WET
+    record. A JSON record is yielded whole, because `decode` finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a
+    file that is damaged or cut off.
     """
     if file_format == "jsonl":
         for line in lines_of(stream):
@@ -67,7 +68,7 @@ def read_format(
     elif file_format == "arrow":
         yield from read_arrow(stream, text_field, with_fields=with_fields)  # type: ignore[arg-type]
     elif file_format == "wet":
-        yield from _read_wet(stream)
+        yield from _read_wet(stream, with_fields=with_fields)
     elif file_format == "md":
         yield from _read_whole(stream)
     else:
@@ -102,7 +103,7 @@ def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
         yield RawDocument(text, is_json=False)
 
 
-def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+def _read_wet(stream: io.BufferedIOBase, *, with_fields: bool) -> Iterator[RawDocument]:
     """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages.
 
     Source: ISO 28500. A record is a version line such as `WARC/1.0`, headers, an empty line and a body of
@@ -126,7 +127,8 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
         if len(body) < body_length:
             raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
         if headers.get(b"warc-type") == b"conversion":
-            yield RawDocument(body, is_json=False)
+            url = headers.get(b"warc-target-uri", b"").decode("utf-8", "replace")
+            yield RawDocument(body, is_json=False, fields={"url": url} if with_fields else None)
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:

@@ -3,27 +3,25 @@
 Guarantee: a task that is completed is not repeated (datatrove's completion files), so a preparation that was
 interrupted continues when the same command runs again. At most one process of a machine uses a work folder at a time.
 
-How: on this machine the stages run one after another. On Slurm each stage is an array job that depends on
-the job of the stage before; the command returns when all are submitted.
+How: on this machine the stages run one after another, in worker processes like those of a build (`workers.py`). On
+Slurm each stage is an array job that depends on the job of the stage before; the command returns when all are
+submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import io
 import multiprocessing
-import multiprocessing.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +31,15 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from typing_extensions import override
 
-from electra_dist.corpus.builder.workers import end_with_main_process
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
 from electra_dist.corpus.prepare.stages import Stage
+from electra_dist.corpus.workers import WorkerKilled, WorkerPool
 from electra_dist.errors import UserError
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
 _PROGRESS_INTERVAL_S = 0.5
-_WATCH_INTERVAL_S = 2.0
-_SOCKET_PATH_BYTES = 107  # the longest path of a socket on Linux
-_SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # what multiprocessing appends to TMPDIR
 
 Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, all tasks
 
@@ -53,7 +48,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
     """Run all stages on this machine, and return when the last one is complete; `report` shows the progress.
 
     Raises UserError if a task raises it, for example for a damaged file, or if another process uses the work folder;
-    TaskKilled if a worker process was killed.
+    WorkerKilled if a worker process was killed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
     with _only_process(Path(config.work)):
@@ -118,92 +113,34 @@ class NothingSubmitted(UserError):
     """Error if Slurm has accepted no job. The preparation has not begun, so its work folder may be used again."""
 
 
-class TaskKilled(Exception):
-    """Error for a task that ended without a result, for example because the kernel killed it for lack of memory."""
+def _run_locally(config: PrepareConfig, stage: Stage) -> None:
+    """Run the tasks of a stage that are not completed; if a task fails or a worker is killed, kill the others."""
+    executor = LocalPipelineExecutor(stage.steps, tasks=stage.num_tasks, logging_dir=str(run_folder(config, stage)))
+    tasks = executor.get_incomplete_ranks()
+    if not tasks:
+        return
+    executor.save_executor_as_json()
+    # Datatrove's own pool would wait forever for the task of a worker that was killed.
+    num_workers = min(config.executor.workers or len(os.sched_getaffinity(0)), stage.num_tasks)
+    start = functools.partial(_start_tasks, dill.dumps(executor))
+    try:
+        with WorkerPool(start, num_workers, preload=__name__, isolated=True) as pool:
+            for _ in pool.results(tasks):
+                pass
+    except WorkerKilled:
+        raise WorkerKilled(f"a task of {executor.logging_dir.path} was killed") from None
 
 
-class _WatchedExecutor(LocalPipelineExecutor):
-    """Local executor of datatrove that notices if a worker process was killed.
-
-    Datatrove's own pool would wait forever for the task of such a process.
-    """
-
-    def run(self) -> None:
-        """Run the tasks that are not completed; if a task fails or a worker is killed, kill the others and raise."""
-        self.save_executor_as_json()
-        # The workers are forks of one process that has imported everything, and has no threads.
-        _shorten_socket_paths()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
-        pool = ProcessPoolExecutor(self.workers, context, initializer=_begin_worker)
-        pickled = dill.dumps(self)
-        try:
-            waiting = {pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()}
-            while waiting:
-                ended, waiting = wait(waiting, timeout=_WATCH_INTERVAL_S, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    future.result()
-                _check_workers(pool)
-        except BaseException as error:
-            # `shutdown` would wait for the tasks that run, which may take hours.
-            for process in _workers(pool):
-                process.kill()
-            if isinstance(error, BrokenProcessPool):
-                raise TaskKilled(f"a task of {self.logging_dir.path} was killed") from None
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _shorten_socket_paths() -> None:
-    """Make multiprocessing use /tmp for its sockets if TMPDIR is too long: a socket's path has at most 107 bytes."""
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
-        tempfile.tempdir = "/tmp"
-        try:
-            multiprocessing.util.get_temp_dir()  # makes a private folder, which this process keeps to
-        finally:
-            tempfile.tempdir = folder
-
-
-def _workers(pool: ProcessPoolExecutor) -> list[Any]:
-    return list((pool._processes or {}).values())
-
-
-def _check_workers(pool: ProcessPoolExecutor) -> None:
-    """Raise BrokenProcessPool if a worker has ended.
-
-    The pool itself misses the end of a worker that starts while the pool's own thread lists the workers.
-    """
-    if any(process.exitcode is not None for process in _workers(pool)):
-        raise BrokenProcessPool
-
-
-def _begin_worker() -> None:
-    """Set up a worker process: it ends when the main command ends, and the processes that it starts are its forks.
-
-    If a worker went on after a `kill -9` of the command, it could write a file while a restarted command reads it.
-    """
-    end_with_main_process()
+def _start_tasks(pickled: bytes) -> Callable[[int], None]:
+    """Return the function by which a worker runs a task of a pickled executor, whose log is in WORK/STAGE/run/logs."""
     # Otherwise the extractor's process would be the child of a further fork server, and outlive the worker.
     multiprocessing.set_start_method("fork", force=True)
 
+    def run_task(rank: int) -> None:
+        with contextlib.redirect_stderr(io.StringIO()):
+            dill.loads(pickled)._run_for_rank(rank)  # each task with new steps
 
-def _run_task(pickled: bytes, rank: int) -> None:
-    """Run task `rank` of a pickled executor in a worker process; messages go to a log file (WORK/STAGE/run/logs)."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        dill.loads(pickled)._run_for_rank(rank)
-
-
-def _run_locally(config: PrepareConfig, stage: Stage) -> None:
-    executor = _WatchedExecutor(
-        stage.steps,
-        tasks=stage.num_tasks,
-        workers=min(config.executor.workers or len(os.sched_getaffinity(0)), stage.num_tasks),
-        logging_dir=str(run_folder(config, stage)),
-    )
-    if executor.get_incomplete_ranks():
-        executor.run()
+    return run_task
 
 
 class _QuotingSlurmExecutor(SlurmPipelineExecutor):

@@ -17,7 +17,6 @@ from electra_dist.corpus.prepare.document_files import DOCUMENTS_DIR, file_of_ta
 from electra_dist.corpus.prepare.executors import (
     NothingSubmitted,
     Report,
-    TaskKilled,
     completed_tasks,
     forget_completed,
     run_here,
@@ -72,14 +71,14 @@ def run(preparation: Preparation, report: Report) -> None:
 
     If a new preparation fails before it has completed a task, its plan.json is deleted, so that a corrected config may
     use the same work folder. Raises UserError if the work folder holds another preparation, or if a task raises it,
-    for example for a damaged file; TaskKilled if a worker process was killed.
+    for example for a damaged file; WorkerKilled if a worker process was killed.
     """
     is_new = _begin(preparation)
     try:
         run_here(preparation.config, preparation.stages, report)
     except StoreError:
         raise
-    except (UserError, TaskKilled, KeyboardInterrupt):
+    except (UserError, KeyboardInterrupt):
         has_result = any(completed_tasks(preparation.config, stage) for stage in preparation.stages)
         if is_new and not has_result:
             _give_up(preparation)

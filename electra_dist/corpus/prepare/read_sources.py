@@ -5,7 +5,8 @@ that names it. A document has the id of its own record or, without one, SOURCE/F
 documents of the file from 0. The other fields of its record are in its metadata. Records of a WARC file that hold no
 page of the crawl (requests, metadata) are passed over.
 
-How: warcio reads WARC files. An HTML page that is not UTF-8 is decoded with the encoding that trafilatura detects.
+How: `DocumentStream` reads the files that a build reads, too, and warcio WARC files. An HTML page that is not UTF-8 is
+decoded with the encoding that trafilatura detects.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RECORD = "record"
 _RESERVED = {RECORD, "source", "license", "file", "url", IS_HTML, "filter_reason"}
 _RESERVED_BY_LANGUAGE_FILTER = {"language", "language_script", "language_score"}
 _MAX_DEPTH = 100  # of a value in metadata; what is deeper is left out
-PAGE_FORMATS = ("warc", "wet", "html")
+PAGE_FORMATS = ("warc", "html")
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
@@ -98,7 +99,11 @@ class ReadSources(PipelineStep):
             except SkippedDocument as skipped:
                 yield _Read("", skipped.kind)
                 continue
-            yield _read_record(raw, decoded, source)
+            if file.format == "wet":
+                assert raw.fields is not None
+                yield _Read(decoded.text, url=raw.fields["url"] or None)
+            else:
+                yield _read_record(raw, decoded, source)
 
 
 class _Read(NamedTuple):
@@ -172,7 +177,7 @@ class Page(NamedTuple):
 
 
 def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Page]:
-    """Yield the pages of an HTML, WARC or WET file in order; raise UserError if it is damaged or cut off."""
+    """Yield the pages of an HTML or WARC file in order; raise UserError if it is damaged or cut off."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
     try:

@@ -13,6 +13,8 @@ from prepare_processes import REPOSITORY
 
 from electra_dist.config.load import load_section
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
+from electra_dist.corpus.inputs.text_decoding import decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import UserError
 
@@ -62,8 +64,12 @@ def read_until_error(file: InputFile) -> tuple[list[str], str | None]:
 
     texts = []
     try:
-        for each in read_pages(file):
-            texts.append(each.text)
+        if file.format == "wet":
+            pages = map(decode, DocumentStream([file]))
+        else:
+            pages = (each.text for each in read_pages(file))
+        for text in pages:
+            texts.append(text)
     except UserError as error:
         return texts, str(error)
     return texts, None

@@ -211,7 +211,7 @@ def test_the_tasks_that_slurm_loads_write_what_local_ones_write(
 def test_a_long_tmpdir_leaves_room_for_the_sockets_of_worker_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from electra_dist.corpus.prepare.executors import _shorten_socket_paths
+    from electra_dist.corpus.workers import _shorten_socket_paths
 
     folder = tmp_path / ("long" * 20)
     folder.mkdir()

@@ -1,0 +1,39 @@
+"""Worker processes of builds and preparations: a killed one ends the work, and isolated tasks never run here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from electra_dist.corpus.workers import WorkerKilled, WorkerPool
+
+
+def start() -> Callable[[int], int]:
+    """Return a task that gives the number of its process, or kills its process if it is given a negative number."""
+
+    def work(number: int) -> int:
+        if number < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    return work
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_killed_worker_ends_the_work_with_an_error(isolated: bool) -> None:
+    with (
+        pytest.raises(WorkerKilled, match="a corpus worker was killed"),
+        WorkerPool(start, 2, preload="electra_dist.errors", isolated=isolated) as pool,
+    ):
+        list(pool.results([1, 2, -1, 3, 4]))
+
+
+def test_the_only_worker_is_this_process_unless_its_tasks_are_isolated() -> None:
+    with WorkerPool(start, 1, preload="electra_dist.errors") as pool:
+        assert set(pool.results([1, 2])) == {os.getpid()}
+    with WorkerPool(start, 1, preload="electra_dist.errors", isolated=True) as pool:
+        [worker] = set(pool.results([1, 2]))
+        assert worker != os.getpid()
