@@ -1,54 +1,69 @@
-"""Score checkpoints, and keep each score in a JSON file of its own, so that nothing is scored twice.
+"""Score checkpoints, and keep the scores in a file, so that nothing is scored twice.
 
-Guarantee: a score is stored with a digest of everything that it depends on: the config of the run, the corpus, the
-step, and the data and settings of the task. A stored score is used only if its digest is the current one; after a
-change of any of these, the checkpoint is scored again. The encoder that is scored is the one for which the run is made
-(in ELECTRA the discriminator, not the generator), with its pretraining head.
-
-Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depending on the task).
+Guarantee: the identity of a stored score covers everything that it depends on: the config of the run, the corpus, the
+step, and the data and settings of the task. After a change of any of these, the checkpoint is scored again. The
+encoder that is scored is the one for which the run is made (in ELECTRA the discriminator, not the generator), with its
+pretraining head.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.compare.measures.measure import Measure, Measured, digest_of
+from electra_dist.compare.measures import Measure
+from electra_dist.finetune.scores import Measured, ScoreStore, digest_of
 from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.run.folder import recorded_numerics
-from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Score:
-    """Score of one checkpoint by one measure (a way to score encoders); the fields are the keys of its JSON file.
-    The number is a probe's score at the layer that held-out training data choose, the median over the seeds of
-    fine-tuning, the accuracy on minimal pairs, or the context AUC (see `context_measure.py`).
-    """
+class CheckpointScore:
+    """Score of one checkpoint by one measure (a way to score encoders), as a fraction."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
-    seed: int  # seed of the pretraining run
     step: int  # step of the checkpoint; 0 for the initial weights
     flops: float  # training FLOPs up to that step
-    task: str  # name of the measure, a column of the table
-    metric: str
-    score: float | None  # a fraction; None if there is no score
-    failures: tuple[str, ...]  # why there is no score, or why seeds of fine-tuning count as failed, one line each
-    seconds: float  # time that scoring took
-    standard_error: float | None = None  # over the choice of the test examples; None if it is not known
-    layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
-    details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of pair, or "layer 2" -> its score
+    measured: Measured  # its task is the name of the measure, its seed that of the pretraining run
 
+    @property
+    def task(self) -> str:
+        """Return the name of the measure, a column of the table."""
+        return self.measured.task
 
-_SCORE = TypeAdapter(Score)
+    @property
+    def seed(self) -> int:
+        """Return the seed of the pretraining run."""
+        return self.measured.seed
+
+    @property
+    def value(self) -> float | None:
+        """Return the score as a fraction; None if there is none."""
+        return self.measured.score
+
+    def record(self) -> dict[str, Any]:
+        """Return what compare.json has of the score; its details are those of single layers or kinds of pairs."""
+        measured = self.measured
+        of_layers = {f"layer {layer}": score for layer, score in enumerate(measured.layer_scores)}
+        return {
+            "entry": self.entry,
+            "seed": measured.seed,
+            "step": self.step,
+            "flops": self.flops,
+            "task": measured.task,
+            "metric": measured.metric,
+            "score": measured.score,
+            "failures": measured.failures,
+            "seconds": measured.seconds,
+            "standard_error": measured.standard_error,
+            "layer": measured.layer,
+            "details": {**measured.details, **of_layers},
+        }
 
 
 def with_prefix(progress: Progress, prefix: str) -> Progress:
@@ -60,39 +75,32 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
     return report
 
 
-class Scores:
-    """Store of a comparison's scores: a folder with one JSON file for each checkpoint and measure.
+class CheckpointScores:
+    """Scores of a comparison's checkpoints, which are made once and kept in a file.
     An `entry` is the name of the run's objective in the config, or "random" for the initial weights, which have step
     0.
     """
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
-        self._folder = folder
+    def __init__(self, file: Path, fingerprint: str) -> None:
+        """Read the scores of `file`, which may be missing; `fingerprint` is that of the corpus."""
+        self._store = ScoreStore(file)
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
         """Return those of `measures` that have no valid score yet for the checkpoint at `step` of the run `cell`."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
-    def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
+    def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> CheckpointScore | None:
         """Return a checkpoint's stored score; None if there is none for the present config, corpus and task data."""
-        path = self._path(entry, cell, step, measure)
-        if not path.exists():
+        measured = self._store.find(self._identity(cell, step, measure), cell.seed)
+        if measured is None:
             return None
-        next_step = "delete it, and the checkpoint is scored again"
-        record = read_json_object(path, next_step)
-        identity = record.pop("identity", None)
-        if identity != self._identity(cell, step, measure):
-            return None
-        try:
-            return validate_json(_SCORE, record)
-        except DamagedJson as error:
-            raise damaged_file(path, error, next_step) from None
+        return CheckpointScore(entry=entry, step=step, flops=cell.flops(step), measured=measured)
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
         """Score a checkpoint by each of `measures`, and write every score as soon as it is known.
-        An interrupt loses at most one score. Existing scores are replaced. Raises UserError if the checkpoint cannot
-        be read, or a measure cannot score it.
+        An interrupt loses at most one score. Raises UserError if the checkpoint cannot be read, or a measure cannot
+        score it.
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
@@ -104,29 +112,21 @@ class Scores:
             try:
                 measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
             except Diverged as error:
-                measured = Measured(value=None, failures=(f"diverged: {error}",))
-            score = Score(
-                entry=entry,
-                seed=cell.seed,
-                step=step,
-                flops=cell.flops(step),
+                measured = Measured(
+                    task=measure.name,
+                    mode=measure.mode,
+                    metric=measure.metric,
+                    score=None,
+                    failures=(f"diverged: {error}",),
+                )
+            measured = dataclasses.replace(
+                measured,
                 task=measure.name,
-                metric=measure.metric,
-                score=measured.value,
-                failures=measured.failures,
+                seed=cell.seed,
+                identity=self._identity(cell, step, measure),
                 seconds=time.monotonic() - start,
-                standard_error=measured.standard_error,
-                layer=measured.layer,
-                details=measured.details,
             )
-            record = dataclasses.asdict(score)
-            record["identity"] = self._identity(cell, step, measure)
-            with replacing(self._path(entry, cell, step, measure)) as file:
-                file.write(json.dumps(record, indent=1).encode() + b"\n")
-
-    def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of a score's file; it does not depend on the config, so a new score replaces an old one."""
-        return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
+            self._store.add(measured, checkpoint={"entry": entry, "step": step, "flops": cell.flops(step)})
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
         # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
@@ -136,6 +136,6 @@ class Scores:
                 "run": cell.config.identity_sha256(numerics),
                 "corpus": self._fingerprint,
                 "step": step,
-                "measure": measure.digest,
+                "measure": {"name": measure.name, "data": measure.digest},
             }
         )

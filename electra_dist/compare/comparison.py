@@ -21,24 +21,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
-from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
+from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
-from electra_dist.compare.comparison_results import ComparisonResults
-from electra_dist.compare.criterion import record_criterion
-from electra_dist.compare.measures.context_measure import ContextMeasure
-from electra_dist.compare.measures.measure import Measure
-from electra_dist.compare.measures.open_measures import open_measures
+from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
+from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
-from electra_dist.compare.run_evaluations import read_curves
-from electra_dist.compare.score_plot import panel_titles, write_curves, write_scores
-from electra_dist.compare.score_tables import Failure, score_failures
+from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
+from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
 from electra_dist.train.input_checks import check_inputs
 
+SCORES_FILE = "scores.jsonl"  # in the output folder: the score of each checkpoint by each measure
 Note = Callable[[str], None]  # called with one line of text for the user
 
 
@@ -79,7 +76,7 @@ class Comparison:
         _replace_file(self.folder / inputs.corpora.tokenizer.vocab_file, inputs.vocabulary.text.encode())
         for cell in self.plan.cells:
             _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
-        self._scores = Scores(self.folder / "scores", inputs.corpora.fingerprint)
+        self._scores = CheckpointScores(self.folder / SCORES_FILE, inputs.corpora.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # is missing or cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}
@@ -176,7 +173,7 @@ class Comparison:
         is_first_or_last = step in (0, cell.marks[-1])
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
-    def scores(self) -> list[Score]:
+    def scores(self) -> list[CheckpointScore]:
         """Read all valid scores: those of the initial weights, then those of each objective by seed and step."""
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name

@@ -1,31 +1,197 @@
 """Make the results of a comparison from its scores: tables, a Markdown page, a JSON file and the verdict.
 
-Guarantee: everything follows from the scores that are passed, the config and the plan; nothing is read from disk.
+Guarantee: everything follows from the scores that are passed, the config and the plan; nothing is read from disk. If a
+median is of fewer seeds than the comparison has, it is shown with their number, and each failure is listed with its
+reason. A degenerate result (all predictions equal) counts with its score, and is listed, too.
+
+The average of a checkpoint is the mean of its scores on minimal pairs and on the tasks that are scored at all
+checkpoints. A checkpoint that lacks one of these scores has no average.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from electra_dist.compare.checkpoint_scores import Score
-from electra_dist.compare.comparison_config import CONTEXT_AUC, CompareConfig
+from electra_dist.compare.checkpoint_scores import CheckpointScore
+from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
-from electra_dist.compare.criterion import Verdict, judge, verdict_lines
-from electra_dist.compare.measures.measure import Measure
-from electra_dist.compare.score_tables import Failure, ScoreRow, console_table, markdown, summarize_rows
+from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
+    Verdict,
     console_differences,
     difference_rows,
+    judge,
     markdown_differences,
+    markdown_row,
     paired_difference,
+    verdict_lines,
 )
 from electra_dist.config.secrets import without_secrets
 from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.parameter_counts import parameter_counts
+
+AVERAGE = "average"  # name of the last column
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Record of a run that did not finish, a checkpoint that could not be scored, or a failed seed of fine-tuning."""
+
+    entry: str  # name of the objective's entry, or "random" for the initial weights
+    seed: int
+    what: str  # what has failed and why, in one line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreSummary:
+    """Scores of one objective on one task after some steps, for all its seeds, as fractions: one cell of the table."""
+
+    median: float
+    low: float
+    high: float
+    scores: dict[int, float]  # seed -> score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRow:
+    """Row of the table of scores: one objective after some number of steps, or the initial weights, with step 0."""
+
+    entry: str  # name of the objective's entry, or "random" for the initial weights
+    step: int
+    flops: float  # training FLOPs up to that step
+    columns: dict[str, ScoreSummary]  # task, or `AVERAGE` -> scores; a task without any score is left out
+
+
+def summarize_rows(scores: Sequence[CheckpointScore], tasks: Mapping[str, bool]) -> list[ScoreRow]:
+    """Group scores into table rows, by objective, in the order in which the objectives first occur, and then by step.
+    `tasks` maps each task, in the order of the columns, to whether it counts in the average. The average is a column
+    only if two or more tasks count.
+    """
+    scores_of_row: dict[tuple[str, int], list[CheckpointScore]] = {}  # keyed by (objective, step)
+    for score in scores:
+        scores_of_row.setdefault((score.entry, score.step), []).append(score)
+    objectives = list(dict.fromkeys(score.entry for score in scores))
+    row_keys = sorted(scores_of_row, key=lambda row_key: (objectives.index(row_key[0]), row_key[1]))
+
+    rows = []
+    for objective, step in row_keys:
+        row_scores = scores_of_row[objective, step]
+        columns = _summarize_columns(row_scores, tasks)
+        rows.append(ScoreRow(entry=objective, step=step, flops=row_scores[0].flops, columns=columns))
+    return rows
+
+
+def _summarize_columns(row_scores: Sequence[CheckpointScore], tasks: Mapping[str, bool]) -> dict[str, ScoreSummary]:
+    by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
+    averaged_tasks = [task for task, is_averaged in tasks.items() if is_averaged]
+    if len(averaged_tasks) > 1:
+        by_task[AVERAGE] = _average_by_seed([by_task[task] for task in averaged_tasks])
+    return {task: _summarize(by_seed) for task, by_seed in by_task.items() if by_seed}
+
+
+def score_failures(scores: Sequence[CheckpointScore]) -> list[Failure]:
+    """Return the failures recorded in scores, with descriptions such as "rte after 1,000 steps: degenerate: ..."."""
+    failures = []
+    for score in scores:
+        for reason in score.measured.failures:
+            description = f"{score.task} after {score.step:,} steps: {reason}"
+            failures.append(Failure(entry=score.entry, seed=score.seed, what=description))
+    return failures
+
+
+def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
+    """Return the rows as a table for the terminal: median, lowest and highest seed in per cent."""
+    columns = _columns(rows)
+    table = Table("objective", "steps", "FLOPs", *columns, title=title)
+    for row in rows:
+        table.add_row(*_row_texts(row, columns, num_seeds))
+    return table
+
+
+def markdown(
+    title: str,
+    rows: Sequence[ScoreRow],
+    failures: Sequence[Failure],
+    num_seeds: int,
+    notes: Sequence[str],
+    sections: Sequence[str] = (),
+) -> str:
+    """Return a Markdown page with the table of scores and, below it, the failures.
+    `notes` are lines before the table, `sections` lines between the table and the failures.
+    """
+    columns = _columns(rows)
+    table_lines = [
+        markdown_row(["objective", "steps", "FLOPs", *columns]),
+        "|---|--:|--:|" + "--:|" * len(columns),  # aligns the objectives left, and all other columns right
+    ]
+    for row in rows:
+        table_lines.append(markdown_row(_row_texts(row, columns, num_seeds)))
+
+    failure_lines = [f"* {failure.entry} seed {failure.seed}: {markdown_text(failure.what)}" for failure in failures]
+    if not failure_lines:
+        failure_lines = ["None."]
+
+    lines = [
+        f"# {markdown_text(title)}",
+        "",
+        *notes,
+        "",
+        *table_lines,
+        "",
+        *sections,
+        "## Failed or degenerate",
+        "",
+        *failure_lines,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _scores_by_seed(scores: Sequence[CheckpointScore], task: str) -> dict[int, float]:
+    """Return each pretraining seed's score on one task; seeds without a score are left out."""
+    return {score.seed: score.value for score in scores if score.task == task and score.value is not None}
+
+
+def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return each seed's mean score over the tasks, by ascending seed; seeds that lack a score are left out."""
+    seeds_per_task = [set(by_seed) for by_seed in by_task]
+    complete_seeds = set.intersection(*seeds_per_task)
+    return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
+
+
+def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
+    values = list(by_seed.values())
+    return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=by_seed)
+
+
+def _columns(rows: Sequence[ScoreRow]) -> list[str]:
+    """Return the tasks with a score in any row, in the order in which they first occur, then the average."""
+    names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
+    if AVERAGE in names:
+        names.remove(AVERAGE)
+        names.append(AVERAGE)
+    return names
+
+
+def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
+    name = "random initialisation" if row.entry == RANDOM else row.entry
+    scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]
+    return [name, f"{row.step:,}", f"{row.flops:.3g}", *scores]
+
+
+def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
+    """Format one table cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" if there is no score."""
+    if summary is None:
+        return "-"
+    num_scores = len(summary.scores)
+    spread = f"{100 * summary.low:.1f} to {100 * summary.high:.1f}"
+    if num_scores < num_seeds:
+        spread += f", {num_scores} of {num_seeds} seeds"
+    return f"{100 * summary.median:.1f} ({spread})"
 
 
 class ComparisonResults:
@@ -39,7 +205,7 @@ class ComparisonResults:
         compare: CompareConfig,
         plan: Plan,
         measures: Sequence[Measure],
-        scores: Sequence[Score],
+        scores: Sequence[CheckpointScore],
         title: str,
         command: str,
         criterion_origin: str,
@@ -91,7 +257,7 @@ class ComparisonResults:
             "config": without_secrets(self._compare.model_dump(mode="json")),
             "runs": [_describe_run(cell) for cell in self._plan.cells],
             "table": [dataclasses.asdict(row) for row in self.rows],
-            "scores": [dataclasses.asdict(score) for score in self._scores],
+            "scores": [score.record() for score in self._scores],
             "differences": self._difference_records(),
             "failures": [dataclasses.asdict(failure) for failure in failures],
         }

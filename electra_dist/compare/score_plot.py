@@ -4,7 +4,7 @@ How: each task, and the average, has one panel, and each objective one color. A 
 and a vertical bar at each of its points goes from the lowest to the highest seed. The objectives are drawn beside each
 other at each number of FLOPs, so that their bars do not cover one another. A task that is scored once only has one
 column for each objective, with a dot for every seed. A dashed line marks the median score of the encoder's initial
-weights, which are the same for all objectives.
+weights, which are the same for all objectives. The curves are what the runs have recorded at their own evaluations.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -24,9 +25,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import RANDOM
-from electra_dist.compare.run_evaluations import CURVE_TITLES, RunCurves
-from electra_dist.compare.score_tables import AVERAGE, ScoreRow
+from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_results import AVERAGE, ScoreRow
 from electra_dist.report.plot_style import print_style
+from electra_dist.run.metrics import iter_evaluations
 from electra_dist.store.atomic_files import replacing
 
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
@@ -170,3 +172,40 @@ def _format_flops(flops: float, _: int | None) -> str:
     if flops == 0:
         return "0"
     return f"{flops:.2g}".replace("e+", "e")
+
+
+# Field of an evaluation's record -> title of its curve; values are of held-out rows.
+CURVE_TITLES = {
+    "context_auc": "context AUC",
+    "auc": "ROC-AUC of replaced tokens",
+    "mlm_loss": "loss of masked tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """Values that one run of a comparison has recorded at its evaluations, by training FLOPs."""
+
+    entry: str  # name of the objective's entry
+    seed: int
+    points: dict[str, list[tuple[float, float]]]  # field of the record -> (FLOPs, value), ascending
+
+
+def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
+    """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
+    A quantity that a run does not record has no points; values that are not finite are left out.
+    """
+    curves = []
+    for cell in cells:
+        value_at: dict[str, dict[int, float]] = {field: {} for field in CURVE_TITLES}  # by step
+        for record in iter_evaluations(Path(cell.config.run_dir)):
+            for field, values in value_at.items():
+                value = getattr(record, field)
+                if math.isfinite(value):
+                    values[record.step] = value  # A step that was repeated after a restart counts once.
+        points = {
+            field: [(cell.flops(step), values[step]) for step in sorted(values)] for field, values in value_at.items()
+        }
+        if any(points.values()):
+            curves.append(RunCurves(entry=cell.entry, seed=cell.seed, points=points))
+    return curves

@@ -1,10 +1,14 @@
-"""Compare the scores of two objectives seed by seed, with standard errors and a paired t-test.
+"""Compare the scores of two objectives seed by seed, and judge a comparison by the criterion that its config states.
 
 How: two runs with the same seed read the same rows in the same order, so their scores are paired: the difference of
 each seed is formed first. Two errors are stated. The seed error is the standard error of the mean difference over the
-seeds, sd / sqrt(n). The test error is that of the choice of the test examples, which are the same for all seeds, so
-more seeds do not make it smaller: it is sqrt(e_1^2 + e_2^2) for the mean errors of the two objectives. It is an upper
-bound, because both objectives are tested on the same examples.
+seeds, sd / sqrt(n), and belongs to a paired t-test. The test error is that of the choice of the test examples, which
+are the same for all seeds, so more seeds do not make it smaller: it is sqrt(e_1^2 + e_2^2) for the mean errors of the
+two objectives. It is an upper bound, because both objectives are tested on the same examples.
+
+Guarantee: the verdict is a function of the scores and of the criterion alone. The criterion is recorded in the output
+folder when the comparison is first started, with the number of scores that existed by then, and so is each change of
+it, so that a reader sees whether it was stated before the scores.
 
 Limits: with two seeds the seed error has one degree of freedom, so a difference of two standard errors has p = 0.3.
 """
@@ -12,15 +16,19 @@ Limits: with two seeds the seed error has one degree of freedom, so a difference
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from scipy import stats
 
-from electra_dist.compare.checkpoint_scores import Score
-from electra_dist.compare.score_tables import markdown_row
+from electra_dist.compare.checkpoint_scores import CheckpointScore
+from electra_dist.compare.comparison_config import Criterion
+from electra_dist.run.records import Count, JsonlFile, Record, read_records
 
 REMARK = (
     "Mean over the seeds of the difference to the baseline, paired by seed, in points of a per cent. After +- comes "
@@ -48,7 +56,7 @@ class Difference:
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
-def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
+def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: str, task: str) -> Difference | None:
     """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has scores of both.
     `scores` are those of the runs' last checkpoints.
     """
@@ -89,7 +97,7 @@ def difference_text(difference: Difference | None) -> str:
 
 
 def difference_rows(
-    scores: Sequence[Score], entries: Sequence[str], baseline: str, tasks: Sequence[str]
+    scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str, tasks: Sequence[str]
 ) -> list[list[str]]:
     """Return a row of texts for each objective but the baseline: its name, then its difference on each task."""
     rows = []
@@ -119,17 +127,22 @@ def markdown_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Se
     return [*lines, ""]
 
 
-def _by_seed(scores: Sequence[Score], entry: str, task: str) -> dict[int, Score]:
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table, as in "| rtd | 1,000 |"; a cell must not contain "|"."""
+    return f"| {' | '.join(cells)} |"
+
+
+def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, CheckpointScore]:
     by_seed = {}
     for score in scores:
-        if score.entry == entry and score.task == task and score.score is not None:
+        if score.entry == entry and score.task == task and score.value is not None:
             by_seed[score.seed] = score
     return by_seed
 
 
-def _value(score: Score) -> float:
-    assert score.score is not None
-    return score.score
+def _value(score: CheckpointScore) -> float:
+    assert score.value is not None
+    return score.value
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
@@ -140,12 +153,96 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
     return float(2.0 * stats.t.sf(statistic, num_seeds - 1))
 
 
-def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
+def _test_error(entry_scores: Sequence[CheckpointScore], baseline_scores: Sequence[CheckpointScore]) -> float | None:
     """Return a difference's standard error over the choice of test examples; None if one of the scores has none."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
-        errors = [score.standard_error for score in scores if score.standard_error is not None]
+        errors = [score.measured.standard_error for score in scores if score.measured.standard_error is not None]
         if len(errors) < len(scores):
             return None
         squares += statistics.fmean(errors) ** 2
     return math.sqrt(squares)
+
+
+CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the criterion, and one for each change of it
+
+
+class Verdict(NamedTuple):
+    """Answer to a criterion ("met", "not met", or "open" while scores are missing), and the numbers behind it."""
+
+    answer: str
+    passed: list[str]  # metrics on which `arm` beats `baseline` by the stated number of standard errors
+    differences: dict[str, Difference]  # metric -> score of `arm` minus `baseline`; metrics without scores are missing
+
+
+def judge(criterion: Criterion, scores: Sequence[CheckpointScore], num_seeds: int) -> Verdict:
+    """Judge a criterion by the scores of the runs' last checkpoints; the answer is "open" while seeds are missing.
+    A metric is passed if the mean over the seeds of `arm` minus `baseline` is larger than `standard_errors` standard
+    errors. Of the error over the seeds and that over the test examples, the larger one counts.
+    """
+    differences: dict[str, Difference] = {}
+    passed = []
+    is_complete = True
+    for metric in criterion.metrics:
+        difference = paired_difference(scores, criterion.arm, criterion.baseline, metric)
+        if difference is not None:
+            differences[metric] = difference
+        if difference is None or difference.num_seeds < num_seeds or difference.standard_error is None:
+            is_complete = False
+        elif difference.mean > criterion.standard_errors * difference.standard_error:
+            passed.append(metric)
+    if not is_complete:
+        answer = "open"
+    elif len(passed) >= criterion.num_needed:
+        answer = "met"
+    else:
+        answer = "not met"
+    return Verdict(answer=answer, passed=passed, differences=differences)
+
+
+def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
+    """Return the criterion and its verdict as lines of text for compare.md and the terminal."""
+    lines = [
+        f"Criterion: {criterion.statement}",
+        f"Checked as: {criterion.arm} minus {criterion.baseline} above {criterion.standard_errors:g} standard errors "
+        f"on at least {criterion.num_needed} of {', '.join(criterion.metrics)}.",
+    ]
+    for metric in criterion.metrics:
+        mark = "passed" if metric in verdict.passed else "not passed"
+        lines.append(f"{metric}: {difference_text(verdict.differences.get(metric))}, {mark}")
+    if verdict.answer == "open":
+        lines.append("Verdict: open, because scores of some seeds are missing")
+    else:
+        lines.append(f"Verdict: {verdict.answer} ({len(verdict.passed)} of {len(criterion.metrics)} metrics passed)")
+    return lines
+
+
+class StatedCriterion(Record):
+    """Criterion by which a comparison of runs decides, with the time of its statement; a line of criterion.jsonl."""
+
+    time: str
+    scores: Count  # that existed by then
+    criterion: dict[str, Any]
+
+
+def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
+    """Append a new or changed criterion to criterion.jsonl; return a sentence that says when it was stated."""
+    file = folder / CRITERION_FILE
+    content = criterion.model_dump(mode="json")
+    records = list(read_records(file, StatedCriterion.model_validate))
+    if not records or records[-1].criterion != content:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = StatedCriterion(time=now, scores=num_scores, criterion=content)
+        lines = JsonlFile(file)
+        try:
+            lines.append(record)
+            lines.sync()
+        finally:
+            lines.close()
+        records.append(record)
+    latest = records[-1]
+    origin = "stated" if len(records) == 1 else f"changed (version {len(records)})"
+    when = f"The criterion was {origin} at {latest.time}"
+    if latest.scores == 0:
+        return f"{when}, before the first score."
+    return f"{when}, when {latest.scores} scores existed."

@@ -16,20 +16,17 @@ of the encoder's layers and H its hidden size.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from electra_dist.config import canonical_json
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.output.text_files import TextFile
-from electra_dist.finetune.seed_results import Result, best_layer
+from electra_dist.finetune.scores import Measured, best_layer, digest_of
 from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.texts.text_task import TextTask
@@ -39,9 +36,6 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
-PROBED_LAYERS = "all"  # part of a probe's identity, so that results of older versions (last layer only) are not used
-# Part of the identity of a tagging result of a model with a tokenizer.json: older versions encoded words one by one.
-WORDS_OF_TAGS = "with the spaces between them"
 PROBE_SEED = 0  # recorded as the seed of a probe, in which nothing is random
 
 
@@ -53,13 +47,13 @@ def finetune_task(
     device: torch.device,
     progress: Progress = quiet,
     folder: Path | None = None,
-) -> Result:
+) -> Measured:
     """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
     `seed` determines the head's initial weights, the order of the training examples and the dropout. The trained model
     and its predictions replace an earlier model in `folder`; with None, nothing is written. If the loss or an output
     of the model becomes NaN or infinite, the function raises no error and writes no model: the result has the score
-    None, and its `failure` says why.
+    None, and its `failures` say why.
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
@@ -78,8 +72,8 @@ def finetune_task(
     except Diverged as error:
         # A diverged model has no metrics: its result has a reason instead.
         train_loss = None
-        outcome = TaskOutcome(metrics={}, failure=f"diverged: {error}")
-    result = Result(
+        outcome = TaskOutcome(metrics={}, failures=(f"diverged: {error}",))
+    result = Measured(
         task=task.name,
         seed=seed,
         mode="finetune",
@@ -87,7 +81,7 @@ def finetune_task(
         metric=task.metric,
         score=outcome.metrics.get(task.metric),  # None if the loss diverged
         metrics=outcome.metrics,
-        failure=outcome.failure,
+        failures=outcome.failures,
         train_loss=train_loss,
         steps=count_steps(len(examples.ids), settings),
         examples=len(examples.ids),
@@ -101,7 +95,7 @@ def finetune_task(
 
 def probe_task(
     encoder: Pretrained, task: Task, settings: FinetuneConfig, device: torch.device, progress: Progress = quiet
-) -> Result:
+) -> Measured:
     """Fit a linear model to the frozen states of each layer of `encoder`, and return the result at the best layer.
 
     The best layer is the one with the highest score on a held-out tenth of the training examples; with fewer than 10
@@ -142,7 +136,7 @@ def probe_task(
         progress("fit layers", layer + 1, num_states)
     layer = best_layer(held_out_scores)
     outcome = outcomes[layer]
-    return Result(
+    return Measured(
         task=task.name,
         seed=PROBE_SEED,
         mode="probe",
@@ -150,9 +144,7 @@ def probe_task(
         metric=task.metric,
         score=outcome.metrics[task.metric],
         metrics=outcome.metrics,
-        failure=outcome.failure,
-        train_loss=None,
-        steps=0,
+        failures=outcome.failures,
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
         layer=layer,
@@ -195,15 +187,12 @@ def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: st
     probe's result depends on fewer settings.
     """
     relevant_settings = _PROBE_SETTINGS if mode == "probe" else None  # None means all settings
-    tree: dict[str, Any] = {
-        "encoder": encoder.digest,
-        "data": task.digest,
-        "task": task.name,
-        "mode": mode,
-        "settings": settings.identity(relevant_settings),
-    }
-    if mode == "probe":
-        tree["layers"] = PROBED_LAYERS
-    if task.name in ("ner", "tagging") and encoder.vocabulary.tokenizer_json is not None:
-        tree["words"] = WORDS_OF_TAGS
-    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
+    return digest_of(
+        {
+            "encoder": encoder.digest,
+            "data": task.digest,
+            "task": task.name,
+            "mode": mode,
+            "settings": settings.identity(relevant_settings),
+        }
+    )

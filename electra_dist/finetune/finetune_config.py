@@ -29,7 +29,6 @@ from electra_dist.errors import UserError
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
 _NO_IDENTITY = ("max_unk_rate",)  # fields on which no result depends
-_LATER_KEYS = ("span_head",)  # newer fields; with their defaults, results are those of versions without the fields
 
 
 class FinetuneConfig(Section):
@@ -113,11 +112,11 @@ class FinetuneConfig(Section):
         description="SQuAD: number of answer starts that are tried, and of answer ends for each start",
     )
     span_head: Literal["linear", "reference"] = Field(
-        default="reference",
+        default="linear",
         description="SQuAD: layers of the head. linear: one linear layer for the logits of start and end, as in "
-        "Hugging Face's ElectraForQuestionAnswering, which `electra-dist finetune` uses by default; reference: the "
-        "end depends on the start, and a classifier decides whether there is an answer, as in google-research/"
-        "electra; such a model cannot be saved in Hugging Face's format",
+        "Hugging Face's ElectraForQuestionAnswering; reference: the end depends on the start, and a classifier "
+        "decides whether there is an answer, as in google-research/electra; such a model cannot be saved in Hugging "
+        "Face's format",
     )
     span_width: Positive = Field(
         default=512,
@@ -131,14 +130,9 @@ class FinetuneConfig(Section):
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return the settings, or those named in `only`, that become part of a result's digest, as JSON values.
 
-        `max_unk_rate` is left out, because no result depends on it. A setting that was added later is left out as long
-        as it has its default value, so that results which older versions have stored keep their digest.
+        `max_unk_rate` is left out, because no result depends on it.
         """
-        values = self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
-        for key in _LATER_KEYS:
-            if values.get(key) == type(self).model_fields[key].default:
-                del values[key]
-        return values
+        return self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
@@ -178,7 +172,7 @@ def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
     # Epochs are those of Table 7 of the paper, lengths those of google-research/electra (configure_finetuning.py),
     # which trains chunking, a tagging task, at length 256.
     if task.startswith("squad"):  # squad1 or squad2: passages are longer than the texts of GLUE
-        return {"epochs": 2.0, "max_length": min(512, max_positions), "span_head": "linear"}
+        return {"epochs": 2.0, "max_length": min(512, max_positions)}
     if task in ("ner", "tagging"):
         return {"epochs": 3.0, "max_length": min(256, max_positions)}
     if task in ("rte", "stsb"):  # small tasks, which are trained for longer

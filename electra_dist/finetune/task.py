@@ -18,10 +18,10 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """Metrics and predictions of a model on the development data, and the reason if its result counts as failed."""
+    """Metrics and predictions of a model on the development data, and the reasons if its result counts as failed."""
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD
-    failure: str  # why the result counts as failed, in one line; empty for a good one
+    failures: tuple[str, ...] = ()  # why the result counts as failed, one line each; empty for a good one
     predictions: tuple[TextFile, ...] = ()  # files with the predictions for the development data
 
 

@@ -25,7 +25,7 @@ from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
     from electra_dist.finetune.finetune_config import FinetuneConfig
-    from electra_dist.finetune.seed_results import SeedSummary
+    from electra_dist.finetune.scores import SeedSummary
     from electra_dist.finetune.training_loop import Progress as Report
     from electra_dist.pretrained.load_encoder import Pretrained
 
@@ -110,7 +110,7 @@ def finetune(
     import torch
 
     from electra_dist.finetune.finetune_config import settings_for
-    from electra_dist.finetune.seed_results import summarize
+    from electra_dist.finetune.scores import summarize
     from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
     from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
     from electra_dist.finetune.seeds.run_seeds import run_all
@@ -226,7 +226,7 @@ def minimal_pairs(
 
 def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
     """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
-    from electra_dist.finetune.seed_results import results_table
+    from electra_dist.finetune.scores import results_table
 
     out.print(results_table(title, summaries))
     for summary in summaries:
@@ -275,7 +275,7 @@ def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
     """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
-    from electra_dist.finetune.seed_results import glue_average
+    from electra_dist.finetune.scores import glue_average
 
     _write_json(
         path,

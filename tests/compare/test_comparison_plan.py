@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[dict[str, object], str]] = {
     "unknown key": ({"task": {}}, "comparison.yaml: unknown key `task`; did you mean `tasks`?"),
     "unknown key of a task": ({"tasks": {"cola": {"max_trian": 3}}}, "did you mean `tasks.cola.max_train`?"),
     "task without data": ({"tasks": {"cola": {}}}, "tasks.cola: no folder with data is given; pass --glue DIR"),
-    "no such task": ({"tasks": {"colla": {"data": "x"}}}, "tasks.colla: not a GLUE task (cola, sst2"),
+    "no such task": ({"tasks": {"colla": {"data": "x"}}}, "tasks.colla: colla: none of the tasks cola, sst2"),
     "reserved key": (
         {"objectives": ["mlm", {"name": "rtd", "set": {"data.seq_len": 64}}]},
         "`data.seq_len` cannot be changed for one objective",

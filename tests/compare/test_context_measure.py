@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import ElectraForMaskedLM
 
-from electra_dist.compare.measures import context_measure
-from electra_dist.compare.measures.context_measure import ContextMeasure
+from electra_dist.compare import measures
+from electra_dist.compare.measures import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
@@ -37,7 +37,7 @@ def heldout(tiny_corpus: Path) -> Corpora:
 
 def original_rows(heldout: Corpora) -> np.ndarray:
     """Return all rows of the held-out corpus as they were before tokens were replaced."""
-    return context_measure._first_rows(heldout, heldout.num_rows)
+    return measures._first_rows(heldout, heldout.num_rows)
 
 
 def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
@@ -54,11 +54,11 @@ def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
         return torch.tensor([float(count_of[ids[row][at]]) for row, at in places])
 
     measure = ContextMeasure(heldout)
-    monkeypatch.setattr(context_measure, "score_places", by_origin)
-    assert measure.score(encoder, print).value == 1.0
-    monkeypatch.setattr(context_measure, "score_places", by_frequency)
+    monkeypatch.setattr(measures, "score_places", by_origin)
+    assert measure.score(encoder, print).score == 1.0
+    monkeypatch.setattr(measures, "score_places", by_frequency)
     measured = measure.score(encoder, print)
-    assert measured.value == pytest.approx(0.5, abs=1e-12)
+    assert measured.score == pytest.approx(0.5, abs=1e-12)
     assert measured.standard_error is not None
     assert measured.standard_error > 0
 

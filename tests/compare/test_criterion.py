@@ -13,41 +13,35 @@ import pytest
 import yaml
 from scipy import stats
 
-from electra_dist.compare.checkpoint_scores import Score
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig, Criterion
-from electra_dist.compare.criterion import CRITERION_FILE, judge, record_criterion, verdict_lines
 from electra_dist.compare.significance import (
+    CRITERION_FILE,
     difference_rows,
     difference_text,
+    judge,
     markdown_differences,
     paired_difference,
+    record_criterion,
+    verdict_lines,
 )
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
+from electra_dist.finetune.scores import Measured
 
 
-def score(entry: str, seed: int, task: str, value: float | None, error: float | None = None) -> Score:
+def score(entry: str, seed: int, task: str, value: float | None, error: float | None = None) -> CheckpointScore:
     """Return the score of the last checkpoint of a run."""
-    return Score(
-        entry=entry,
-        seed=seed,
-        step=10,
-        flops=1e9,
-        task=task,
-        metric="accuracy",
-        score=value,
-        failures=(),
-        seconds=1.0,
-        standard_error=error,
-    )
+    measured = Measured(task=task, mode="probe", seed=seed, metric="accuracy", score=value, standard_error=error)
+    return CheckpointScore(entry=entry, step=10, flops=1e9, measured=measured)
 
 
 RTD = {1: 0.62, 2: 0.66, 3: 0.61, 4: 0.67}
 MLM = {1: 0.58, 2: 0.60, 3: 0.60, 4: 0.61}
 
 
-def scores_of(error: float | None = None) -> list[Score]:
+def scores_of(error: float | None = None) -> list[CheckpointScore]:
     """Return the scores of `rtd` and `mlm` on the task `tags`."""
     return [
         score(entry, seed, "tags", value, error)

@@ -6,24 +6,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from electra_dist.compare.checkpoint_scores import Score
+from electra_dist.compare.checkpoint_scores import CheckpointScore
+from electra_dist.compare.comparison_results import (
+    AVERAGE,
+    Failure,
+    console_table,
+    markdown,
+    score_failures,
+    summarize_rows,
+)
 from electra_dist.compare.score_plot import panel_titles, write_scores
-from electra_dist.compare.score_tables import AVERAGE, Failure, console_table, markdown, score_failures, summarize_rows
+from electra_dist.finetune.scores import Measured
 
 
-def score(entry: str, seed: int, step: int, task: str, value: float | None, *failures: str) -> Score:
+def score(entry: str, seed: int, step: int, task: str, value: float | None, *failures: str) -> CheckpointScore:
     """Return the accuracy `value` of one checkpoint on one task; a step costs 1e9 FLOPs."""
-    return Score(
-        entry=entry,
-        seed=seed,
-        step=step,
-        flops=1e9 * step,
-        task=task,
-        metric="accuracy",
-        score=value,
-        failures=failures,
-        seconds=1.0,
-    )
+    measured = Measured(task=task, mode="probe", seed=seed, metric="accuracy", score=value, failures=failures)
+    return CheckpointScore(entry=entry, step=step, flops=1e9 * step, measured=measured)
 
 
 # Two tasks, a and b, and three seeds. Seed 2 of mlm has no score, because its run did not reach step 12; on task b,

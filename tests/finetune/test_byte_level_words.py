@@ -19,7 +19,7 @@ from transformers import pipeline
 from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.sentences import minimal_pairs
 from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, BE, HAVE, NOUNS, THINGS
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence
@@ -83,8 +83,8 @@ def test_the_pipeline_of_a_written_folder_gives_the_dev_predictions_of_named_ent
     generator = torch.Generator().manual_seed(5)
     for parameter in model.head.parameters():
         parameter.data.normal_(0.0, 0.7, generator=generator)
-    result = Result(
-        task="ner", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failure="",
+    result = Measured(
+        task="ner", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failures=(),
         train_loss=0.1, steps=1, examples=1, seconds=1.0,
     )  # fmt: skip
     outcome = task.evaluate(model.eval(), encoder, SETTINGS, lambda *_: None)

@@ -38,15 +38,8 @@ def test_overrides_come_last_and_a_model_with_fewer_positions_lowers_the_length(
     assert settings_for("cola", 128, 64).max_length == 64
 
 
-def test_a_later_key_at_its_default_does_not_change_the_identity_of_older_results() -> None:
-    """Results were stored under these keys before `span_head` existed; its default is what was computed then.
-
-    No result depends on `max_unk_rate`.
-    """
-    older_keys = set(FinetuneConfig.model_fields) - {"span_head", "max_unk_rate"}
-
-    assert set(FinetuneConfig().identity()) == older_keys
-    assert FinetuneConfig(span_head="linear").identity()["span_head"] == "linear"
+def test_the_identity_has_all_settings_on_which_results_depend() -> None:
+    assert set(FinetuneConfig().identity()) == set(FinetuneConfig.model_fields) - {"max_unk_rate"}
     assert set(FinetuneConfig().identity({"max_length"})) == {"max_length"}
 
 

@@ -13,7 +13,7 @@ from transformers import ElectraModel
 from electra_dist.config import ModelConfig
 from electra_dist.finetune.finetune_and_probe import pooled, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.seed_results import best_layer
+from electra_dist.finetune.scores import best_layer
 from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, NOUNS, THINGS
 from electra_dist.finetune.task_metrics import metric_standard_error
 from electra_dist.finetune.texts.text_specs import TextSpec

@@ -14,7 +14,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.seed_results import summarize
+from electra_dist.finetune.scores import summarize
 from electra_dist.finetune.seeds.run_seeds import RESULTS_FILE, run_all
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.texts.text_specs import TextSpec
@@ -51,7 +51,7 @@ def test_a_separable_task_is_learnt(encoder: Pretrained, animals: TextTask) -> N
 
     assert result.score is not None
     assert result.score > 0.95
-    assert result.failure == ""
+    assert result.failures == ()
     assert result.examples == 160
     assert result.steps == 60
 
@@ -169,8 +169,8 @@ def test_diverged_and_degenerate_seeds_are_reported_and_only_diverged_ones_have_
     summary = summarize([good, diverged, degenerate])
 
     assert diverged.score is None
-    assert diverged.failure == "diverged: the loss is nan at step 0; lower lr or raise warmup_fraction"
-    assert degenerate.failure.startswith("degenerate: all 60 predictions are")
+    assert diverged.failures == ("diverged: the loss is nan at step 0; lower lr or raise warmup_fraction",)
+    assert degenerate.failures[0].startswith("degenerate: all 60 predictions are")
     assert list(summary.failed) == [0, 4]  # seeds
     assert good.score is not None
     assert degenerate.score is not None

@@ -26,7 +26,7 @@ from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.layerwise_optimizer import peak_lr
 from electra_dist.finetune.output.seed_folder import write_seed_folder
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.sentences.token_scores import build_token_scorer
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
@@ -43,8 +43,8 @@ from electra_dist.tokenizer import Vocabulary
 CPU = torch.device("cpu")
 FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24, span_head="linear")
 WITHOUT_DROPOUT = FAST.model_copy(update={"head_dropout": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0})
-RESULT = Result(
-    task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failure="",
+RESULT = Measured(
+    task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failures=(),
     train_loss=0.1, steps=1, examples=1, seconds=1.0,
 )  # fmt: skip
 SENTENCES = ["the dog saw a bird", "many old trees", "the king knew the girl near a house"]

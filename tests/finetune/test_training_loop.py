@@ -85,7 +85,7 @@ def test_a_model_that_diverges_after_its_last_checked_loss_has_no_metrics(
 
         @staticmethod
         def evaluate(*_: Any) -> TaskOutcome:
-            return TaskOutcome(metrics={"accuracy": 1.0}, failure="") if diverges_on_test_sets else use_not_a_number()
+            return TaskOutcome(metrics={"accuracy": 1.0}, failures=()) if diverges_on_test_sets else use_not_a_number()
 
     monkeypatch.setattr(finetune_and_probe, "fit", lambda *_: 0.1)
     monkeypatch.setattr(finetune_and_probe, "identity", lambda *_: "")
@@ -95,4 +95,4 @@ def test_a_model_that_diverges_after_its_last_checked_loss_has_no_metrics(
     )
     assert not (tmp_path / "m").exists()
     assert (result.score, result.train_loss, result.metrics) == (None, None, {})
-    assert result.failure.startswith("diverged: outputs of the model are not finite")
+    assert result.failures[0].startswith("diverged: outputs of the model are not finite")

@@ -18,7 +18,7 @@ from rich.console import Console
 from support.checkpoints import verify
 from support.real_runs import VOCAB_SIZE
 
-from electra_dist.compare.criterion import record_criterion
+from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import load_config, load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords
 from electra_dist.corpus.builder.document_order import NUM_CELLS
@@ -31,7 +31,7 @@ from electra_dist.data.shard import Shard
 from electra_dist.engine.micro_batch import read_known_sizes
 from electra_dist.errors import TornCheckpoint
 from electra_dist.finetune.output.seed_folder import read_identity
-from electra_dist.finetune.seeds.run_seeds import _finished_results
+from electra_dist.finetune.scores import ScoreStore
 from electra_dist.finetune.sentences.pair_files import read_pair_files
 from electra_dist.finetune.squad.passage_windows import read_squad
 from electra_dist.finetune.texts.labelled_texts import read_texts
@@ -290,7 +290,7 @@ TARGETS = (
         (Reader("read_texts", function=lambda root: read_texts(root / "texts.jsonl", "text", None, "label")),),
     ),
     Target("texts.txt", "text", (SCORE,)),
-    Target("results.jsonl", "jsonl", (Reader("results", function=lambda r: _finished_results(r / "results.jsonl")),)),
+    Target("results.jsonl", "jsonl", (Reader("results", function=lambda r: ScoreStore(r / "results.jsonl")),)),
     Target("seed-0/finetune.json", "json", (Reader("seed folder", function=lambda r: read_identity(r / "seed-0")),)),
     Target("criterion.jsonl", "jsonl", (Reader("criterion", function=_criterion),)),
     Target(

@@ -27,7 +27,7 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import REPORT_FILE, make_report
 from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.data.manifest import read_manifest
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.lease_file import create
@@ -41,7 +41,7 @@ from launcher.supervise.rendezvous import Rendezvous
 
 NUM_STEPS = 6
 SECOND_CORPUS_FROM_STEP = 3
-RESULT = Result(
+RESULT = Measured(
     task="rte",
     seed=0,
     mode="finetune",
@@ -49,7 +49,7 @@ RESULT = Result(
     metric="accuracy",
     score=0.5,
     metrics={"accuracy": 0.5},
-    failure="",
+    failures=(),
     train_loss=0.7,
     steps=4,
     examples=8,

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from electra_dist.errors import StoreError, UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.text_files import TextFile
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.task_heads import TaskModel
 from electra_dist.pretrained.hf_export import TaskHead, export_task_model
 from electra_dist.pretrained.load_encoder import Pretrained
@@ -45,7 +45,7 @@ def write_seed_folder(
     model: TaskModel,
     head: TaskHead | None,
     settings: FinetuneConfig,
-    result: Result,
+    result: Measured,
     predictions: Sequence[TextFile],
 ) -> None:
     """Write a trained model with its tokenizer, its predictions and the record of its result to `folder`.
@@ -137,7 +137,7 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
             )
 
 
-def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
+def copy_best(folder: Path, results: Sequence[Measured]) -> Path | None:
     """Copy the folder of the best-scoring seed to FOLDER/best, and return that path; None if no seed has a score.
 
     Of equally good seeds, the one with the lowest number is taken; its folder must exist. FOLDER/best is replaced only

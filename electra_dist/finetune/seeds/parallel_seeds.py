@@ -32,7 +32,7 @@ import torch
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, identity
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
 from electra_dist.finetune.seeds.run_seeds import SeedJob
 from electra_dist.finetune.training_loop import Progress, quiet
@@ -64,7 +64,7 @@ class SeedProcesses:
         self._tasks = tasks
         self._progress = progress
 
-    def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
+    def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Measured]]:
         """Compute jobs (one seed of one task each) in the processes; yield each with its result as soon as it is done.
 
         Raises UserError if a process was killed, or if the model or the data have changed since this process read
@@ -129,7 +129,7 @@ def _end_with_parent() -> None:
     os._exit(EXIT_CRASH)
 
 
-def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Result:
+def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Measured:
     """Compute the result of one seed in this process; the model and the task stay in memory for the next seed."""
     encoder = _load(model)
     task = _open(task_request)

@@ -23,13 +23,11 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import check_folder, copy_best, read_identity, seed_dir
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured, ScoreStore
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
-from electra_dist.run.records import JsonlFile, read_records
 from electra_dist.store.atomic_files import make_folder, writable
-from electra_dist.store.json_file import DamagedJson
 
 RESULTS_FILE = "results.jsonl"
 
@@ -44,7 +42,7 @@ class SeedJob:
     folder: Path | None  # where the model is written; None to write none
 
 
-ComputeJobs = Callable[[Sequence[SeedJob]], Generator[tuple[SeedJob, Result]]]  # yields results in any order
+ComputeJobs = Callable[[Sequence[SeedJob]], Generator[tuple[SeedJob, Measured]]]  # yields results in any order
 
 
 def run_all(
@@ -58,7 +56,7 @@ def run_all(
     note: Callable[[str], None] = print,
     save_to: Mapping[str, Path] | None = None,
     compute_jobs: ComputeJobs | None = None,
-) -> list[Result]:
+) -> list[Measured]:
     """Return the results of all tasks and seeds; compute only those that OUTPUT/results.jsonl does not contain yet.
 
     `work` has the tasks with their settings. With `probe`, linear models are fitted to frozen states, and each task
@@ -76,8 +74,8 @@ def run_all(
     model_dirs = {} if probe or save_to is None else save_to
     with writable(output / RESULTS_FILE):
         make_folder(output)
-    finished = _finished_results(output / RESULTS_FILE)
-    results: dict[tuple[str, int], Result] = {}
+    store = ScoreStore(output / RESULTS_FILE)
+    results: dict[tuple[str, int], Measured] = {}
     jobs = []
     for task, settings in work_of.values():
         for remark in task.notes:
@@ -92,7 +90,7 @@ def run_all(
         is_new = False  # whether a seed of the task must be computed
         for seed in task_seeds:
             folder = None if model_dir is None else model_dir / seed_dir(seed)
-            earlier_result = finished.get((task.name, seed, task_identity))
+            earlier_result = store.find(task_identity, seed)
             if earlier_result is not None and _has_its_model(earlier_result, folder):
                 note(_result_line(earlier_result, "already there"))
                 results[task.name, seed] = earlier_result
@@ -103,7 +101,7 @@ def run_all(
             for remark in _remarks_on_unknown_tokens(encoder, task, settings):
                 note(remark)
 
-    def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
+    def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Measured]]:
         for job in jobs:
             task, settings = work_of[job.task]
             if probe:
@@ -111,17 +109,12 @@ def run_all(
             else:
                 yield job, finetune_task(encoder, task, settings, job.seed, device, progress, job.folder)
 
-    file = JsonlFile(output / RESULTS_FILE)
-    try:
-        with closing((compute_jobs or compute_here)(jobs)) as new_results:
-            for job, result in new_results:
-                # The result is on disk before the next seed starts, so an interrupt loses the seeds in progress only.
-                file.append(dataclasses.asdict(result))
-                file.sync()
-                note(_result_line(result, f"{result.seconds:.0f} s"))
-                results[job.task, job.seed] = result
-    finally:
-        file.close()
+    with closing((compute_jobs or compute_here)(jobs)) as new_results:
+        for job, result in new_results:
+            # The result is on disk before the next seed starts, so an interrupt loses the seeds in progress only.
+            store.add(result)
+            note(_result_line(result, f"{result.seconds:.0f} s"))
+            results[job.task, job.seed] = result
     ordered_results = [results[name, seed] for name in work_of for seed in task_seeds]
     for name, model_dir in model_dirs.items():
         _note_best(model_dir, [result for result in ordered_results if result.task == name], note)
@@ -135,14 +128,14 @@ def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: Finetu
     return remarks_on_unknown_tokens(counts, settings.max_unk_rate, "max_unk_rate", task.name)
 
 
-def _has_its_model(result: Result, folder: Path | None) -> bool:
+def _has_its_model(result: Measured, folder: Path | None) -> bool:
     """Return whether `folder` has a result's model; True if none is expected (folder None, or the loss diverged)."""
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
 
 
-def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str], None]) -> None:
+def _note_best(model_dir: Path, results: Sequence[Measured], note: Callable[[str], None]) -> None:
     """Copy the best seed's folder to MODEL_DIR/best, and report what the copy contains; `results` are of one task."""
     best = copy_best(model_dir, results)
     if best is None:
@@ -153,24 +146,11 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
         note(f"{best}: predictions only; add --set span_head=linear to get a model for transformers")
 
 
-def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl as {(task, seed, identity): result}; the last of equal keys counts. Empty without a file."""
-    results = []
-    for number, record in enumerate(read_records(file, dict), start=1):
-        try:
-            results.append(Result.from_record(record))
-        except DamagedJson:
-            raise UserError(
-                f"{file}:{number}: not a result of this version of fine-tuning; pass another --output, or remove it"
-            ) from None
-    return {(result.task, result.seed, result.identity): result for result in results}
-
-
-def _result_line(result: Result, origin: str) -> str:
+def _result_line(result: Measured, origin: str) -> str:
     """Format a result as one line, such as "rte seed 0  accuracy 0.6643  (41 s)"; `origin` is the text in brackets."""
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"
     if result.layer is not None:
         score_text += f" at layer {result.layer} of {len(result.layer_scores) - 1}"
-    failure_text = f"  FAILED: {result.failure}" if result.failure else ""
+    failure_text = f"  FAILED: {'; '.join(result.failures)}" if result.failures else ""
     return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"

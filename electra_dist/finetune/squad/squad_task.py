@@ -160,20 +160,20 @@ class SquadTask(Task):
             no_answer_scores[question.id] = no_answer.get(number, 0.0)
             gold[question.id] = question.answers
 
-        failure = ""
+        failures: tuple[str, ...] = ()
         if not any(predicted.values()):
-            failure = "degenerate: no question has an answer"
+            failures = ("degenerate: no question has an answer",)
         files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
         if self.version == 1:
-            return TaskOutcome(squad1_metrics(predicted, gold), failure, files)
+            return TaskOutcome(squad1_metrics(predicted, gold), failures, files)
 
         metrics = squad2_metrics(predicted, no_answer_scores, gold)
         num_unanswerable = sum(not answers for answers in gold.values())
         score_without_answers = 100.0 * num_unanswerable / len(gold)
         if metrics["best_f1"] <= score_without_answers:
-            failure = "degenerate: no threshold beats `no answer` to every question"
+            failures = ("degenerate: no threshold beats `no answer` to every question",)
         files += (TextFile("null_odds.json", _json_text(no_answer_scores)),)
-        return TaskOutcome(metrics, failure, files)
+        return TaskOutcome(metrics, failures, files)
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:

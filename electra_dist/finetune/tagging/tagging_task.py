@@ -157,10 +157,10 @@ class TaggingTask(Task):
         if self.has_spans:
             metrics |= entity_metrics(true, predicted)
         different_tags = {tag for tags in predicted for tag in tags}
-        failure = ""
+        failures: tuple[str, ...] = ()
         if len(different_tags) == 1 and num_words > 1:
-            failure = f"degenerate: all {num_words} predictions are `{different_tags.pop()}`"
-        return TaskOutcome(metrics, failure, (self._predictions_file(predicted),))
+            failures = (f"degenerate: all {num_words} predictions are `{different_tags.pop()}`",)
+        return TaskOutcome(metrics, failures, (self._predictions_file(predicted),))
 
     @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:

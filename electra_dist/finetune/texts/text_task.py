@@ -185,8 +185,7 @@ class TextTask(Task):
             file_failure = degenerate(predicted_N, self.labels)
             if file_failure:
                 failures.append(file_failure)
-        first_failure = failures[0] if failures else ""
-        return TaskOutcome(metrics=metrics, failure=first_failure)
+        return TaskOutcome(metrics=metrics, failures=tuple(failures))
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
         """Return the score's standard error over the choice of development examples; for MNLI, of the matched ones."""

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from electra_dist.finetune.seed_results import best_layer
+from electra_dist.finetune.scores import Measured, best_layer
 from electra_dist.finetune.training_loop import Progress, quiet, row_sequence
 from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
@@ -42,17 +42,6 @@ _NUM_CHECKS = 10  # how often the held-out accuracy is computed
 _BATCH = 32  # sentences per step
 _LR = 2e-2  # at the first step
 _NO_WORD = -100  # target of padding, which cross_entropy ignores
-
-
-class WordProbeResult(NamedTuple):
-    """Accuracy of a probe on the words of the test sentences at the chosen layer, and at every layer, as fractions."""
-
-    score: float
-    standard_error: float  # over the choice of the test sentences
-    layer: int  # chosen by the held-out accuracy; 0 is the embeddings
-    layer_scores: list[float]  # accuracy on the test sentences at layers 0, 1, ...
-    held_out_scores: list[float | None]  # accuracy on held-out training sentences; None with fewer than 10 of them
-    words: int  # number of words of the test sentences
 
 
 class _Batch(NamedTuple):
@@ -69,7 +58,7 @@ def probe_words(
     target: Target,
     device: torch.device,
     progress: Progress = quiet,
-) -> WordProbeResult:
+) -> Measured:
     """Train a probe on the states of each layer; return the test accuracy at the layer that is best on held-out data.
 
     `target` is what is predicted for each word: "tags", its part of speech, or "heads", the word on which it depends.
@@ -98,13 +87,16 @@ def probe_words(
         progress("fit layers", layer + 1, num_states)
 
     layer = best_layer(held_out_scores)
-    return WordProbeResult(
+    return Measured(
+        task=target,
+        mode=target,
+        metric="accuracy",
         score=_accuracy(counts_of_layers[layer]),
+        examples=num_train,
         standard_error=_standard_error(counts_of_layers[layer]),
         layer=layer,
         layer_scores=[_accuracy(counts) for counts in counts_of_layers],
         held_out_scores=held_out_scores,
-        words=sum(words for _, words in counts_of_layers[layer]),
     )
 
 
@@ -230,11 +222,11 @@ def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
     return sum(right for right, _ in counts) / sum(words for _, words in counts)
 
 
-def _standard_error(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the standard error of the accuracy over the choice of sentences (not of words); NaN for one sentence."""
+def _standard_error(counts: Sequence[tuple[int, int]]) -> float | None:
+    """Return the standard error of the accuracy over the choice of sentences (not of words); None for one sentence."""
     num_sentences = len(counts)
     if num_sentences < 2:
-        return math.nan
+        return None
     # A ratio estimator for n sentences: sqrt(n / (n - 1) * sum of (right_i - accuracy * words_i)^2), divided by all
     # words (Cochran, Sampling Techniques, 1977, section 2.11).
     accuracy = _accuracy(counts)

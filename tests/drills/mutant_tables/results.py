@@ -83,10 +83,10 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: an average of GLUE is that of the tasks that there are",
-        file="electra_dist/finetune/seed_results.py",
+        file="electra_dist/finetune/scores.py",
         original="        if median is None:\n            return None\n",
         mutated="        if median is None:\n            continue\n",
-        test="tests/finetune/test_seed_results.py",
+        test="tests/finetune/test_scores.py",
     ),
     Mutant(
         name="finetune: an answer may be one token too long",
@@ -158,10 +158,10 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: the GLUE average is the median of its tasks",
-        file="electra_dist/finetune/seed_results.py",
+        file="electra_dist/finetune/scores.py",
         original="return statistics.fmean(medians)",
         mutated="return statistics.median(medians)",
-        test="tests/finetune/test_seed_results.py::"
+        test="tests/finetune/test_scores.py::"
         "test_the_glue_average_is_the_mean_of_eight_tasks_and_does_not_exist_for_fewer",
     ),
     Mutant(
@@ -188,7 +188,7 @@ RESULTS = (
     ),
     Mutant(
         name="compare: a difference at the limit counts as passed",
-        file="electra_dist/compare/criterion.py",
+        file="electra_dist/compare/significance.py",
         original="elif difference.mean > criterion.standard_errors * difference.standard_error:",
         mutated="elif difference.mean > 0.0:",
         test="tests/compare/test_criterion.py::"
@@ -210,7 +210,7 @@ RESULTS = (
     ),
     Mutant(
         name="compare: a step that was repeated after a restart counts twice",
-        file="electra_dist/compare/run_evaluations.py",
+        file="electra_dist/compare/score_plot.py",
         original="values[record.step] = value",
         mutated="values[record.step + len(values)] = value",
         test="tests/compare/test_run_evaluations.py::test_curves_are_read_by_flops_and_a_repeated_step_counts_once",
@@ -225,7 +225,7 @@ RESULTS = (
     ),
     Mutant(
         name="compare: the average of a seed is over the tasks that it has",
-        file="electra_dist/compare/score_tables.py",
+        file="electra_dist/compare/comparison_results.py",
         original="complete_seeds = set.intersection(*seeds_per_task)",
         mutated="complete_seeds = set.union(*seeds_per_task)",
         test="tests/compare/test_score_tables.py::"

@@ -23,7 +23,7 @@ from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
 from electra_dist.finetune.output.seed_folder import copy_best, write_seed_folder
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
@@ -34,8 +34,8 @@ from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 
 CPU = torch.device("cpu")
 FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24, span_head="linear")
-RESULT = Result(
-    task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failure="",
+RESULT = Measured(
+    task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failures=(),
     train_loss=0.1, steps=1, examples=1, seconds=1.0,
 )  # fmt: skip
 SENTENCES = ["the dog saw a bird", "many old trees", "the king knew the girl near a house"]
@@ -155,7 +155,8 @@ def test_a_trained_classifier_in_a_pipeline_gives_the_labels_of_its_predictions_
     assert accuracy == pytest.approx(result.score)
     assert result.score is not None
     assert result.score > 0.9
-    assert json.loads((tmp_path / "m" / "finetune.json").read_text())["result"] == result.numbers()
+    recorded = json.loads((tmp_path / "m" / "finetune.json").read_text())["result"]
+    assert recorded == json.loads(json.dumps(result.numbers()))
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "m" / name).stat().st_mode & 0o044 == 0o044  # others may read it
     # The tuned model is a starting point for another task.

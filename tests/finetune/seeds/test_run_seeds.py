@@ -14,7 +14,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import copy_best
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.seeds import parallel_seeds, run_seeds
 from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
 from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
@@ -132,7 +132,7 @@ def test_an_output_folder_with_other_models_is_refused_before_anything_is_comput
     with pytest.raises(UserError, match="is not a folder; choose another path"):
         run(encoder, task, tmp_path / "file" / "out")
     (tmp_path / "results.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match=r"results.jsonl:1: not a result of this version"):
+    with pytest.raises(UserError, match=r"results.jsonl:1: not a score of this version"):
         run(encoder, task, tmp_path)
 
 
@@ -209,8 +209,8 @@ def test_of_equally_good_seeds_the_lowest_is_the_best(tmp_path: Path) -> None:
         (tmp_path / f"seed-{seed}").mkdir()
         (tmp_path / f"seed-{seed}" / "model.safetensors").write_text(f"{seed}")
         results.append(
-            Result(
-                task="t", seed=seed, mode="finetune", identity="i", metric="f1", score=score, metrics={}, failure="",
+            Measured(
+                task="t", seed=seed, mode="finetune", identity="i", metric="f1", score=score, metrics={}, failures=(),
                 train_loss=None, steps=1, examples=1, seconds=1.0,
             )
         )  # fmt: skip

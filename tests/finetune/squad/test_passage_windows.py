@@ -195,6 +195,6 @@ def test_a_version_2_model_that_is_no_better_than_never_answering_counts_as_fail
 
     assert separated.metrics["best_f1"] == 100.0
     assert separated.metrics["best_f1_threshold"] == -1.0
-    assert separated.failure == ""
+    assert separated.failures == ()
     assert reversed_order.metrics["best_f1"] == 50.0  # what `no answer` to every question scores
-    assert reversed_order.failure == "degenerate: no threshold beats `no answer` to every question"
+    assert reversed_order.failures == ("degenerate: no threshold beats `no answer` to every question",)

@@ -187,8 +187,8 @@ def test_parts_of_speech_are_read_from_a_treebank_and_scored_by_accuracy(encoder
 
     assert almost_no_lr.metric == "accuracy"
     assert perfect.metrics["accuracy"] == 1.0
-    assert perfect.failure == ""
+    assert perfect.failures == ()
     num_o = sum(tag == "O" for sentence in task.dev for tag in sentence.tags)
     num_words = sum(len(sentence.tags) for sentence in task.dev)
     assert constant.metrics["accuracy"] == pytest.approx(num_o / num_words)
-    assert constant.failure == f"degenerate: all {num_words} predictions are `O`"
+    assert constant.failures == (f"degenerate: all {num_words} predictions are `O`",)

@@ -88,8 +88,8 @@ def test_several_tasks_have_a_folder_each_and_no_save_writes_scores_only(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task", "colla"], "--task colla: unknown; choose one of cola, sst2"),
-        (["--task", "custom"], "add --text-a COLUMN and --label COLUMN"),
+        (["--task", "colla"], "colla: none of the tasks cola, sst2"),
+        (["--task", "custom"], "(--text-a COLUMN and --label COLUMN)"),
         (["--task", "squad2"], "train-v2.0.json: no such file"),
         (["--task", "ner"], "no train file; put train.conllu, or train.txt"),
         (["--task", "rte", "--probe", "--parallel", "2"], "--parallel: a probe has no seeds"),

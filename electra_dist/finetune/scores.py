@@ -1,65 +1,109 @@
-"""Define the result of one seed of one task, summarize results over seeds, and choose the layer of a probe.
+"""Define what every way of scoring an encoder returns, keep these scores in a file, and summarize them over seeds.
 
-Guarantee: fine-tuning with one seed counts as failed if its loss became NaN or infinite (diverged) or if all
-predictions of the trained model are equal (degenerate); results list such a seed with the reason. The score of a
-degenerate seed stays in the median, because a user who trains once may get it. A diverged seed has no score.
+Guarantee: a stored score is found again only by its seed and its identity, a digest of everything else that it depends
+on: weights, data and settings. It is on the disk when `ScoreStore.add` returns.
+
+Fine-tuning with one seed counts as failed if its loss became NaN or infinite (diverged) or if all predictions of the
+trained model are equal (degenerate); the failures of its score say why. The score of a degenerate seed stays in the
+median, because a user who trains once may get it. A diverged seed has no score.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.table import Table
 
+from electra_dist.config import canonical_json
+from electra_dist.errors import UserError
+from electra_dist.run.records import JsonlFile, read_records
 from electra_dist.store.json_file import DamagedJson, validate_json
 
 GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
+_CHECKPOINT = "checkpoint"  # key of a line under which a comparison names the checkpoint that was scored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of fine-tuning on one task with one seed, or of probing one task; stored as one line of results.jsonl."""
+class Measured:
+    """Score of an encoder: on a task, after fine-tuning with one seed or by a probe of frozen states, on the words of
+    a treebank, on minimal pairs, or by the context AUC. The fields are the keys of a line in a `ScoreStore`.
+    """
 
-    task: str
-    seed: int  # 0 for a probe, which has no seeds
-    mode: str  # "finetune" or "probe"
-    identity: str  # digest of model, data and settings; a result with another identity is not comparable
-    metric: str  # name of the score among `metrics`
-    score: float | None  # None if the loss diverged
-    metrics: dict[str, float]
-    failure: str  # why the seed counts as failed; empty for a good seed
-    train_loss: float | None  # mean of the last tenth of the steps; None for a probe or a diverged seed
-    steps: int
-    examples: int  # training examples or windows
-    seconds: float
+    task: str  # name of the task or, in a comparison, of the column
+    mode: str  # how the score was made: finetune, probe, tags, heads, pairs or context
+    seed: int = 0  # of fine-tuning or, in a comparison, of pretraining; 0 for a probe by itself
+    identity: str = ""  # digest of all that the score depends on but the seed
+    metric: str  # name of the score
+    score: float | None  # a fraction, per cent for SQuAD; None if the loss diverged, or nothing can be scored
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of a task, the score among them
+    failures: tuple[str, ...] = ()  # why there is no score, or why seeds of fine-tuning count as failed, one line each
+    train_loss: float | None = None  # mean of the last tenth of the steps; None without training, or if it diverged
+    steps: int = 0  # of fine-tuning
+    examples: int = 0  # training examples or windows
+    seconds: float = 0.0  # time that scoring took
+    standard_error: float | None = None  # over the choice of the test examples; None if it is not known
     layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
     layer_scores: list[float] = dataclasses.field(default_factory=list)  # of a probe: score at layers 0, 1, ...
     # Of a probe: scores at layers 0, 1, ... on held-out training data, which choose `layer`; None: nothing held out.
     held_out_scores: list[float | None] = dataclasses.field(default_factory=list)
-    standard_error: float | None = None  # of a probe's score, over the choice of the development examples
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Result:
-        """Build the result from a parsed line of results.jsonl.
-
-        Raises DamagedJson if keys or types differ from the fields, for example because another version of the package
-        wrote the line.
-        """
-        unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise DamagedJson(f"it has the unknown key {min(unknown)}")
-        return validate_json(_RESULT, record)
+    details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of minimal pair -> its accuracy
 
     def numbers(self) -> dict[str, Any]:
-        """Return all fields except `seconds`, the only one that differs when a seed is computed again."""
+        """Return all fields except `seconds`, the only one that differs when a score is computed again."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
 
 
-_RESULT = TypeAdapter(Result)
+_MEASURED = TypeAdapter(Measured)
+_KEYS = {field.name for field in dataclasses.fields(Measured)}
+
+
+def digest_of(tree: Mapping[str, Any]) -> str:
+    """Return the sha256, in hexadecimal, of nested dicts and lists; equal contents give equal digests."""
+    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
+
+
+class ScoreStore:
+    """JSON-lines file of scores, which are found by identity and seed, so that nothing is scored twice."""
+
+    def __init__(self, file: Path) -> None:
+        """Read the scores of `file`, which may be missing; raise UserError if a line is no score of this version."""
+        self._file = file
+        self._scores: dict[tuple[str, int], Measured] = {}
+        for number, record in enumerate(read_records(file, dict), start=1):
+            record.pop(_CHECKPOINT, None)
+            try:
+                if set(record) - _KEYS:
+                    raise DamagedJson("another version has written it")
+                measured = validate_json(_MEASURED, record)
+            except DamagedJson:
+                raise UserError(
+                    f"{file}:{number}: not a score of this version; name another output folder, or remove the file, "
+                    f"and its scores are computed again"
+                ) from None
+            self._scores[measured.identity, measured.seed] = measured
+
+    def find(self, identity: str, seed: int) -> Measured | None:
+        """Return the stored score, the last one of several; None if there is none."""
+        return self._scores.get((identity, seed))
+
+    def add(self, measured: Measured, checkpoint: Mapping[str, Any] | None = None) -> None:
+        """Append a score, and wait until it is on the disk; `checkpoint` says to a reader what was scored."""
+        line = dataclasses.asdict(measured)
+        if checkpoint is not None:
+            line[_CHECKPOINT] = checkpoint
+        file = JsonlFile(self._file)
+        try:
+            file.append(line)
+            file.sync()
+        finally:
+            file.close()
+        self._scores[measured.identity, measured.seed] = measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +126,7 @@ class SeedSummary:
     seconds: float  # total over the seeds
 
 
-def summarize(results: Sequence[Result]) -> SeedSummary:
+def summarize(results: Sequence[Measured]) -> SeedSummary:
     """Summarize results of one task that differ in their seeds; there must be at least one, in any order."""
     by_seed = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in by_seed if result.score is not None]
@@ -95,12 +139,12 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
         high=max(scores, default=None),
         scores=[result.score for result in by_seed],
         medians=_metric_medians(by_seed),
-        failed={result.seed: result.failure for result in by_seed if result.failure},
+        failed={result.seed: "; ".join(result.failures) for result in by_seed if result.failures},
         seconds=sum(result.seconds for result in by_seed),
     )
 
 
-def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
+def _metric_medians(results: Sequence[Measured]) -> dict[str, float]:
     """Return each metric's median over the seeds; diverged seeds, which have no metrics, are left out."""
     values_of: dict[str, list[float]] = {}
     for result in results:

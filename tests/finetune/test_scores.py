@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from electra_dist.finetune.seed_results import Result, SeedSummary, glue_average, results_table, summarize
+from electra_dist.finetune.scores import Measured, SeedSummary, glue_average, results_table, summarize
 
 GLUE_TASKS = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
 
 
 def summary_of_one_seed(task: str, score: float) -> SeedSummary:
-    result = Result(
+    result = Measured(
         task=task,
         seed=0,
         mode="finetune",
@@ -20,7 +20,7 @@ def summary_of_one_seed(task: str, score: float) -> SeedSummary:
         metric="accuracy",
         score=score,
         metrics={"accuracy": score},
-        failure="",
+        failures=(),
         train_loss=0.0,
         steps=1,
         examples=1,

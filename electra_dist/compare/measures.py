@@ -1,0 +1,294 @@
+"""Score an encoder in several ways, each of which is a column of a comparison's table.
+
+Tasks on texts are probed or fine-tuned, the words of a treebank are probed, and minimal pairs and the context AUC need
+no training.
+
+The context AUC says how well an encoder finds tokens that do not fit their context. Some tokens of held-out rows are
+replaced by tokens of other places (`objectives/context_replacements.py`). A score that depends on the token alone,
+such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the context. All runs of a
+comparison read the same rows with the same replacements. A discriminator reads each row once. A masked language model
+reads a copy of the row for each of the 10,000 compared tokens, in which this token is masked.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from typing_extensions import override
+
+from electra_dist.analysis.context_auc import NUM_REPLACED
+from electra_dist.analysis.roc_auc import auc_with_standard_error
+from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
+from electra_dist.compare.comparison_plan import Cell
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.shard_cache import rows_of_shards
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
+from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
+from electra_dist.finetune.scores import Measured, digest_of, summarize
+from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
+from electra_dist.finetune.sentences.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
+from electra_dist.finetune.sentences.pair_files import read_pair_files
+from electra_dist.finetune.sentences.token_scores import score_places
+from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.training_loop import Progress
+from electra_dist.finetune.treebank.conllu_files import read_treebank
+from electra_dist.finetune.treebank.word_probes import Target, probe_words
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
+from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
+
+
+class Measure(abc.ABC):
+    """Interface of a way to score encoders, such as on a task, a treebank, minimal pairs, or by the context AUC."""
+
+    name: str  # title of the column in the table of scores
+    mode: str  # how encoders are scored: finetune, probe, tags, heads, pairs or context
+    metric: str  # name of the score, such as "accuracy"
+    digest: str  # digest of the data and of how they are used; part of the identity of a score
+    at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
+
+    @abc.abstractmethod
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Score an encoder, for example by fine-tuning a copy of it on a task; the encoder itself is not changed.
+        Raises UserError if the encoder cannot be scored, for example because it has no pretraining head.
+        """
+
+
+class TaskMeasure(Measure):
+    """Measure of how well an encoder solves a task on texts: with a linear probe of frozen states, or fine-tuned."""
+
+    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
+        """Store the task and how to score it; a linear probe uses only the settings that turn texts into examples."""
+        self.name = name
+        self.mode = entry.how
+        self.metric = task.metric
+        self.at = entry.at
+        self._task = task
+        self._entry = entry
+        self._settings = settings
+        self.digest = digest_of(
+            {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.identity()}
+        )
+
+    @override
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
+        The score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
+        all examples.
+        """
+        device = device_of_choice()
+        if self._entry.how == "probe":
+            return probe_task(encoder, self._task, self._settings, device, progress)
+        results = [
+            finetune_task(encoder, self._task, self._settings, seed, device, progress)
+            for seed in range(self._entry.seeds)
+        ]
+        summary = summarize(results)
+        return Measured(
+            task=self.name,
+            mode=self.mode,
+            metric=self.metric,
+            score=summary.median,
+            failures=tuple(summary.failed.values()),
+        )
+
+
+class BuiltInPairsMeasure(Measure):
+    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a generated pair.
+    The two sentences of a pair differ in one word, which is wrongly singular or plural in one of them.
+    """
+
+    name = MINIMAL_PAIRS
+    mode = "pairs"
+    metric = "accuracy"
+
+    def __init__(self, pairs_per_kind: int) -> None:
+        self._pairs_per_kind = pairs_per_kind
+        self.digest = f"{MINIMAL_PAIRS} {pairs_per_kind}"
+
+    @override
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
+        scores = score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress)
+        return _of_pair_scores(self.name, scores)
+
+
+class PairFilesMeasure(Measure):
+    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file."""
+
+    mode = "pairs"
+    metric = "accuracy"
+
+    def __init__(self, path: Path, pairs_per_kind: int) -> None:
+        """Read a file or folder in the formats of `pair_files.py`; its name without suffix becomes the column's name.
+        At most `pairs_per_kind` pairs of each kind are used, always the same ones.
+        """
+        self.name = path.stem
+        files = read_pair_files([path]).sample(pairs_per_kind)
+        self._pairs = files.pairs
+        self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "sentence": "sum over all tokens"})
+
+    @override
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
+        return _of_pair_scores(self.name, score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
+
+
+class TreebankMeasure(Measure):
+    """Measure of how well a probe of frozen states finds the parts of speech or the syntactic heads of words."""
+
+    metric = "accuracy"
+
+    def __init__(self, name: str, folder: Path, target: Target, entry: TaskEntry) -> None:
+        self.name = name
+        self.at = entry.at
+        self.mode = target
+        self._target = target
+        treebank = read_treebank(folder)
+        self._treebank = treebank.sample(entry.max_train)
+        self.digest = digest_of({"treebank": treebank.sha256, "target": target, "max_train": entry.max_train})
+
+    @override
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the accuracy on the words of the test sentences, at the layer chosen on held-out training data."""
+        return probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
+
+
+def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
+    """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair."""
+    *kind_scores, total = scores
+    assert total.phenomenon == ALL
+    return Measured(
+        task=name,
+        mode="pairs",
+        metric="accuracy",
+        score=total.accuracy,
+        standard_error=total.standard_error,
+        details={score.phenomenon: score.accuracy for score in kind_scores},
+    )
+
+
+_REPLACED_SHARE = 0.15  # of the tokens of a row: the share that the paper masks
+_SEED = 0  # of the replacements, equal for all runs
+
+
+class ContextMeasure(Measure):
+    """Measure of how well an encoder, without fine-tuning, finds tokens replaced by tokens from other places."""
+
+    name = CONTEXT_AUC
+    mode = "context"
+    metric = "ROC-AUC"
+
+    def __init__(self, heldout: Corpora) -> None:
+        """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places."""
+        special = SpecialIds.from_tokens(heldout.tokenizer.special)
+        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
+        context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
+        is_compared_QS = context.label_QS != NOT_COMPARED
+        # Index of the row and position in it, of each compared token.
+        self._places = [(int(row), int(position)) for row, position in np.argwhere(is_compared_QS)]
+        self._is_replaced = context.label_QS[is_compared_QS] == REPLACED
+        self._source_rows = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)[is_compared_QS]
+        self._rows = []
+        for shown_S in context.shown_QS:
+            length = np.flatnonzero(shown_S != special.pad)[-1] + 1
+            self._rows.append(shown_S[:length].tolist())
+        self.digest = digest_of({"rows": self._rows, "places": self._places})
+
+    @override
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the ROC-AUC of replaced against original tokens; the score is None if no two tokens are different."""
+        if not self._is_replaced.any():
+            return self._measured(None, failures=("the held-out rows have no two different tokens",))
+        scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)
+        auc, standard_error = auc_with_standard_error(-scores.numpy(), self._is_replaced, self._source_rows)
+        is_known = not np.isnan(standard_error)  # it is not known with a single row
+        return self._measured(auc, standard_error=standard_error if is_known else None)
+
+    def _measured(
+        self, score: float | None, *, failures: tuple[str, ...] = (), standard_error: float | None = None
+    ) -> Measured:
+        return Measured(
+            task=self.name,
+            mode=self.mode,
+            metric=self.metric,
+            score=score,
+            failures=failures,
+            standard_error=standard_error,
+        )
+
+
+def _first_rows(corpora: Corpora, num_rows: int) -> np.ndarray:
+    """Return the token ids of the first rows of a corpus, [num_rows, S]; all of its rows if it has fewer."""
+    blocks = []
+    num_missing = num_rows
+    for _, block in rows_of_shards(corpora, range(len(corpora.shards))):
+        blocks.append(block[:num_missing])
+        num_missing -= len(blocks[-1])
+        if num_missing == 0:
+            break
+    return np.concatenate(blocks)
+
+
+def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
+    """Read the data of a comparison; return a measure for each task, in the config's order, then for minimal pairs.
+    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes of its encoder
+    decide the default settings of fine-tuning.
+    """
+    measures: list[Measure] = []
+    model = cell.config.model
+    for name, entry in compare.tasks.items():
+        try:
+            if entry.how in ("tags", "heads"):
+                measures.append(TreebankMeasure(name, _treebank_folder(entry), entry.how, entry))
+                continue
+            task = _open_task(name, entry, glue)
+            overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
+            settings = settings_for(
+                task=entry.task or name,
+                width=model.discriminator.hidden_size,
+                max_positions=model.max_positions,
+                overrides=overrides,
+            )
+            measures.append(TaskMeasure(name, task, entry, settings))
+        except UserError as error:
+            raise UserError(f"{file}: tasks.{name}: {error}") from None
+    if compare.minimal_pairs is True:
+        measures.append(BuiltInPairsMeasure(compare.minimal_pairs_per_kind))
+    elif compare.minimal_pairs:
+        try:
+            for path in compare.minimal_pairs:
+                measures.append(PairFilesMeasure(Path(path), compare.minimal_pairs_per_kind))
+        except UserError as error:
+            raise UserError(f"{file}: minimal_pairs: {error}") from None
+    return measures
+
+
+def _treebank_folder(entry: TaskEntry) -> Path:
+    if entry.data is None:
+        raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
+    return Path(entry.data)
+
+
+def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
+    folder = Path(entry.data) if entry.data else glue
+    if folder is None:
+        raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
+    request = TaskRequest(
+        name=entry.task or name,
+        data=folder,
+        text_a=entry.text_a,
+        text_b=entry.text_b,
+        label=entry.label,
+        kind=entry.kind,
+        max_train=entry.max_train,
+    )
+    task = open_task(request)
+    if not isinstance(task, TextTask):
+        raise UserError(f"{task.name}: a comparison scores tasks on texts; use `electra-dist finetune` for this one")
+    return task
