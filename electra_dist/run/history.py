@@ -154,9 +154,9 @@ class Link:
     end: JobEnded | None  # None: the job runs, or it ended without a verdict
 
     @property
-    def identity(self) -> tuple[str, int, int]:
-        """Return job id, number of requeues and of replaced nodes, by which the two records find one another."""
-        return _identity(self.begin)
+    def session(self) -> str:
+        """Return the name of this start, such as job-4711-0 (`session_of`)."""
+        return session_of(self.begin)
 
     @property
     def submitted_and_began(self) -> tuple[float, float]:
@@ -167,19 +167,21 @@ class Link:
 
 def links(jobs: Sequence[JobRecord]) -> list[Link]:
     """Return each start of the ranks by a Slurm job, oldest first."""
-    ends = {_identity(record): record for record in jobs if isinstance(record, JobEnded)}
+    ends = {session_of(record): record for record in jobs if isinstance(record, JobEnded)}
     begins = [record for record in jobs if isinstance(record, JobBegan)]
-    return [Link(begin=begin, end=ends.get(_identity(begin))) for begin in begins]
+    return [Link(begin=begin, end=ends.get(session_of(begin))) for begin in begins]
+
+
+def session_of(record: JobBegan | JobEnded) -> str:
+    """Return the name of a start of the ranks by a Slurm job, as job.sh makes it: job-ID-RESTART[-REPLACEMENTS]."""
+    session = f"job-{record.job}-{record.restart}"
+    return f"{session}-{record.replacements}" if record.replacements else session
 
 
 def since_submission(jobs: Sequence[JobRecord]) -> Sequence[JobRecord]:
     """Return the records from a person's newest submission on; all without one."""
     submissions = [number for number, record in enumerate(jobs) if isinstance(record, JobSubmitted)]
     return jobs[submissions[-1] :] if submissions else jobs
-
-
-def _identity(record: JobBegan | JobEnded) -> tuple[str, int, int]:
-    return record.job, record.restart, record.replacements
 
 
 def _unix_s(time: str | None, default: float) -> float:

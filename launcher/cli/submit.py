@@ -10,15 +10,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from electra_dist.config.load import load_config
 from electra_dist.run.folder import is_run_folder
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import read_ledger
 from launcher.cli.console import open_console
-from launcher.slurm.batch_script import Container, SubmitRequest, batch_script
-from launcher.slurm.submission import Submission, prepare
-from launcher.slurm.submission import submit as submit_jobs
-from launcher.slurm.sweep import command_of_run, sweep
+from launcher.slurm.batch_script import Container, JobOptions, Submission, batch_script, job_name
+from launcher.slurm.submit import check
+from launcher.slurm.submit import submit as submit_jobs
 
 
 def submit(
@@ -108,56 +106,46 @@ def submit(
     ranks_container = None
     if container:
         ranks_container = Container(image=container, runtime=container_runtime, mounts=tuple(mount or ()))
-    run_dir = load_config(config, tuple(overrides or ())).run_dir
-    changes_of_runs = sweep(run_dir, each or ())
-    submissions = [
-        Submission(
-            config_file=config,
-            overrides=(*(overrides or ()), *changes),
-            num_nodes=nodes,
-            spare_nodes=spares,
-            gpus_per_node=gpus_per_node,
-            partition=partition,
-            time_limit=time,
-            chain=chain,
-            signal_ahead_s=signal_ahead,
-            container=ranks_container,
-            sbatch_options=tuple(sbatch or ()),
-            accept_new_numerics=accept_new_numerics,
-            setup_file=setup,
-            stage_environment=stage_environment,
-        )
-        for changes in changes_of_runs
-    ]
-    # All runs are checked before the first one is submitted.
-    prepared = [
-        prepare(submission, ["electra-dist", *command_of_run(sys.argv[1:], changes)])
-        for submission, changes in zip(submissions, changes_of_runs, strict=True)
-    ]
-    for resolved_config, request, excluded_nodes in prepared:
+    options = JobOptions(
+        num_nodes=nodes,
+        spare_nodes=spares,
+        gpus_per_node=gpus_per_node,
+        partition=partition,
+        time_limit=time,
+        chain=chain,
+        signal_ahead_s=signal_ahead,
+        container=ranks_container,
+        sbatch_options=tuple(sbatch or ()),
+        accept_new_numerics=accept_new_numerics,
+        setup_file=setup,
+        stage_environment=stage_environment,
+    )
+    for submission in check(config, overrides or (), each or (), options, ["electra-dist", *sys.argv[1:]]):
         if dry_run:
-            print(batch_script(request, excluded_nodes), end="")
+            print(batch_script(submission), end="")
         else:
             packing = "packing the Python packages into one file" if stage_environment else "submitting"
             with open_console().status(packing):
-                job_ids = submit_jobs(resolved_config, request, excluded_nodes)
-            _print_jobs(request, job_ids, excluded_nodes)
+                job_ids = submit_jobs(submission)
+            _print_jobs(submission, job_ids)
 
 
-def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: Sequence[str]) -> None:
+def _print_jobs(submission: Submission, job_ids: Sequence[str]) -> None:
     """Print the jobs that were submitted, the path of their log, and the commands that show and stop the run."""
     out = open_console()
-    run = shlex.quote(request.run_dir)
+    run_dir = submission.config.run_dir
+    run = shlex.quote(run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"
-    out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")
-    out.print(f"  run        {request.run_dir}, {_describe_start(Path(request.run_dir))}")
-    if not request.chain:
+    out.print(f"submitted {noun} {', '.join(job_ids)}: {submission.script_file}")
+    out.print(f"  run        {run_dir}, {_describe_start(Path(run_dir))}")
+    if not submission.options.chain:
         out.print(f"  standby    job {job_ids[-1]} takes over if job {job_ids[0]} cannot be requeued")
-    if excluded_nodes:
-        out.print(f"  left out   {', '.join(excluded_nodes)} (strikes: {request.run_dir}/strikes.jsonl)")
-    out.print(f"  log        {request.run_dir}/slurm/job-{job_ids[0]}.log")
+    if submission.excluded_nodes:
+        out.print(f"  left out   {', '.join(submission.excluded_nodes)} (strikes: {run_dir}/strikes.jsonl)")
+    out.print(f"  log        {run_dir}/slurm/job-{job_ids[0]}.log")
     out.print(f"  status     electra-dist status {run}")
-    out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: scancel --name={request.job_name}")
+    stop = f"scancel --name={job_name(Path(run_dir))}"
+    out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: {stop}")
 
 
 def _describe_start(run_dir: Path) -> str:

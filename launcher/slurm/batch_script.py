@@ -1,39 +1,29 @@
-"""Compose the sbatch script of a run, as a pure function of the request: one file that a person can read and rerun.
+"""Compose the sbatch script of a run: #SBATCH lines, then settings (shell variables), then the file job.sh as it is.
 
-Guarantee: equal requests give equal text. Every value is quoted: for the shell in the body of the script, for Slurm's
-own parser in an #SBATCH line. A value that an #SBATCH line cannot hold is refused before anything is submitted.
-
-How: the script runs on the first node of the job, outside any container. It
-  1. records the job in RUN/slurm/jobs.jsonl (`launcher.slurm.job begin`);
-  2. starts one task on each node (`srun`): `launcher.supervise`, which checks the node, then starts and watches its
-     ranks;
-  3. sends USR1 to the tasks when it receives USR1 (ahead of the time limit) or TERM: the ranks save a checkpoint and
-     end with exit code 75;
-  4. runs `launcher.slurm.job end`, which reads the run's ledger (its list of events) and the exit code of every node,
-     and prints a verdict; then carries the verdict out (job_part.py): cancels the rest of the chain (jobs submitted
-     together that run one after another), excludes nodes, requeues the job, or submits a replacement for a job that
-     crashed. In a job with spare nodes, it starts the ranks again without a node that is down or unhealthy.
-
-When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
-continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
-
-Limits: when the first node dies, this script dies with it. Slurm then requeues the job (`--requeue`) or starts the
-next job of the chain.
+Guarantee: one file that a person can read and rerun, and equal submissions give equal text. Every value is quoted: for
+the shell in the settings, for Slurm's own parser in an #SBATCH line. A value that an #SBATCH line cannot hold is
+refused before anything is submitted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shlex
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from electra_dist.corpus.prepare.slurm_submission import directive, unset_lines
+from electra_dist.config import Config
+from electra_dist.corpus.prepare.slurm_submission import HANDED_ON, directive, left_out
 from electra_dist.errors import UserError
-from launcher.slurm.environment_archive import staging_lines
-from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
-from launcher.slurm.sbatch import user_options
+from electra_dist.run.folder import SLURM_DIR
+from launcher.slurm.slurm import user_options
 
-SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save once a task has ended (srun --wait)
+JOB_FILE = Path(__file__).parent / "job.sh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +37,7 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of `electra-dist submit` that become part of the batch script, such as nodes and time limit."""
+    """The options of `electra-dist submit` that describe a job, such as nodes and time limit."""
 
     num_nodes: int  # number of nodes on which ranks run
     spare_nodes: int = 0  # number of idle extra nodes of the job; they replace nodes that die or are unhealthy
@@ -62,23 +52,34 @@ class JobOptions:
     setup_file: str | None = None  # shell file that the script and every node source first, for example for modules
     stage_environment: bool = False  # whether every node first unpacks the run's Python packages on its own disk
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks on each node."""
+        return max(1, self.gpus_per_node)
+
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitRequest(JobOptions):
-    """All values from which the batch script is made, except the nodes to exclude.
+class Submission:
+    """One run that is submitted: all from which its batch script is made. Every node sees the paths, all absolute."""
 
-    All paths are absolute and visible on every node.
-    """
-
-    run_dir: str
-    script_file: str  # path of the batch script; every node runs the script once more, with the argument `node`
-    config_file: str  # path of the config with all overrides applied
-    work_dir: str  # working folder of the job, to which relative paths in the config refer
-    storage_patience_s: int = 900  # seconds that a job waits for a full or unreachable run folder before it ends
+    options: JobOptions
+    config: Config  # with all overrides applied and absolute paths
     command: str  # the command line that the user typed, quoted in a comment of the script
-    python: str  # Python interpreter of the ranks; a path inside the container if there is one
+    number: int = 1  # of the run's submissions, from 1
+    work_dir: str = field(default_factory=os.getcwd)  # of the job, to which relative paths in the config refer
+    python: str = sys.executable  # interpreter of the ranks; a path inside the container if there is one
     environment_archive: str = ""  # tar file of the installed Python packages, for each node to unpack; "": none
-    job_name: str
+    excluded_nodes: tuple[str, ...] = ()  # on which its jobs will not run
+
+    @property
+    def script_file(self) -> Path:
+        """Return where the batch script is written; every node runs it once more, with the argument `node`."""
+        return Path(self.config.run_dir, SLURM_DIR, f"submission-{self.number:04d}.sh")
+
+    @property
+    def config_file(self) -> Path:
+        """Return where the config is written, from which the jobs read it."""
+        return self.script_file.with_suffix(".yaml")
 
 
 _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
@@ -88,43 +89,62 @@ _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
 }
 
 
-def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -> str:
-    """Return the text of the batch script. Its jobs will not run on `excluded_nodes`. Pure.
+def batch_script(submission: Submission) -> str:
+    """Return the text of the batch script. Pure.
 
     A UserError means that a value for an #SBATCH line has a backslash or a control character, that `sbatch_options`
     names an option that the script sets itself, or that a container cannot mount a folder.
     """
-    options = _options(request, excluded_nodes)
-    directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
-    unset = unset_lines([name for name, _ in options])
-    head = (
-        "#!/bin/bash\n"
-        f"# {_one_line(request.command)}\n"
-        "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.\n"
-    )
-    return head + directives + _settings(request) + _node_part(request) + job_part(request.chain > 0, unset)
+    options = _sbatch_options(submission)
+    command = " ".join(submission.command.split())  # in one line
+    lines = [
+        "#!/bin/bash",
+        f"# {command}",
+        "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.",
+        *(f"#SBATCH {_option_text(name, value)}" for name, value in options),
+        "",
+        *_settings(submission),
+        *_array("left_out", left_out([name for name, _ in options])),
+        *_array("handed_on", HANDED_ON),
+        "",
+        "",
+    ]
+    return "\n".join(lines) + JOB_FILE.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n")
 
 
-def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tuple[str, object]]:
+def job_name(run_dir: Path) -> str:
+    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its absolute path.
+
+    The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
+    and the batch script cancels the waiting jobs of a run by their name.
+    """
+    # Only characters that need no quoting in a shell or in an option of Slurm are kept.
+    readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()
+    return f"{readable_name}-{digest[:8]}"
+
+
+def _sbatch_options(submission: Submission) -> list[tuple[str, object]]:
     """Return the sbatch options of the job as pairs of name and value; a flag has the value ""."""
-    further_options = user_options(request.sbatch_options, _RESERVED_OPTIONS)
+    job = submission.options
+    further_options = user_options(job.sbatch_options, _RESERVED_OPTIONS)
     sets_memory = any(name in ("mem", "mem-per-cpu", "mem-per-gpu") for name, _ in further_options)
     options: list[tuple[str, object]] = [  # None leaves an option out.
-        ("job-name", request.job_name),
-        ("nodes", request.num_nodes + request.spare_nodes),
-        ("no-kill", "" if request.spare_nodes else None),  # Slurm keeps the job when one of its nodes dies.
+        ("job-name", job_name(Path(submission.config.run_dir))),
+        ("nodes", job.num_nodes + job.spare_nodes),
+        ("no-kill", "" if job.spare_nodes else None),  # Slurm keeps the job when one of its nodes dies.
         ("ntasks-per-node", 1),
-        ("gpus-per-node", request.gpus_per_node or None),
+        ("gpus-per-node", job.gpus_per_node or None),
         ("exclusive", ""),
         ("mem", None if sets_memory else 0),  # 0: all memory of the node, where the default is a part of it
-        ("partition", request.partition),
-        ("time", request.time_limit),
-        ("signal", f"B:USR1@{request.signal_ahead_s}"),
-        ("no-requeue" if request.chain else "requeue", ""),
+        ("partition", job.partition),
+        ("time", job.time_limit),
+        ("signal", f"B:USR1@{job.signal_ahead_s}"),
+        ("no-requeue" if job.chain else "requeue", ""),
         ("dependency", "singleton"),
-        ("chdir", request.work_dir),
+        ("chdir", submission.work_dir),
         ("output", "/dev/null"),  # The script opens the log itself, once the run folder can be written.
-        ("exclude", ",".join(excluded_nodes) or None),
+        ("exclude", ",".join(submission.excluded_nodes) or None),
         *further_options,
     ]
     return [(name, value) for name, value in options if value is not None]
@@ -136,121 +156,59 @@ def _option_text(name: str, value: object) -> str:
     return option if value == "" else f"{option}={directive(value)}"
 
 
-def _settings(request: SubmitRequest) -> str:
-    """Return the lines of the script that set its shell variables: paths, times in seconds, and numbers of nodes."""
-    return f"""
-run_dir={shlex.quote(request.run_dir)}
-script={shlex.quote(request.script_file)}
-config={shlex.quote(request.config_file)}
-python={shlex.quote(request.python)}
-work_dir={shlex.quote(request.work_dir)}
-setup={shlex.quote(request.setup_file or "")}
-patience_s={request.storage_patience_s} retry_s={RETRY_S} least_job_s={LEAST_JOB_S}
-num_nodes={request.num_nodes} spare_nodes={request.spare_nodes}
-export PYTHONUNBUFFERED=1
-export PATH # Without an environment, bash has a default PATH that its programs do not see.
-"""
+def _settings(submission: Submission) -> list[str]:
+    """Return the shell variables of the run, which job.sh reads."""
+    job = submission.options
+    texts = {
+        "run_dir": submission.config.run_dir,
+        "script": str(submission.script_file),
+        "config": str(submission.config_file),
+        "work_dir": submission.work_dir,
+        "python": submission.python,
+        "setup": job.setup_file or "",
+        "archive": submission.environment_archive,
+    }
+    numbers = {
+        "num_nodes": job.num_nodes,
+        "spare_nodes": job.spare_nodes,
+        "ranks_per_node": job.ranks_per_node,
+        "chain": job.chain,
+        "patience_s": round(submission.config.cluster.storage_patience_s),
+    }
+    supervise_options = ["--accept-new-numerics"] if job.accept_new_numerics else []
+    return [
+        *(f"{name}={shlex.quote(text)}" for name, text in texts.items()),
+        *(f"{name}={number}" for name, number in numbers.items()),
+        f"supervise_options=({shlex.join(supervise_options)})",
+        *_container_settings(submission),
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ContainerText:
-    """Shell text that makes the script's Python programs run in a container; all fields are "" without a container."""
-
-    srun_options: str = ""  # for the `srun` that starts a task on every node; begins with a blank
-    ranks_prefix: str = ""  # in front of `python -m launcher.supervise`, on every node; ends with a blank
-    ours_prefix: str = ""  # in front of `python -m launcher.slurm.job`, on the first node; ends with a blank
-
-
-def _container_text(request: SubmitRequest) -> _ContainerText:
-    """Return the shell text, quoted, that makes the script's Python programs run in the container of `request`."""
-    container = request.container
+def _container_settings(submission: Submission) -> list[str]:
+    """Return the command that starts a container (apptainer) and the options of srun that do so (pyxis)."""
+    container = submission.options.container
     if container is None:
-        return _ContainerText()
-    for folder in (request.run_dir, request.work_dir):
+        return ["apptainer=()", "pyxis=()"]
+    folders = (submission.config.run_dir, submission.work_dir)
+    for folder in folders:
         if "," in folder or ":" in folder:  # They separate folders, and source and target, in a list of mounts.
             raise UserError(
                 f"{folder}: no container can mount a folder whose path has a comma or a colon; rename it, or leave "
                 f"out --container"
             )
-    mounts = ",".join((request.run_dir, request.work_dir, *container.mounts))
+    mounts = ",".join((*folders, *container.mounts))
     if container.runtime == "apptainer":
-        prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, container.image]) + " "
-        # `apptainer exec` in front of each command starts the container.
-        return _ContainerText(ranks_prefix=prefix, ours_prefix=prefix)
-    # With pyxis, options of srun start the container. srun starts launcher.supervise in any case. The script runs
-    # launcher.slurm.job directly, so that gets an srun of its own for one task on the first node.
-    pyxis_options = [
+        command = ["apptainer", "exec", "--nv", "--bind", mounts, container.image]
+        return [f"apptainer=({shlex.join(command)})", "pyxis=()"]
+    options = [
         f"--container-image={container.image}",
         f"--container-mounts={mounts}",
-        f"--container-workdir={request.work_dir}",
+        f"--container-workdir={submission.work_dir}",
     ]
-    srun_options = " " + shlex.join(pyxis_options)
-    return _ContainerText(
-        srun_options=srun_options,
-        ours_prefix=f'srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} ',
-    )
+    return ["apptainer=()", f"pyxis=({shlex.join(options)})"]
 
 
-def _node_part(request: SubmitRequest) -> str:
-    """Return the lines of the script that every node runs, and the shell functions `start_step` and `ours`.
-
-    Slurm runs the script on the first node, without an argument. There, `start_step` calls srun, which runs the script
-    once more on every node, with the argument `node`. On each node, the script then starts the supervisor, passes
-    signals on to it, and writes its exit code to a file in the folder `$state`. `ours` runs
-    `python -m launcher.slurm.job` on the first node, in the container if there is one.
-
-    `$state` is RUN/slurm/job-ID-RESTART, where RESTART counts the requeues of the job. After spare nodes have replaced
-    others N times, -N is appended. So each start of the ranks has a new folder.
-    """
-    container = _container_text(request)
-    staging = staging_lines(request.environment_archive) if request.environment_archive else ""
-    srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
-    return f"""
-if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
-    # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
-    supervisor= received=
-    pass_to_supervisor() {{ received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }}
-    for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done{staging}
-    until cd "$work_dir" 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do sleep 2; done
-    [ -z "$setup" ] || . "$setup"
-    (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
-        trap '' USR1 USR2 TERM
-        exec {container.ranks_prefix}{_supervise_command(request)}
-    ) &
-    supervisor=$!
-    [ -z "$received" ] || kill -"$received" "$supervisor" # It came before the supervisor's number was known.
-    wait "$supervisor"
-    while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
-    wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
-    code=$? SECONDS=0
-    until {{ mkdir -p "$state" && echo "$code" >"$state/exit-$SLURMD_NODENAME"; }} 2>/dev/null ||
-        [ "$SECONDS" -ge "$patience_s" ]; do
-        sleep 2
-    done
-    [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
-    exit "$code"
-fi
-ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
-start_step() {{ # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
-    # --export: srun would obey the one of sbatch, which a site may have set to NONE.
-    srun --export=ALL --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
-        {srun_options} bash "$script" node &
-}}
-"""
-
-
-def _supervise_command(request: SubmitRequest) -> str:
-    """Return the shell command that starts the supervisor of one node (launcher.supervise), which starts its ranks."""
-    ranks = max(1, request.gpus_per_node)
-    numerics_option = " --accept-new-numerics" if request.accept_new_numerics else ""
-    return (
-        '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
-        f"            --nodes {request.num_nodes} --gpus-per-node {ranks} "
-        '--master-addr "$master_addr" --master-port "$master_port" \\\n'
-        f'            --session "${{state##*/}}" --preflight{numerics_option}'
-    )
-
-
-def _one_line(text: str) -> str:
-    """Replace each sequence of white space, line breaks included, by one space."""
-    return " ".join(text.split())
+def _array(name: str, words: Sequence[str]) -> list[str]:
+    """Return the lines that set an array of bash, with four words in a line."""
+    lines = [f"    {shlex.join(words[begin : begin + 4])}" for begin in range(0, len(words), 4)]
+    return [f"{name}=(", *lines, ")"]

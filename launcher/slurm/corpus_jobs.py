@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from electra_dist.corpus.prepare.slurm_submission import directive
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
-from launcher.slurm.sbatch import run_sbatch, user_options
+from launcher.slurm.slurm import run_sbatch, user_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Pack the Python packages of a run into one file, and unpack it on each node's own disk before the ranks start.
+"""Pack the Python packages of a run into one file, which job.sh unpacks on each node's own disk before ranks start.
 
 A thousand ranks that import torch and DeepSpeed from a shared file system open some ten thousand files each. With
 `electra-dist submit --stage-environment`, a node reads one file, and its ranks import from the node's disk.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shlex
 import sysconfig
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -77,32 +76,6 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
     with replacing(file) as out, tarfile.open(fileobj=out, mode="w") as archive:
         for packed in files:
             archive.add(packed.path, packed.name, recursive=False)
-
-
-def staging_lines(archive: str) -> str:
-    """Return shell commands for a node that unpack `archive` on the node's own disk and put it first in PYTHONPATH.
-
-    The commands unpack the archive into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier
-    job has done so. PYTHONPATH stays as it is if the archive cannot be unpacked. The same holds if that folder is a
-    link, belongs to another user or is open to others, who could have put their own code there.
-    """
-    name = Path(archive).stem
-    return f"""
-    archive={shlex.quote(archive)}
-    staged=${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/electra-dist-environments-$(id -u)
-    mkdir -p -m 700 "$staged"
-    is_private() {{
-        [ -d "$1" ] && [ ! -L "$1" ] && [[ $(stat -c '%u %a' "$1") =~ ^$(id -u)" "[0-7]?[0-7]00$ ]]
-    }}
-    is_private "$staged" || echo "$staged is not private; packages are imported from the shared file system"
-    if is_private "$staged" && [ ! -d "$staged/{name}" ]; then
-        unpacked=$(mktemp -d "$staged/unpacking.XXXXXX")
-        tar -xf "$archive" -C "$unpacked" && mv -T "$unpacked" "$staged/{name}"
-        rm -rf "$unpacked" # What is left if the disk is full, or another job was faster.
-    fi
-    if is_private "$staged" && [ -d "$staged/{name}" ]; then
-        export PYTHONPATH="$staged/{name}${{PYTHONPATH:+:$PYTHONPATH}}"
-    fi"""
 
 
 def _package_folders(package: str) -> list[Path]:

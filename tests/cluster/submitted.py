@@ -13,8 +13,9 @@ from machines import show, wait_for
 from slurm import SlurmCluster
 
 from electra_dist.run.ledger import JobBegan, JobEnded, JobSubmitted, LedgerEvent, read_jobs, read_ledger
-from launcher.slurm.submission import Submission, prepare
-from launcher.slurm.submission import submit as submit_jobs
+from launcher.slurm.batch_script import JobOptions
+from launcher.slurm.submit import check
+from launcher.slurm.submit import submit as submit_jobs
 
 FAKE_PYTHON = Path(__file__).parent / "fake_python"
 
@@ -78,8 +79,8 @@ def submit(cluster: SlurmCluster, config: Path, *options: str) -> SubmittedRun:
 def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **fields: Any) -> SubmittedRun:
     """Submit with fake_ranks.py in the place of the training."""
     settings = {"gpus_per_node": 0, "num_nodes": num_nodes, **fields}
-    resolved, request, excluded = prepare(Submission(config_file=config, **settings), ["test"])
-    submit_jobs(resolved, replace(request, python=str(FAKE_PYTHON)), excluded)
+    (submission,) = check(config, (), (), JobOptions(**settings), ["test"])
+    submit_jobs(replace(submission, python=str(FAKE_PYTHON)))
     return _run(cluster, config)
 
 

@@ -154,7 +154,7 @@ def _shard(root: Path) -> None:
 
 def _job_end(root: Path) -> None:
     run = root / "run"
-    arguments = ["end", str(run), "--job", "1", "--state", str(run / "slurm" / "job-1-0"), "--config"]
+    arguments = ["end", str(run), "--session", "job-1-0", "--config"]
     with mock.patch.object(job, "append_job"):  # the records stay as they are
         code = job.main([*arguments, str(run / "config.yaml")])
     assert code in (0, 78), code

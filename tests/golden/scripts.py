@@ -1,4 +1,4 @@
-"""Golden scripts: what `electra-dist submit --dry-run` hands to Slurm, over its options."""
+"""Golden scripts: what `electra-dist submit --dry-run` writes in front of launcher/slurm/job.sh, over its options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from support.real_runs import write_tiny_config
 
 from golden.comparison import Kind
 from golden.doors import command, named_places
+from launcher.slurm.batch_script import JOB_FILE
 
 OPTIONS: dict[str, list[str]] = {
     "requeued": ["--nodes", "2"],
@@ -33,12 +34,14 @@ def names() -> list[str]:
 
 
 def make(name: str, folder: Path) -> list[str]:
-    """Return the lines that the command prints."""
+    """Return the lines that the command prints, with one line `job.sh` for the text of that file."""
     (folder / "setup.sh").write_text("module load cuda\n")
     settings = {"train.global_batch": 1024}  # which many numbers of ranks divide
     config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
     options = [str(folder / "setup.sh") if option == "SETUP" else option for option in OPTIONS[name]]
     text = command(folder, "submit", "--config", str(config), *options, "--dry-run")
+    job = JOB_FILE.read_text().removeprefix("#!/bin/bash\n")
+    text = text.replace(named_places(job, folder), "job.sh\n")
     text = text.replace(named_places(sys.executable, folder), "PYTHON")
     text = re.sub(r"environment-[0-9a-f]{16}", "environment-DIGEST", text)  # of the installed packages
     return re.sub(r"(--job-name=.*-)[0-9a-f]{8}\b", r"\1DIGEST", text).splitlines()

@@ -21,7 +21,8 @@ def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> 
         metadata = Parser().parsestr(archive.read(metadata_name).decode())
     wanted = {f"electra_dist/{file.relative_to(REPOSITORY)}" for file in (REPOSITORY / "configs").rglob("*.yaml")}
     for package in ("electra_dist", "launcher"):
-        wanted |= {str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / package).rglob("*.py")}
+        sources = [file for file in (REPOSITORY / package).rglob("*") if file.suffix in (".py", ".sh")]
+        wanted |= {str(file.relative_to(REPOSITORY)) for file in sources}
     kernels = REPOSITORY / "kernels"
     wanted |= {str(file.relative_to(kernels)) for file in kernels.rglob("*") if file.suffix in (".py", ".cu")}
     assert wanted | {"electra_dist/py.typed"} <= names

@@ -4,14 +4,14 @@ Guarantee: a job inherits no variable that describes another job, a step or a ra
 it. Slurm overwrites such a variable only if its version has it and it applies to the new job; otherwise the job would
 take over the value of another job, such as its end time or its number of requeues.
 
-How: programs that call sbatch pass it `environment_of_submission`; a batch script that calls sbatch runs the lines of
-`unset_lines` first.
+How: programs that call sbatch pass it `environment_of_submission`; a batch script that calls sbatch first unsets the
+variables that `left_out` and `HANDED_ON` name.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from electra_dist.errors import UserError
@@ -25,14 +25,14 @@ _NOT_HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"),
     # Those of this project: a supervisor's mark and token for its ranks, and what a batch script exports to its nodes.
-    *("ELECTRA_DIST_*", "state", "master_addr", "master_port"),
+    *("ELECTRA_DIST_*", "session", "master_addr", "master_port"),
     # Options of sbatch that a script sets or must not have. Such a variable overrules an #SBATCH line.
     *("SBATCH_ARRAY_INX", "SBATCH_CPUS_PER_GPU", "SBATCH_ERROR", "SBATCH_EXCLUSIVE", "SBATCH_GPUS", "SBATCH_INPUT"),
     *("SBATCH_GPUS_PER_*", "SBATCH_JOB_NAME", "SBATCH_MEM_PER_*", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE"),
     *("SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_TRES_PER_TASK", "SBATCH_WAIT"),
 )
 # Exceptions: how the commands of Slurm reach their cluster.
-_HANDED_ON = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+HANDED_ON = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 # Options of sbatch for which the variable of a user holds if the script does not set them.
 _VARIABLE_OF_OPTION = {
     "account": "SBATCH_ACCOUNT",
@@ -52,34 +52,18 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
     The new job inherits the returned variables. `script_options` names the options that the batch script sets, such as
     "time"; variables that would overrule these options are left out, too.
     """
-    left_out = _left_out(script_options)
+    patterns = left_out(script_options)
     return {
         name: value
         for name, value in environment.items()
-        if name in _HANDED_ON or not any(fnmatchcase(name, pattern) for pattern in left_out)
+        if name in HANDED_ON or not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 
-def unset_lines(script_options: Collection[str]) -> str:
-    """Return bash lines to run before sbatch; they unset the variables that `environment_of_submission` leaves out."""
-    return f"""for name in $(compgen -e); do
-        case $name in
-        {" | ".join(_HANDED_ON)}) ;;
-        {_lines_of(_left_out(script_options))})
-            unset "$name" ;;
-        esac
-    done"""
-
-
-def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
+def left_out(script_options: Collection[str]) -> tuple[str, ...]:
+    """Return shell patterns of the variables that a submitted job must not inherit, unless they are in `HANDED_ON`."""
     overruling = [name for option, name in _VARIABLE_OF_OPTION.items() if option in script_options]
     return (*_NOT_HANDED_ON, *overruling)
-
-
-def _lines_of(patterns: Sequence[str]) -> str:
-    """Join shell patterns with `|`, four in a line, for one branch of bash's `case`."""
-    lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
-    return " | \\\n            ".join(lines)
 
 
 def directive(value: object) -> str:

@@ -10,7 +10,7 @@ from electra_dist.run.history import links, since_submission, starts
 from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEvent
 from electra_dist.run.number_formats import format_duration
 from launcher.cli.run_status.snapshot import RunSnapshot
-from launcher.slurm.slurm_queue import QueueView
+from launcher.slurm.slurm import QueueView
 
 # Slurm's reason for which a job waits -> what it means for a run.
 _MEANING_OF_REASON = {

@@ -23,8 +23,8 @@ from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.regular_files import read_regular
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
-from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
-from launcher.slurm.submission import job_name
+from launcher.slurm.batch_script import job_name
+from launcher.slurm.slurm import NodeOut, QueuedJob, QueueView, queue_view
 
 _STEPS_OF_PATIENCE = 10  # step times for which a living run may be silent, because a step may take longer than usual
 

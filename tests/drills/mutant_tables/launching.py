@@ -7,21 +7,21 @@ from mutant_tables.mutant import Mutant
 LAUNCHING = (
     Mutant(
         name="slurm: a mistake in the config has the job requeued",
-        file="launcher/slurm/job_verdict.py",
+        file="launcher/slurm/job.py",
         original='return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)',
         mutated='return JobVerdict(action="again", exit_code=EXIT_USER_ERROR, why=why)',
         test="tests/launcher/slurm/test_job.py::test_each_kind_of_end_has_its_action_and_exit_code",
     ),
     Mutant(
         name="slurm: a run without progress is started once more than allowed",
-        file="launcher/slurm/job_verdict.py",
-        original="if num_fruitless > end.max_fruitless_restarts:",
-        mutated="if num_fruitless > end.max_fruitless_restarts + 1:",
+        file="launcher/slurm/job.py",
+        original="if num_fruitless > max_fruitless_restarts:",
+        mutated="if num_fruitless > max_fruitless_restarts + 1:",
         test="tests/launcher/slurm/test_job.py::test_three_restarts_without_a_new_checkpoint_end_the_run",
     ),
     Mutant(
         name="slurm: an earlier job's stop decides for this one",
-        file="launcher/slurm/job_verdict.py",
+        file="launcher/slurm/job.py",
         original="events = ledger[newest.begin.ledger_events :]",
         mutated="events = ledger",
         test="tests/launcher/slurm/test_job.py::test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one",
@@ -43,18 +43,18 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a stop on purpose is a failure in the accounting",
-        file="launcher/slurm/job_part.py",
+        file="launcher/slurm/job.sh",
         original='[ "$code" != 75 ] || code=0 # A stop',
         mutated='[ "$code" != 69 ] || code=0 # A stop',
-        test="tests/launcher/slurm/test_job_part.py::"
+        test="tests/launcher/slurm/test_job_script.py::"
         "test_a_stop_on_purpose_is_no_failure_in_the_accounting_and_everything_else_is",
     ),
     Mutant(
         name="slurm: a finished run leaves its waiting jobs in the queue",
-        file="launcher/slurm/job_part.py",
-        original="done | stop) cancel_pending ;;",
+        file="launcher/slurm/job.sh",
+        original='done | stop) for job in $(pending); do retry scancel "$job"; done ;;',
         mutated="done | stop) ;;",
-        test="tests/launcher/slurm/test_job_part.py::test_a_finished_run_cancels_the_jobs_that_wait",
+        test="tests/launcher/slurm/test_job_script.py::test_a_finished_run_cancels_the_jobs_that_wait",
     ),
     Mutant(
         name="slurm: a value with a backslash is written into an #SBATCH line",
@@ -66,36 +66,37 @@ LAUNCHING = (
     Mutant(
         name="slurm: blanks in the path of the script break it",
         file="launcher/slurm/batch_script.py",
-        original="script={shlex.quote(request.script_file)}",
-        mutated="script={request.script_file}",
-        test="tests/launcher/slurm/test_batch_script.py::test_bash_reads_every_quoted_value_of_the_body_back_exactly",
+        original='*(f"{name}={shlex.quote(text)}" for name, text in texts.items()),',
+        mutated='*(f"{name}={text}" for name, text in texts.items()),',
+        test="tests/launcher/slurm/test_batch_script.py::"
+        "test_bash_reads_every_quoted_value_of_the_settings_back_exactly",
     ),
     Mutant(
         name="slurm: the shell of a node does not pass on a signal",
-        file="launcher/slurm/batch_script.py",
-        original='for signal in USR1 USR2 TERM; do trap "pass_to_supervisor',
-        mutated='for signal in USR1 TERM; do trap "pass_to_supervisor',
-        test="tests/launcher/slurm/test_batch_script.py::test_the_script_equals_its_golden_file_and_is_valid_bash",
+        file="launcher/slurm/job.sh",
+        original="trap 'pass_to_supervisor USR2' USR2",
+        mutated="trap ':' USR2",
+        test="tests/launcher/slurm/test_batch_script.py::test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor",
     ),
     Mutant(
         name="slurm: a node whose reason has a separator is left out",
-        file="launcher/slurm/slurm_queue.py",
+        file="launcher/slurm/slurm.py",
         original='fields = line.split("|", 2)',
         mutated='fields = line.split("|")',
-        test="tests/launcher/slurm/test_slurm_queue.py::"
+        test="tests/launcher/slurm/test_slurm.py::"
         "test_parsing_finds_held_jobs_and_lists_each_unused_node_once_with_its_reason",
     ),
     Mutant(
         name="slurm: two runs of a sweep share a folder",
-        file="launcher/slurm/sweep.py",
+        file="launcher/slurm/submit.py",
         original="if len(set(folders)) < len(folders):",
         mutated="if len(folders) < 1:",
-        test="tests/launcher/slurm/test_sweep.py::"
+        test="tests/launcher/slurm/test_submit.py::"
         "test_a_sweep_whose_runs_would_share_a_folder_or_have_no_values_is_refused",
     ),
     Mutant(
         name="slurm: hours of a time limit are read as minutes",
-        file="launcher/slurm/job_length.py",
+        file="launcher/slurm/submit.py",
         original="return 86400 * int(days) + 3600 * hours + 60 * minutes + seconds",
         mutated="return 86400 * int(days) + 60 * hours + minutes + seconds",
         test="tests/launcher/cli/test_submit.py::test_a_time_limit_that_leaves_no_time_for_steps_is_refused",
@@ -117,17 +118,17 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a held job is not told from one that waits",
-        file="launcher/slurm/slurm_queue.py",
+        file="launcher/slurm/slurm.py",
         original='re.search("held|hold", self.reason, re.IGNORECASE) is not None',
         mutated='re.fullmatch("held|hold", self.reason, re.IGNORECASE) is not None',
-        test="tests/launcher/slurm/test_slurm_queue.py::"
+        test="tests/launcher/slurm/test_slurm.py::"
         "test_parsing_finds_held_jobs_and_lists_each_unused_node_once_with_its_reason",
     ),
     Mutant(
         name="slurm: quotes and blanks in the run folder break the script",
         file="launcher/slurm/batch_script.py",
-        original="run_dir={shlex.quote(request.run_dir)}",
-        mutated="run_dir={request.run_dir}",
+        original='"run_dir": submission.config.run_dir,',
+        mutated='"run_dir": submission.config.run_dir.replace(" ", ""),',
         test="tests/launcher/slurm/test_batch_script.py::"
         "test_a_run_folder_with_blanks_and_quotes_is_one_word_of_the_shell",
     ),
@@ -140,10 +141,10 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a job whose reason has a separator is left out",
-        file="launcher/slurm/slurm_queue.py",
+        file="launcher/slurm/slurm.py",
         original='line.split("|", 3)',
         mutated='line.split("|")',
-        test="tests/launcher/slurm/test_slurm_queue.py::"
+        test="tests/launcher/slurm/test_slurm.py::"
         "test_the_reason_of_a_job_may_hold_the_separator_and_a_line_of_another_form_is_ignored",
     ),
     Mutant(

@@ -32,7 +32,7 @@ from launcher.cli.run_status.json_object import json_object
 from launcher.cli.run_status.page import page_lines
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
 from launcher.cli.run_status.snapshot import take_snapshot
-from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView
+from launcher.slurm.slurm import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()

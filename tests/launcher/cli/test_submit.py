@@ -14,6 +14,8 @@ from electra_dist.errors import UserError
 from electra_dist.run.ledger import Ledger, read_jobs
 from electra_dist.run.strikes import Strike, add_strike
 from launcher.cli.main import app
+from launcher.slurm import submit
+from launcher.slurm.environment_archive import PackedFile
 
 MakeConfig = Callable[..., Path]
 
@@ -160,6 +162,21 @@ def test_a_setup_file_that_is_missing_is_refused(tiny_config: MakeConfig, fake_s
     assert isinstance(result.exception, UserError)
     assert "--setup none.sh" in str(result.exception)
     assert not fake_sbatch.exists()
+
+
+def test_the_runs_of_a_sweep_unpack_one_archive_of_the_packages(
+    tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = [PackedFile(Path(__file__), "package/module.py")]
+    monkeypatch.setattr(submit, "environment_files", lambda: files)
+    options = ["--nodes", "1", "--gpus-per-node", "1", "--stage-environment", "--each", "seed=3,4"]
+    result = CliRunner().invoke(app, ["submit", "--config", str(tiny_config("run")), *options])
+    assert result.exit_code == 0, result.output
+    (archive,) = tmp_path.glob("*/slurm/environment-*.tar")
+    assert archive.parent.parent.name == "run-seed-3"
+    for seed in (3, 4):
+        script = (tmp_path / f"run-seed-{seed}" / "slurm" / "submission-0001.sh").read_text()
+        assert f"\narchive={archive}\n" in script
 
 
 def test_a_sweep_submits_a_run_for_each_value_and_none_if_one_is_refused(

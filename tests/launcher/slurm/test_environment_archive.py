@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.environment_archive import (
-    OWN_PACKAGES,
-    archive_name,
-    environment_files,
-    staging_lines,
-    write_archive,
-)
+from electra_dist.config.load import load_config
+from launcher.slurm.batch_script import JobOptions, Submission, batch_script
+from launcher.slurm.environment_archive import OWN_PACKAGES, archive_name, environment_files, write_archive
+
+CONFIG = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml")
 
 
 @pytest.fixture
@@ -32,18 +30,32 @@ def archive(tmp_path: Path) -> Path:
 
 
 def stage(archive: Path, node_disk: Path, program: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the staging lines of the batch script as on a node, and return the ended process with its output.
+    """Run the batch script as on a node, and return the ended process with its output.
 
     Args:
         archive: path of the archive.
         node_disk: folder that simulates the node's own disk; it is created if it is missing.
-        program: Python program to run with the resulting PYTHONPATH; "" prints PYTHONPATH.
+        program: Python program to run in place of the supervisor; "" prints PYTHONPATH.
     """
     node_disk.mkdir(exist_ok=True)
+    folder = archive.parent
+    folder.mkdir(exist_ok=True)
     action = f"{sys.executable} -c '{program}'" if program else 'echo "$PYTHONPATH"'
-    environment = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node_disk)}
-    script = f"{staging_lines(str(archive))}\n{action}\n"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    (folder / "python").write_text(f"#!/bin/bash\n{action}\n")
+    (folder / "python").chmod(0o755)
+    submission = Submission(
+        options=JobOptions(num_nodes=1, gpus_per_node=0),
+        config=CONFIG.model_copy(update={"run_dir": str(folder / "run")}),
+        command="electra-dist submit",
+        work_dir=str(folder),
+        python=str(folder / "python"),
+        environment_archive=str(archive),
+    )
+    (folder / "script.sh").write_text(batch_script(submission))
+    environment = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node_disk), "SLURMD_NODENAME": "n1"}
+    environment["session"] = "job-7-0"
+    command = ["bash", str(folder / "script.sh"), "node"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_the_ranks_of_a_node_import_from_its_own_disk(archive: Path, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.run_records import ledger_event as event
 
 from electra_dist.errors import StoreAway, UserError
+from electra_dist.run.history import session_of
 from electra_dist.run.ledger import JobBegan, JobEnded, JobRecord, JobSubmitted, Ledger, LedgerEvent, read_jobs
 from launcher.slurm import job
-from launcher.slurm.job import main
-from launcher.slurm.job_verdict import JobEnd, decide
+from launcher.slurm.job import JobVerdict, decide, main
 
 TIME = "2026-01-01T00:00:00+00:00"
 
@@ -33,9 +33,17 @@ def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart
     )
 
 
-def job_end(number: int = 1, codes: dict[str, int] | None = None, cancelled: bool = False, restart: int = 0) -> JobEnd:
-    """Return the end of a job; `codes` are the exit codes of its nodes."""
-    return JobEnd(job=str(number), restart=restart, codes=codes or {}, cancelled=cancelled)
+def verdict_of(
+    ledger: list[LedgerEvent],
+    jobs: list[JobRecord],
+    number: int = 1,
+    codes: dict[str, int] | None = None,
+    cancelled: bool = False,
+    restart: int = 0,
+) -> JobVerdict:
+    """Return the verdict on the end of a job (or of a restart of it); `codes` are the exit codes of its nodes."""
+    session = f"job-{number}-{restart}"
+    return decide(ledger, jobs, session, codes or {}, cancelled=cancelled, max_fruitless_restarts=3)
 
 
 def ended(number: int, verdict: str, restart: int = 0) -> JobEnded:
@@ -78,25 +86,25 @@ CASES = [
 def test_each_kind_of_end_has_its_action_and_exit_code(
     case: str, ledger: list[LedgerEvent], codes: dict[str, int], cancelled: bool, action: str, code: int
 ):
-    verdict = decide(ledger, [begin(1)], job_end(1, codes, cancelled))
+    verdict = verdict_of(ledger, [begin(1)], 1, codes, cancelled)
     assert (verdict.action, verdict.exit_code) == (action, code)
     assert verdict.sick_nodes == (("n2",) if code == 69 else ())
 
 
 def test_the_end_of_a_job_that_was_already_restarted_decides_nothing():
     jobs = [begin(1), begin(1, restart=1)]
-    assert decide([START], jobs, job_end(1, {"n1": 1}, restart=0)).action == "leave"
-    assert decide([START], jobs, job_end(1, {"n1": 1}, restart=1)).action == "again"
+    assert verdict_of([START], jobs, 1, {"n1": 1}, restart=0).action == "leave"
+    assert verdict_of([START], jobs, 1, {"n1": 1}, restart=1).action == "again"
 
 
 def test_the_end_of_a_job_whose_begin_is_missing_is_refused():
-    with pytest.raises(UserError, match="the begin of job 2 is missing"):
-        decide([START], [begin(1)], job_end(2))
+    with pytest.raises(UserError, match="the begin of job-2-0 is missing"):
+        verdict_of([START], [begin(1)], 2)
 
 
 def test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one():
     ledger = [START, event("checkpoint", 7), event("stop", 7)]
-    verdict = decide(ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], job_end(2))
+    verdict = verdict_of(ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], 2)
     assert verdict.action == "again"
 
 
@@ -104,13 +112,13 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run():
     ledger, jobs, actions = [START, event("checkpoint", 10)], [], []
     for restart in range(4):
         jobs.append(begin(1, 2, 10, restart))
-        verdict = decide(ledger, jobs, job_end(1, {"n1": 1}, restart=restart))
+        verdict = verdict_of(ledger, jobs, 1, {"n1": 1}, restart=restart)
         jobs.append(ended(1, verdict.action, restart))
         actions.append(verdict.action)
     assert actions == ["again", "again", "again", "stop"]
     assert "4 starts in a row" in verdict.why
     resubmitted = [*jobs, SUBMITTED_AGAIN, begin(2, 2, 10)]
-    assert decide(ledger, resubmitted, job_end(2)).action == "again"
+    assert verdict_of(ledger, resubmitted, 2).action == "again"
 
 
 def test_restarts_within_a_job_count_as_failed_starts():
@@ -118,15 +126,15 @@ def test_restarts_within_a_job_count_as_failed_starts():
         event("resume", 10),
         event("crash", 12),
     ]
-    assert decide(ledger, [begin(1)], job_end()).action == "stop"
-    assert decide([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)], job_end()).action == "again"
+    assert verdict_of(ledger, [begin(1)]).action == "stop"
+    assert verdict_of([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)]).action == "again"
     again = [begin(1), SUBMITTED_AGAIN, begin(2, len(ledger), 10)]
-    assert decide([*ledger, event("resume", 10)], again, job_end(2)).action == "again"
+    assert verdict_of([*ledger, event("resume", 10)], again, 2).action == "again"
 
 
 def test_restarts_whose_node_died_without_recording_an_end_count_as_failed_starts():
     jobs = [begin(1, restart=restart) for restart in range(4)]
-    assert decide([START], jobs, job_end(1, restart=3)).action == "stop"
+    assert verdict_of([START], jobs, 1, restart=3).action == "stop"
 
 
 def test_saving_the_same_step_again_is_not_progress():
@@ -134,7 +142,7 @@ def test_saving_the_same_step_again_is_not_progress():
     for _ in range(4):  # each start saves step 10, whose checkpoint the next start finds damaged
         ledger += [event("checkpoint", 10)]
     jobs = [begin(1), *(begin(1, n + 2, 10, n + 1) for n in range(4))]
-    assert decide(ledger, jobs, job_end(1, restart=4)).action == "stop"
+    assert verdict_of(ledger, jobs, 1, restart=4).action == "stop"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["crash", "stop"])), max_size=30))
@@ -153,7 +161,7 @@ def test_a_run_ends_after_four_crashes_in_a_row_without_a_checkpoint_and_not_ear
             failed = 0
         elif ending == "crash":
             failed += 1
-        verdict = decide(ledger, jobs, job_end(number, {"n1": 75 if ending == "stop" else 1}))
+        verdict = verdict_of(ledger, jobs, number, {"n1": 75 if ending == "stop" else 1})
         jobs.append(ended(number, verdict.action))
         expected = "stop" if failed > 3 else "again"
         if ending == "stop":
@@ -175,8 +183,9 @@ def test_a_jump_of_the_wall_clock_during_a_job_makes_neither_a_cancellation_of_i
     action: str,
 ):
     """Slurm sends TERM when somebody cancels a job, and at its time limit, after which the run must go on."""
-    config, run, state = tiny_config("run"), tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
-    main(["begin", str(run), "--job", "7", "--nodes", "n1", "--submitted", "1700000000", "--started", "N/A"])
+    run, state = tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
+    identity = ["--session", "job-7-0", "--config", str(tiny_config("run"))]
+    main(["begin", str(run), *identity, "--nodes", "n1", "--submitted", "1700000000", "--started", "N/A"])
     ledger = Ledger(run)
     ledger.append("start", 0)
     ledger.append("checkpoint", 5)
@@ -187,8 +196,7 @@ def test_a_jump_of_the_wall_clock_during_a_job_makes_neither_a_cancellation_of_i
     wall_clock = time.time
     monkeypatch.setattr(time, "time", lambda: wall_clock() + jump_s)
 
-    arguments = ["--config", str(config), "--job", "7", "--state", str(state), "--told", "TERM"]
-    main(["end", str(run), *arguments, "--end-time", end_time])
+    main(["end", str(run), *identity, "--told", "TERM", "--end-time", end_time])
 
     assert capsys.readouterr().out.startswith(f"{action}|")
 
@@ -196,34 +204,35 @@ def test_a_jump_of_the_wall_clock_during_a_job_makes_neither_a_cancellation_of_i
 def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_the_job(
     tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    config, run, state = tiny_config("run"), tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
+    run, state = tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
+    identity = ["--session", "job-7-0", "--config", str(tiny_config("run"))]
     ledger = Ledger(run)
-    main(["begin", str(run), "--job", "7", "--nodes", "n[1-2]", "--submitted", "1700000000", "--started", "N/A"])
+    main(["begin", str(run), *identity, "--nodes", "n[1-2]", "--submitted", "1700000000", "--started", "N/A"])
     ledger.append("start", 0)
     ledger.close()
     state.mkdir(parents=True)
     (state / "exit-n1").write_text("143\n")
     (state / "exit-n2").write_text("69\n")
-    main(
-        [
-            "end",
-            str(run),
-            "--config",
-            str(config),
-            "--job",
-            "7",
-            "--state",
-            str(state),
-            "--told",
-            "",
-            "--end-time",
-            "N/A",
-        ]
-    )
+    main(["end", str(run), *identity, "--told", "", "--end-time", "N/A"])
     assert capsys.readouterr().out == "next|69|n2|n2 unhealthy; the run continues on other nodes\n"
     first, last = read_jobs(run)
     assert (first.submitted, first.started) == ("2023-11-14T22:13:20.000+00:00", None)
     assert (last.verdict, last.codes) == ("next", {"n1": 143, "n2": 69})
+
+
+def test_the_name_of_a_start_has_the_numbers_of_its_record(
+    tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, config = tmp_path / "run", ["--config", str(tiny_config("run"))]
+    for session in ("job-7-0", "job-7-2", "job-7-2-1"):
+        assert main(["begin", str(run), "--session", session, *config]) == 0
+        assert main(["end", str(run), "--session", session, *config]) == 0
+        for record in read_jobs(run)[-2:]:
+            assert not isinstance(record, JobSubmitted)
+            assert session_of(record) == session
+    assert (record.job, record.restart, record.replacements) == ("7", 2, 1)
+    assert main(["begin", str(run), "--session", "job-seven", *config]) == 78
+    assert "give one such as job-4711-0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("saved_before", [True, False], ids=["before the earlier job", "in the earlier job"])
@@ -232,21 +241,21 @@ def test_a_job_that_would_begin_a_new_run_where_an_earlier_one_has_saved_is_refu
 ):
     """The begin of a job records the newest checkpoint; so does its end, if it lives to write one."""
     config, run = tiny_config("run"), tmp_path / "run"
-    arguments = ["--config", str(config), "--nodes", "n1"]
+    arguments = ["--config", str(config)]
     if not saved_before:
-        assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+        assert main(["begin", str(run), "--session", "job-7-0", *arguments]) == 0
     ledger = Ledger(run)
     ledger.append("start", 0)
     ledger.append("checkpoint", 5)
     ledger.close()
     (run / "config.yaml").touch()
     if saved_before:
-        assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+        assert main(["begin", str(run), "--session", "job-7-0", *arguments]) == 0
     else:
-        assert main(["end", str(run), "--job", "7", "--config", str(config), "--state", str(run / "slurm")]) == 0
+        assert main(["end", str(run), "--session", "job-7-0", *arguments]) == 0
     (run / "ledger.jsonl").unlink()
     (run / "config.yaml").unlink()
-    assert main(["begin", str(run), "--job", "8", *arguments]) == 78
+    assert main(["begin", str(run), "--session", "job-8-0", *arguments]) == 78
     assert "restore the run folder" in capsys.readouterr().err
     recorded = ["begin"] if saved_before else ["begin", "end"]
     assert [(record.event, record.job) for record in read_jobs(run)] == [(event, "7") for event in recorded]
@@ -262,10 +271,10 @@ def test_a_job_whose_config_names_another_run_folder_is_refused(
     config = tiny_config("run")
     config.write_text(config.read_text().replace(str(tmp_path / "run"), "run"))
     monkeypatch.chdir(tmp_path)
-    assert main(["begin", str(tmp_path / "run"), "--job", "7", "--config", str(config)]) == 0
+    assert main(["begin", str(tmp_path / "run"), "--session", "job-7-0", "--config", str(config)]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(["begin", str(tmp_path / "run"), "--job", "8", "--config", str(config)]) == 78
+    assert main(["begin", str(tmp_path / "run"), "--session", "job-8-0", "--config", str(config)]) == 78
     assert "run_dir is" in capsys.readouterr().err
 
 
@@ -278,10 +287,8 @@ def test_bookkeeping_waits_for_a_run_folder_that_is_away_and_ends_with_75_when_i
     command: str,
 ):
     config, run = tiny_config("run", **{"cluster.storage_patience_s": 2.0}), tmp_path / "run"
-    state = run / "slurm" / "job-7-0"
-    arguments = {"begin": [], "end": ["--state", str(state)]}
-    main(["begin", str(run), "--job", "7", "--config", str(config)])
-    state.mkdir(parents=True)
+    arguments = ["--session", "job-7-0", "--config", str(config)]
+    main(["begin", str(run), *arguments])
     num_failures = 2
 
     def away(run_dir: Path, event: str, **details: Any) -> None:
@@ -294,7 +301,7 @@ def test_bookkeeping_waits_for_a_run_folder_that_is_away_and_ends_with_75_when_i
 
     append_job = job.append_job
     monkeypatch.setattr(job, "append_job", away)
-    options = [command, str(run), "--job", "7", "--config", str(config), *arguments[command]]
+    options = [command, str(run), *arguments]
     assert main(options) == 0
     assert read_jobs(run)[-1].event == command
     num_failures = 1000

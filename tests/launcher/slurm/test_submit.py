@@ -1,11 +1,31 @@
-"""Check that a sweep is one run for each combination of values, each with a run folder of its own."""
+"""Names of jobs, and sweeps: one run for each combination of values, each with a run folder of its own.
+
+The rest of a submission is tested through `electra-dist submit` (tests/launcher/cli/test_submit.py).
+"""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
 from electra_dist.errors import UserError
-from launcher.slurm.sweep import command_of_run, sweep
+from launcher.slurm.batch_script import job_name
+from launcher.slurm.submit import command_of_run, sweep
+
+
+def test_two_run_folders_never_share_a_job_name():
+    names = {job_name(Path(path)) for path in ("/a/run", "/b/run", "/a/r n", "/a/r:n", "/a/...")}
+    assert len(names) == 5
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") for name in names)
+
+
+def test_a_run_folder_whose_name_is_no_utf8_has_a_job_name_of_its_own() -> None:
+    """Waiting jobs are found by the name that an earlier version gave them, so the names of other folders stay."""
+    assert job_name(Path("/a/run")) == "run-ea75360d"
+    names = {job_name(Path(os.fsdecode(path))) for path in (b"/a/run-\xff", b"/a/run-\xfe")}
+    assert len(names) == 2 and all(name.startswith("run-") for name in names)
 
 
 def test_every_combination_of_values_is_a_run_in_a_folder_of_its_own() -> None:

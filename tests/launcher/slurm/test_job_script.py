@@ -1,4 +1,4 @@
-"""Check the part of the batch script that runs once per job, with fake Slurm commands that fail or refuse."""
+"""Check what job.sh does on the first node of a job, with fake Slurm commands that fail or refuse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from typing import Literal
 import pytest
 from support.small_disks import can_mount, small_disk
 
-from launcher.slurm.batch_script import SubmitRequest, batch_script
+from electra_dist.config.load import load_config
+from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
+from launcher.slurm.batch_script import JobOptions, Submission, batch_script
 
 JOB = "7"
+CONFIG = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml")
 # Each fake command appends its name and arguments to $CALLS. The file $FAILS/NAME holds how often the command NAME
 # will still fail, or "always". The file $FAILS/nodes holds what sinfo prints, and $FAILS/end when the job ends. sbatch
 # writes its environment to $FAILS/given.
@@ -102,25 +105,20 @@ class FakeSlurm:
             spares: spare nodes of the job.
             **limits: `patience_s`, `retry_s` or `least_job_s` of the script, in seconds.
         """
-        request = SubmitRequest(
-            run_dir=str(self.run),
-            script_file=str(self.folder / "script.sh"),
-            config_file="config.yaml",
-            work_dir=str(self.folder),
+        submission = Submission(
+            options=JobOptions(num_nodes=num_nodes, spare_nodes=spares, gpus_per_node=1, chain=chain),
+            config=CONFIG.model_copy(update={"run_dir": str(self.run)}),
             command="electra-dist submit",
+            work_dir=str(self.folder),
             python=str(self.folder / "bin" / "python"),
-            job_name="run-0123abcd",
-            num_nodes=num_nodes,
-            spare_nodes=spares,
-            gpus_per_node=1,
-            chain=chain,
         )
-        text = batch_script(request)
+        text = batch_script(submission)
         for name, seconds in {"patience_s": 900, "retry_s": 4, "least_job_s": 0, **limits}.items():
             old = {"patience_s": 900, "retry_s": 120, "least_job_s": 20}[name]
             assert f"{name}={old}" in text
             text = text.replace(f"{name}={old}", f"{name}={seconds}")
-        Path(request.script_file).write_text(text)
+        script = self.folder / "script.sh"
+        script.write_text(text)
         environment = {
             **os.environ,
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
@@ -135,7 +133,7 @@ class FakeSlurm:
             "SLURM_JOB_END_TIME": "9999999999",
             "SLURMD_NODENAME": "n1",
         }
-        return subprocess.Popen(["bash", request.script_file], env=environment, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(["bash", script], env=environment, stdout=subprocess.DEVNULL)
 
     def finish(self, verdict: str, chain: int = 0, **options: int) -> int:
         """Run the batch script of a job until it ends, and return its exit code; takes the arguments of `start`."""
@@ -329,8 +327,10 @@ def test_a_spare_node_takes_the_place_of_one_that_is_down_or_unhealthy_in_the_sa
     (slurm.folder / "fails" / "nodes").write_text(states)
     assert slurm.finish(f"{fault}\ndone|0||the target step is reached", num_nodes=2, spares=1) == 0
     assert steps(slurm) == ["n1,n2", "n1,n3"]
-    begins = [call for call in slurm.calls("job begin") if "--replacements" in call]
-    assert [call.split("--replacements ")[1].split()[0] for call in begins] == ["0", "1"]
+    for command in ("job begin", "job end"):
+        sessions = [call.split("--session ")[1].split()[0] for call in slurm.calls(command)]
+        assert sessions == ["job-7-0", "job-7-0-1"]
+    begins = slurm.calls("job begin")
     assert [call.split("--nodes ")[1].split()[0] for call in begins] == ["n1,n2", "n1,n3"]
     assert slurm.calls("requeue") == slurm.calls("sbatch") == []
 
@@ -381,7 +381,8 @@ def test_a_job_that_another_one_submits_is_given_nothing_that_describes_the_othe
     given = slurm.given()
     assert OF_THE_USER.items() <= given.items()
     assert given.keys() & OF_THIS_JOB.keys() == set()
-    assert [name for name in given if name.startswith("SLURM") or name in ("state", "master_addr")] == ["SLURM_CONF"]
+    assert [name for name in given if name.startswith("SLURM") or name in ("session", "master_addr")] == ["SLURM_CONF"]
+    assert given == environment_of_submission(given, ["time"])
 
 
 def test_the_end_of_the_job_is_that_of_the_queue_and_not_that_of_an_earlier_job(slurm: FakeSlurm):

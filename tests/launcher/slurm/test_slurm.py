@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.slurm_queue import parse_jobs, parse_nodes, queue_view
+from launcher.slurm.slurm import parse_jobs, parse_nodes, queue_view
 
 
 def test_parsing_finds_held_jobs_and_lists_each_unused_node_once_with_its_reason():
