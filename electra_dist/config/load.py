@@ -18,24 +18,22 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from electra_dist.config.config import Config
+from electra_dist.config.keys import Tree, fields, flattened
 from electra_dist.config.schedule import NUMBER_TAG, SCHEDULE_TAG
 from electra_dist.config.secrets import without_secret_arguments, without_secrets
 from electra_dist.config.sections.base import Section
 from electra_dist.errors import UserError
 from electra_dist.store.regular_files import read_regular
 
-Tree = dict[str, Any]
 S = TypeVar("S", bound=Section)
 
-_COLLECTIONS: tuple[Any, ...] = (dict, tuple)
 _UNKNOWN_KEY = "extra_forbidden"  # pydantic's types of faults
 _MISSING_KEY = "missing"
 _RAISED_BY_CHECK = "value_error"
@@ -81,9 +79,9 @@ def load_section(path: Path, kind: type[S]) -> S:
 def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return where each value of the resolved config comes from: dotted key -> file name, `--set` or `default`."""
     resolved = load_config(path, overrides).model_dump(mode="json")
-    source_of_key = dict.fromkeys(_leaves(resolved), "default")
+    source_of_key = dict.fromkeys(flattened(resolved), "default")
     for name, tree in read_layers(Path(path), overrides):
-        for key in _leaves(tree):
+        for key in flattened(tree):
             # A later layer replaces the values of earlier ones; a number may have replaced a schedule, whose keys are
             # then not in the resolved config.
             if key in source_of_key:
@@ -91,27 +89,9 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     return source_of_key
 
 
-def key_description(key: str) -> str:
-    """Return the description of a config key such as `train.micro_batch`; "" if there is no such key.
-    A key within a schedule, such as `objective.temperature.tau`, has the same description in all schedules.
-    """
-    return _description(Config, key.split("."))
-
-
 def dump_yaml(config: Config) -> str:
     """Return the resolved config as YAML text, which `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
-
-
-def _leaves(tree: Tree, prefix: str = "") -> list[str]:
-    """Return the dotted key, such as "train.micro_batch", of every value in a tree that is not itself a mapping."""
-    keys: list[str] = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            keys += _leaves(value, f"{prefix}{key}.")
-        else:
-            keys.append(f"{prefix}{key}")
-    return keys
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
@@ -135,13 +115,13 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
-    *path, unknown = location
-    section = _section(root, path)
-    valid = [field.alias or name for name, field in section.model_fields.items()] if section else []
-    nearest = difflib.get_close_matches(unknown, valid, n=1, cutoff=0.5)
-    message = f"unknown key `{'.'.join(location)}`"
+    unknown = ".".join(location)
+    section, _, name = _general_key(location).rpartition(".")
+    valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    message = f"unknown key `{unknown}`"
     if nearest:
-        return f"{message}; did you mean `{'.'.join([*path, nearest[0]])}`?"
+        return f"{message}; did you mean `{'.'.join([*location[:-1], nearest[0]])}`?"
     if valid:
         return f"{message}; remove it or use one of {', '.join(valid)}"
     return f"{message}; remove it"
@@ -159,9 +139,20 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
     reason = " or ".join(_reason(fault) for fault in faults)
     is_section = isinstance(first["input"], (dict, BaseModel))
     if is_section and first["type"] == _RAISED_BY_CHECK:
-        return f"{key}{reason}"  # A check of a whole section; its message names the values and the next step.
+        return f"{key}{reason}"  # A rule; its message names the values and the next step.
     value = "" if is_section else f", not {without_secrets(first['input'], '.'.join(location))!r}"
     return f"{key}{reason}{value}; correct the value{_meaning(root, location)}"
+
+
+def _meaning(root: type[BaseModel], location: list[str]) -> str:
+    """Return a key's description to end an error message with, such as ". micro_batch: Rows ..."; "" if none."""
+    field = fields(root).get(_general_key(location))
+    return f". {location[-1]}: {field.description}" if field and field.description else ""
+
+
+def _general_key(location: Sequence[str]) -> str:
+    """Return the key of `keys.fields` for the place of a value: `data.phases[].corpus` for data.phases.0.corpus."""
+    return re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(location))
 
 
 def _reason(fault: ErrorDetails) -> str:
@@ -193,58 +184,6 @@ def _contains(tree: Tree, location: Sequence[str]) -> bool:
             return False
         node = node[part]
     return True
-
-
-def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the section at a path of keys (list indices are skipped); None if it has none."""
-    section = root
-    part_selects_element = False
-    for part in location:
-        if part_selects_element:
-            part_selects_element = False
-            continue
-        field = _field(section, part)
-        if field is None:
-            return None
-        inner_section = _section_class(field.annotation)
-        if inner_section is None:
-            return None
-        section = inner_section
-        part_selects_element = get_origin(field.annotation) in _COLLECTIONS
-    return section
-
-
-def _section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic class in a field's type, such as SECTION in `tuple[SECTION, ...]`; None for a plain type."""
-    for part in (annotation, *get_args(annotation)):
-        kind = get_args(part)[0] if get_origin(part) is Annotated else part
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
-    for name, field in section.model_fields.items():
-        if key == (field.alias or name):
-            return field
-    return None
-
-
-def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return a key's description to end an error message with, such as ". micro_batch: Rows ..."; "" if none."""
-    description = _description(root, location)
-    return f". {location[-1]}: {description}" if description else ""
-
-
-def _description(root: type[BaseModel], location: Sequence[str]) -> str:
-    if not location:
-        return ""
-    *path, key = location
-    section = _section(root, path)
-    field = _field(section, key) if section else None
-    if field is None:
-        return ""
-    return field.description or ""
 
 
 class _DuplicateKey(yaml.constructor.ConstructorError):

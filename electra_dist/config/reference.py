@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from electra_dist.config import Config
+from electra_dist.config.keys import fields, section_class
 from electra_dist.config.schedule import Schedule
 
 _INTRODUCTION = """# Configuration
@@ -31,75 +32,37 @@ whole on the command line, or in a file that extends another, replaces the one t
 
 
 def reference() -> str:
-    """Return the text of docs/config.md: one Markdown table for each section of the config, in the order of fields."""
-    parts = [_INTRODUCTION, _table("The run", _plain_fields(Config), prefix="")]
-    for name, field in Config.model_fields.items():
-        section = _section_of(field)
-        if section is not None:
-            parts.append(section_tables(name, section))
-    parts.append(_table("Schedules", dict(Schedule.model_fields), prefix="", introduction=_SCHEDULES))
-    return "\n".join(parts)
+    """Return the text of docs/config.md."""
+    schedules = _table("Schedules", [_row(key, field) for key, field in fields(Schedule).items()], _SCHEDULES)
+    return "\n".join([_INTRODUCTION, *tables(Config, "The run"), schedules])
 
 
-def section_tables(path: str, section: type[BaseModel]) -> str:
-    """Return the Markdown tables of a section and of the sections in it; `path` is dotted, as in `model.generator`."""
-    parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
-    for name, field in section.model_fields.items():
-        inner = _section_of(field) or _optional_section_of(field)
-        if inner is not None:
-            parts.append(section_tables(f"{path}.{name}", inner))
-        element = _element_section_of(field)
-        if element is not None:
-            parts.append(section_tables(f"{path}.{name}[]", element))
-    return "\n".join(parts)
+def tables(root: type[BaseModel], title: str) -> list[str]:
+    """Return a Markdown table for each section, in the order of the fields; `title` is that of the root's own keys."""
+    rows: dict[str, list[str]] = {"": []}  # by section
+    schedules = set()
+    for key, field in fields(root).items():
+        section, _, _ = key.rpartition(".")
+        if section in schedules:
+            continue
+        inner = section_class(field.annotation)
+        if inner is None or field.annotation is not inner:  # a section that every config has is no key of its own
+            rows.setdefault(section, []).append(_row(key, field))
+        if inner is not None and issubclass(inner, Schedule):
+            schedules.add(key)
+    return [_table(f"`{section}`" if section else title, lines) for section, lines in rows.items()]
 
 
-def plain_table(title: str, section: type[BaseModel], prefix: str = "") -> str:
-    """Return the Markdown table of a section's plain values; `prefix` begins every key, for example `train.`."""
-    return _table(title, _plain_fields(section), prefix)
+def _row(key: str, field: FieldInfo) -> str:
+    cells = [f"`{key}`", _type_name(field.annotation), _default(field), field.description or ""]
+    escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
+    return "| " + " | ".join(escaped) + " |"
 
 
-def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
-
-
-def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: str = "") -> str:
+def _table(title: str, rows: list[str], introduction: str = "") -> str:
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
-    lines += ["| key | type | default | description |", "| --- | --- | --- | --- |"]
-    for name, field in fields.items():
-        cells = [
-            f"`{prefix}{field.alias or name}`",
-            _type_name(field.annotation),
-            _default(field),
-            field.description or "",
-        ]
-        escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
-        lines.append("| " + " | ".join(escaped) + " |")
+    lines += ["| key | type | default | description |", "| --- | --- | --- | --- |", *rows]
     return "\n".join(lines) + "\n"
-
-
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a field that is a section of the config; None for a plain value."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _optional_section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a section that a config may leave out (`SECTION or null`); None for any other field."""
-    if get_origin(field.annotation) not in (Union, UnionType):
-        return None
-    choices = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    if len(choices) == 1 and isinstance(choices[0], type) and issubclass(choices[0], BaseModel):
-        return choices[0]
-    return None
-
-
-def _element_section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class SECTION of a field that lists sections (`tuple[SECTION, ...]`); None for any other field."""
-    if get_origin(field.annotation) is not tuple:
-        return None
-    element = get_args(field.annotation)[0]
-    return element if isinstance(element, type) and issubclass(element, BaseModel) else None
 
 
 def _type_name(annotation: Any) -> str:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.config.keys import flattened
 from electra_dist.errors import UserError
 from electra_dist.escapes import html_text, printable
 from electra_dist.report.curve_points import RunCurves
@@ -20,7 +21,6 @@ from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.tracking.settings import flattened
 
 OVERLAY_FILE = "runs_report.html"  # default name, in the current folder
 _NONE = "-"  # in a table, for a value that a run does not have

@@ -18,17 +18,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from electra_dist.config import LogConfig
+from electra_dist.config import Config, LogConfig
+from electra_dist.config.keys import flattened
+from electra_dist.config.secrets import without_secrets
 from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
 from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.tensorboard import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_object
 from electra_dist.tracking.background_tracker import BackgroundTracker
-from electra_dist.tracking.settings import Settings
 
+Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
+_DEFINING = ("seed", "model.", "objective.", "optimizer.", "data.", "train.")  # beginnings of keys
 _MAX_PARAMS = 100  # that MLflow takes at once
 _IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
+
+
+def flat_settings(config: Config) -> Settings:
+    """Return the config as dotted keys, such as "train.num_steps", with their values; lists and null become text."""
+    settings: Settings = {}
+    for key, value in flattened(without_secrets(config.model_dump(mode="json"))).items():
+        if value is None:
+            settings[key] = "null"
+        else:
+            settings[key] = value if isinstance(value, (str, int, float, bool)) else str(value)
+    return settings
+
+
+def hyperparameters(settings: Settings) -> Settings:
+    """Return those settings that decide what a model learns, such as the keys of `model` and `train`."""
+    return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
 
 
 def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:

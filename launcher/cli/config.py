@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from electra_dist.config.load import dump_yaml, key_description, load_config, sources
+from electra_dist.config import Config
+from electra_dist.config.keys import fields, flattened
+from electra_dist.config.load import dump_yaml, load_config, sources
 from launcher.cli.console import open_console
 from launcher.cli.options import ConfigFile, Overrides
 
@@ -22,15 +24,17 @@ def config(
     The source is the YAML file that sets the key, `--set` for an override on the command line, or `default`.
     """
     source_of_key = sources(file, overrides or ())
-    resolved = load_config(file, overrides or ()).model_dump(mode="json")
+    values = flattened(load_config(file, overrides or ()).model_dump(mode="json"))
+    described = fields(Config)
     columns = ["key", "value", "from"]
     if describe:
         columns.append("description")
     table = Table(*columns, title=str(file))
     for key, source in source_of_key.items():
-        row = [key, str(_value(resolved, key)), source]
+        row = [key, str(values[key]), source]
         if describe:
-            row.append(key_description(key))
+            field = described.get(key)  # the entries of a mapping, such as corpus.licences, have none
+            row.append(field.description or "" if field else "")
         table.add_row(*row)
     open_console(soft_wrap=False).print(table)
 
@@ -38,12 +42,3 @@ def config(
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the config as YAML, with all defaults and overrides applied; the output can be used as a config file."""
     print(dump_yaml(load_config(file, overrides or ())), end="")
-
-
-def _value(resolved: object, key: str) -> object:
-    """Look up a dotted key such as `train.micro_batch` in a config that is given as nested dicts."""
-    value = resolved
-    for part in key.split("."):
-        if isinstance(value, dict):
-            value = value[part]
-    return value

@@ -217,18 +217,9 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
 
 def reference() -> str:
     """Return Markdown tables of all keys of the YAML file, a table for each section, from the fields' descriptions."""
-    from electra_dist.config.reference import plain_table, section_tables  # Nothing else here needs the module.
+    from electra_dist.config.reference import tables  # Nothing else here needs the module.
 
-    sections: dict[str, type[Section]] = {
-        "extraction": ExtractionSection,
-        "filters": FiltersSection,
-        "deduplication": DeduplicationSection,
-        "formatting": FormattingSection,
-        "executor": ExecutorSection,
-    }
-    tables = [plain_table("The file", PrepareConfig), plain_table("One of `sources`", SourceSection)]
-    tables += [section_tables(name, section) for name, section in sections.items()]
-    return "\n".join(tables)
+    return "\n".join(tables(PrepareConfig, "The file"))
 
 
 if __name__ == "__main__":

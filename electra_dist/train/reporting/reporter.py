@@ -35,8 +35,7 @@ from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
-from electra_dist.tracking.services import log_record, open_trackers
-from electra_dist.tracking.settings import flat_settings, hyperparameters
+from electra_dist.tracking.services import flat_settings, hyperparameters, log_record, open_trackers
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.reporting.step_recorder import StepRecorder
