@@ -8,7 +8,8 @@ other steps do not shift.
 
 How: one background thread reads batches ahead of training, into a queue of `_DEPTH` batches. While it reads rows of
 one window (a group of shards whose rows are shuffled together), the threads of the `ShardCache` fetch and verify the
-shards of the next window. `RowLoader.next` raises the errors of the background thread.
+shards of the next window; a window that has been read is closed before. No more than two windows are open therefore,
+unless one batch has rows of more. `RowLoader.next` raises the errors of the background thread.
 
 Limits: W must divide G. The thread is a daemon; `close` ends it.
 """
@@ -81,7 +82,8 @@ class RowLoader:
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
         self._horizon = 0  # `_look_ahead` has handled the positions before this one
-        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the window that begins at `_horizon`
+        # Shards of the window that ends at `_horizon`, and of the next one; None once the next one is being fetched.
+        self._ahead: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         # Result of `_locate` for a block of steps: shard and row within the shard, each [_LOCATED, G / W].
         self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._located_block = -1  # number of that block; block b has the steps from b * _LOCATED on
@@ -147,8 +149,7 @@ class RowLoader:
         self._look_ahead(first_position, first_position + self._num_rows)
         shard_of_row, row_in_shard = self._locate(step)
         ids = self._cache.read_rows(shard_of_row, row_in_shard)
-        # The next window is fetched only now, so that the first batch of a run waits for its own window alone.
-        self._cache.prefetch(self._next_window)
+        self._fetch_ahead()
         row_ids = self._order.row_ids(shard_of_row, row_in_shard)
         self._check_token_ids(ids, row_ids)
         return RowBatch(step=step, row0=self._row0, ids=ids, row_ids=row_ids, receipt=Receipt.of(row_ids))
@@ -184,7 +185,7 @@ class RowLoader:
     def _look_ahead(self, first: int, end: int) -> None:
         """Begin to fetch the shards of all windows that overlap positions [first, end); close unneeded shards.
 
-        The shards of the following window are only noted in `_next_window`, so that they can be fetched later.
+        The shards of the following window are only noted in `_ahead`, so that they can be fetched later.
         """
         if end <= self._horizon:
             return
@@ -196,6 +197,17 @@ class RowLoader:
             window = self._order.window_at(window.end_position)
         shards_in_use = np.concatenate([used.shards for used in windows_in_use])
         self._horizon = window.first_position
-        self._next_window = window.shards
-        self._cache.keep_only(np.concatenate([shards_in_use, self._next_window]))
+        self._ahead = windows_in_use[-1].shards, window.shards
+        self._cache.keep_only(shards_in_use)
         self._cache.prefetch(shards_in_use)
+
+    def _fetch_ahead(self) -> None:
+        """Begin to fetch the next window after the first batch of a window is read.
+
+        The first batch of a run waits for its own window alone, and the window of the batches before is closed.
+        """
+        if self._ahead is not None:
+            window, next_window = self._ahead
+            self._cache.keep_only(np.concatenate([window, next_window]))
+            self._cache.prefetch(next_window)
+            self._ahead = None

@@ -57,52 +57,49 @@ def permute(
     """
     if cpu_library.permute:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
-    place = index.astype(np.uint64)
-    sizes = size.astype(np.uint64)
-    epochs = epoch.astype(np.uint64)
-    blocks = block.astype(np.uint64)
-    unfinished = np.arange(place.size)  # Elements of `place` that are still to go through the network.
-    while unfinished.size:
-        moved = _feistel(
-            place[unfinished],
-            sizes[unfinished],
-            seed=seed,
-            purpose=int(purpose),
-            epoch=epochs[unfinished],
-            block=blocks[unfinished],
-        )
-        place[unfinished] = moved
-        is_outside = moved >= sizes[unfinished]
-        unfinished = unfinished[is_outside]
-    return place
+    return _walk(index, size, epoch, block, seed=seed, purpose=purpose, backwards=False)
 
 
 def permute_back(
     place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: Integers, block: Integers
 ) -> Words:
     """Invert `permute`: return the index that it moves to each place, uint64 [k]."""
-    index = place.astype(np.uint64)
+    return _walk(place, size, epoch, block, seed=seed, purpose=purpose, backwards=True)
+
+
+def _walk(
+    place: NDArray[Any],
+    size: NDArray[Any],
+    epoch: NDArray[Any],
+    block: NDArray[Any],
+    *,
+    seed: int,
+    purpose: Purpose,
+    backwards: bool,
+) -> Words:
+    """Move each place through the network, or back, until it is below its size (cycle walking)."""
+    moved = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     epochs = epoch.astype(np.uint64)
     blocks = block.astype(np.uint64)
-    unfinished = np.arange(index.size)
+    unfinished = np.arange(moved.size)  # Elements of `moved` that are still to go through the network.
     while unfinished.size:
-        moved = _feistel(
-            index[unfinished],
+        moved[unfinished] = _feistel(
+            moved[unfinished],
             sizes[unfinished],
             seed=seed,
             purpose=int(purpose),
             epoch=epochs[unfinished],
             block=blocks[unfinished],
-            backwards=True,
+            backwards=backwards,
         )
-        index[unfinished] = moved
-        unfinished = unfinished[moved >= sizes[unfinished]]
-    return index
+        is_outside = moved[unfinished] >= sizes[unfinished]
+        unfinished = unfinished[is_outside]
+    return moved
 
 
 def _feistel(
-    place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words, backwards: bool = False
+    place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words, backwards: bool
 ) -> Words:
     """Move each place by one pass through a network that permutes [0, num_left * num_right), or undo such a pass."""
     # num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is

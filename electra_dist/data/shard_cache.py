@@ -43,7 +43,7 @@ from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.peer_group import PeerGroup
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
-from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
 from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
 
@@ -144,6 +144,14 @@ class ShardCache:
             yield index, self.read_rows(np.full(num_rows, index), np.arange(num_rows))
             self.keep_only([])
 
+    def count_tokens(self, shard_indices: Iterable[int]) -> NDArray[np.int64]:
+        """Return how often each token id, [PAD] included, occurs in these shards, int64 [V]."""
+        vocab_size = self.corpora.tokenizer.vocab_size
+        count_V = np.zeros(vocab_size, np.int64)
+        for _, ids_RS in self.whole_shards(shard_indices):
+            count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
+        return count_V
+
     def _verify_again(self, index: int, shard: Shard, row: int) -> None:
         """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""
         block = shard.block_of_row(row)
@@ -236,15 +244,22 @@ class ShardCache:
             return opened
         path = self.node_cache.path(entry)
         num_wrong = 0
-        while num_wrong < _READINGS:
+        num_deleted = 0  # times that another process has evicted the shard between its fetch and its opening
+        while num_wrong < _READINGS and num_deleted < _READINGS:
             self.node_cache.ensure(shard, verify=num_wrong > 0)
             try:
                 opened = self._open_file(path, entry, is_cached=True)
             except StoreMissing:
-                continue  # Another process evicted the shard meanwhile.
+                num_deleted += 1
+                continue
             if opened is not None:
                 return opened
             num_wrong += 1
+        if num_deleted == _READINGS:
+            raise StoreAway(
+                f"{path}: deleted {_READINGS} times in a row before it could be opened, because other processes need "
+                "its place; free space there, raise data.cache_limit_gb, or set data.cache_dir to a larger disk"
+            )
         raise StoreExhausted(
             f"{path}: wrong bytes {_READINGS} times in a row, although those that were fetched were right; test the "
             "memory and the disk of this node, or set data.cache_dir to another disk"

@@ -29,7 +29,6 @@ from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprin
 from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import user_cache_folder
 from electra_dist.tokenizer import Vocabulary
-from electra_dist.train.token_counts import count_tokens
 
 # Defaults of the config, for a corpus that is opened without one.
 _SEED = 42
@@ -105,7 +104,7 @@ class Corpus:
     def token_counts(self) -> NDArray[np.int64]:
         """Read the whole corpus, and return how often each token id, [PAD] included, occurs in it, int64 [V]."""
         with contextlib.closing(self._open_cache()) as cache:
-            return count_tokens(cache, range(len(self.corpora.shards)), self.corpora.tokenizer.vocab_size)
+            return cache.count_tokens(range(len(self.corpora.shards)))
 
     def close(self) -> None:
         """Close the shards and end the threads that read them."""

@@ -17,7 +17,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.input_checks import RunInputs
-from electra_dist.train.node_cache import open_shared_cache, shard_folder
+from electra_dist.train.open_cache import open_shared_cache, shard_folder
 from electra_dist.train.saving.checkpointer import TrainState
 
 _SILENT_READ_S = 10.0  # a longer wait for rows is reported as a wait for storage

@@ -51,7 +51,7 @@ from electra_dist.train.health.error_relay import report_once, reported_exit_cod
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs, remarks_on_corpora
-from electra_dist.train.node_cache import describe_caches, node_cache_folder, shard_folder
+from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
 from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
 from electra_dist.train.skip_list_file import SkipList

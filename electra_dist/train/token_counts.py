@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def unigram_counts(
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
     shards_of_rank = range(dist.get_rank(), len(corpora.shards), dist.get_world_size())
     with contextlib.closing(open_cache()) as cache:
-        counts_of_rank = count_tokens(cache, shards_of_rank, vocab_size)
+        counts_of_rank = cache.count_tokens(shards_of_rank)
     total_V = torch.from_numpy(counts_of_rank).to(local_device())
     dist.all_reduce(total_V)
     count_V: np.ndarray = total_V.cpu().numpy()
@@ -89,11 +89,3 @@ def write_counts(file: Path, count_V: np.ndarray) -> None:
     np.save(content, count_V)
     with replacing(file) as out:
         out.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-
-
-def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return how often each token id occurs in the shards with the numbers `shards`, int64 [V]."""
-    count_V = np.zeros(vocab_size, np.int64)
-    for _, ids_RS in cache.whole_shards(shards):
-        count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
-    return count_V

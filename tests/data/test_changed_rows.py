@@ -24,7 +24,6 @@ from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreExhausted
 from electra_dist.store.local_store import LocalStore
 from electra_dist.train.evaluator import Evaluator
-from electra_dist.train.token_counts import count_tokens
 
 GLOBAL_BATCH = 12
 ROWS_OF_A_SHARD = 24
@@ -128,7 +127,7 @@ def test_the_error_of_a_local_shard_names_row_and_block(four_shards: Any, tmp_pa
         with pytest.raises(ManifestMismatch, match=f"^{path}: row 17, in block 2 of this shard, has changed"):
             cache.read_rows(np.array([0, 1]), np.array([3, 17]))
         with pytest.raises(ManifestMismatch, match=r"not the shard that corpus\.json lists"):
-            count_tokens(cache, [1], 60_000)
+            cache.count_tokens([1])
 
 
 def test_held_out_rows_that_change_between_two_evaluations_are_fetched_again(four_shards: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from electra_dist.data import cache_folder
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
-from electra_dist.train import node_cache
+from electra_dist.train import open_cache
 
 
 def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
@@ -109,7 +109,7 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     monkeypatch.setenv("LOCAL_SIZE", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
-    monkeypatch.setattr(node_cache, "gather", lambda value: [value])
+    monkeypatch.setattr(open_cache, "gather", lambda value: [value])
     monkeypatch.setattr(cache_folder, "_read_mounts", list)
     opened = open_corpora(data_of(corpora, ("b", 5)))
     phases = list(opened.phases)
@@ -119,8 +119,8 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     config = Config.model_validate(tiny_tree(tmp_path / "run", str(corpora / "a")))
     inputs = SimpleNamespace(corpora=opened, heldout=None)
 
-    folder = node_cache.shard_folder(config, opened)
-    lines = node_cache.describe_caches(config, inputs)  # type: ignore[arg-type]
+    folder = open_cache.shard_folder(config, opened)
+    lines = open_cache.describe_caches(config, inputs)  # type: ignore[arg-type]
 
     if far_phase is None:
         assert (folder, lines) == (config.cache_folder, [])

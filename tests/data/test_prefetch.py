@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,31 @@ def test_the_next_window_is_fetched_while_the_training_thread_does_not_ask(
                 loader.next()
         loader.close()
     assert len(remote.fetched) > NUM_SHARDS
+
+
+class CountingCache(ShardCache):
+    """Cache that notes the largest number of shards that were open or being fetched at a time."""
+
+    most_shards = 0
+
+    def prefetch(self, shard_indices: Iterable[int]) -> None:
+        super().prefetch(shard_indices)
+        self.most_shards = max(self.most_shards, len(self._shards))
+
+
+@pytest.mark.parametrize("batch", [BATCH, 80])
+def test_no_more_than_two_windows_are_open_also_if_a_batch_has_rows_of_two(
+    build_corpus: Callable[..., Any], tmp_path: Path, batch: int
+) -> None:
+    """Batches of 80 rows do not divide a window of 192: some begin in one window and end in the next one."""
+    corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS] * NUM_SHARDS)
+    order = RowOrder([CorpusOrder([ROWS] * NUM_SHARDS, seed=2, window_shards=WINDOW)])
+    with closing(CountingCache(corpus.corpora, tmp_path / "unused", fetch_threads=1)) as cache:
+        loader = RowLoader(cache, order, batch, rank=0, world_size=1, start_step=0)
+        for _ in range(2 * NUM_SHARDS * ROWS // batch):
+            loader.next()
+        loader.close()
+    assert cache.most_shards == 2 * WINDOW
 
 
 def test_an_error_of_the_disk_is_met_again_only_if_it_is_still_there(

@@ -454,6 +454,23 @@ def test_a_shard_whose_prefetch_failed_is_tried_again_when_it_is_needed(
             cache.open(2)
 
 
+def test_a_shard_that_others_delete_again_and_again_is_not_fetched_for_ever(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete_and_open(cache: ShardCache, path: Path, *arguments: Any, **keys: Any) -> Shard | None:
+        path.unlink()
+        return open_file(cache, path, *arguments, **keys)
+
+    open_file = ShardCache._open_file
+    monkeypatch.setattr(ShardCache, "_open_file", delete_and_open)
+    with (
+        closing(ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)) as cache,
+        pytest.raises(StoreAway, match=r"deleted 5 times in a row before it could be opened, .*cache_limit_gb"),
+    ):
+        cache.open(0)
+    assert remote.fetched == [corpus.manifest.shards[0].name] * 5
+
+
 def test_a_process_may_open_the_shards_of_two_windows(corpus: Any, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
