@@ -10,7 +10,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from electra_dist.config.rules import check_new_run
 from electra_dist.config.secrets import whole_overrides, without_secret_arguments
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import (
+    EXIT_CRASH,
     EXIT_DONE,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -148,18 +150,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _end_process(exit_code: int) -> NoReturn:
-    """End the process at once, without Python's own clean-up, which could abort it with another exit code."""
+def end_process_with(program: Callable[[], int]) -> NoReturn:
+    """Call `program` and end the process with its exit code, without Python's own clean-up, which could abort it."""
     # Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of
     # torch's process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts
-    # the process, and the launcher would then see SIGABRT instead of the exit code.
+    # the process, and whoever started it would then see SIGABRT instead of the exit code.
+    code = EXIT_CRASH
+    try:
+        code = program()
+    except SystemExit as end:  # of argparse
+        code = end.code if isinstance(end.code, int) else EXIT_CRASH
+    except BaseException:  # noqa: BLE001  (the process ends here in any case)
+        traceback.print_exc()
     with contextlib.suppress(OSError):  # Nobody may read the output any more.
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(exit_code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
     start_in_utf8_mode()
     outlive_the_reader()
-    _end_process(main())
+    end_process_with(main)

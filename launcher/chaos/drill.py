@@ -71,8 +71,7 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 
     The run of `num_steps` steps is divided into `count` + 1 windows of equal length. Each fault comes at a random step
     of its window, early enough that the run saves a new checkpoint (one every `every_steps` steps) between any two
-    faults. A UserError means that the run is too short for that, or that `kinds` has too few kinds that restart the
-    ranks.
+    faults. A UserError means that the run is too short for that.
     """
     draw = random.Random(seed)
     window = num_steps // (count + 1)
@@ -92,35 +91,11 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
     return faults
 
 
-def ordered_kinds(
-    kinds: Sequence[str], count: int, draw: random.Random, faults: Mapping[str, Fault] = FAULTS
-) -> list[str]:
-    """Return the names of `count` faults in random order, every kind about equally often.
-
-    A fault that kills DeepSpeed's launcher process (`Fault.hits_launcher`) needs a living launcher, and only a new
-    start of the ranks brings one. So, between two such faults, there is always a fault that makes the ranks start
-    again. A UserError means that `kinds` has too few kinds of the latter.
-    """
+def ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
+    """Return the names of `count` faults in random order, every kind about equally often."""
     num_repetitions = count // len(kinds) + 1
-    all_kinds = (list(kinds) * num_repetitions)[:count]
-    launcher_kills = [kind for kind in all_kinds if faults[kind].hits_launcher]
-    harmless = [kind for kind in all_kinds if faults[kind].then == "goes on" and not faults[kind].hits_launcher]
-    order = [kind for kind in all_kinds if faults[kind].then != "goes on"]  # faults that make the ranks start again
-    num_gaps = len(order) + 1  # before, between and after these faults
-    if len(launcher_kills) > num_gaps:
-        raise UserError(
-            f"--faults {','.join(kinds)}: {len(launcher_kills)} faults of kind {launcher_kills[0]} are too many: each "
-            f"kills DeepSpeed's launcher process, and there is no new one until another fault has made the ranks "
-            f"restart; add a kind that restarts the ranks, such as kill"
-        )
+    order = (list(kinds) * num_repetitions)[:count]
     draw.shuffle(order)
-    # The gaps are all different, so there is a restart of the ranks between any two kills of the launcher.
-    gaps = draw.sample(range(num_gaps), len(launcher_kills))
-    # Insertion from the last gap to the first leaves the earlier positions valid.
-    for gap in sorted(gaps, reverse=True):
-        order.insert(gap, launcher_kills.pop())
-    for kind in harmless:
-        order.insert(draw.randrange(len(order) + 1), kind)
     return order
 
 
@@ -189,9 +164,6 @@ class Drill:
         restarts = fault.then != "goes on"
         self._wait_for(lambda: self._new_step(beat_before, begin, restarts))
         hit.recovery_s = time.time() - begin
-        if fault.hits_launcher:
-            # The supervisor writes what it has noticed to its log, perhaps after the new step.
-            self._wait_for(lambda: self._log_since(begin) or None)
         events = read_ledger(self._run_dir)[len(ledger_before) :]
         self._judge(hit, fault, begin, events)
         return hit

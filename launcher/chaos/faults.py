@@ -43,7 +43,6 @@ class Fault:
     code: int | None  # required exit code of the ranks ("restarts") or of the supervisor ("ends"); None: "goes on"
     bad_checkpoint: bool = False  # whether it damages a checkpoint, which the next start must set aside
     needs_save: bool = False  # whether half of these faults should hit the run while it writes a checkpoint
-    hits_launcher: bool = False  # whether it kills DeepSpeed's launcher process
     undo: Undo | None = None  # ends a fault that lasts; None: the fault is over when `act` returns
     lasts_s: float = 0.0  # seconds between `act` and `undo`
 
@@ -75,13 +74,6 @@ def _continue_ranks(victim: Victim) -> None:
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
-def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill DeepSpeed's launcher process, which has started the ranks; the ranks must go on without the launcher."""
-    pids = victim.pids("deepspeed.launcher.launch")
-    send_signal(pids, signal.SIGKILL)
-    return "deepspeed.launcher.launch"
-
-
 def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
     """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does to all processes of a job step."""
     pids = [victim.supervisor, *victim.pids()]
@@ -104,7 +96,6 @@ FAULTS: dict[str, Fault] = {
     "kill": Fault(act=_to_a_rank(signal.SIGKILL), then="restarts", code=EXIT_CRASH, needs_save=True),
     "hang": Fault(act=_to_a_rank(signal.SIGSTOP), then="restarts", code=EXIT_CRASH),
     "pause": Fault(act=_to_a_rank(signal.SIGSTOP), then="goes on", code=None, undo=_continue_ranks, lasts_s=0.5),
-    "launcher": Fault(act=_kill_launcher, then="goes on", code=None, hits_launcher=True),
     "term": Fault(act=_to_supervisor(signal.SIGTERM), then="ends", code=EXIT_STOPPED),
     "hup": Fault(act=_to_supervisor(signal.SIGHUP), then="ends", code=EXIT_STOPPED),
     "int": Fault(act=_to_supervisor(signal.SIGINT), then="ends", code=EXIT_STOPPED),

@@ -37,28 +37,20 @@ class Victim:
         """Return the folder whose disk is filled when the drill injects a full disk (`fill_disk`)."""
         return self.disk or self.checkpoints
 
-    def pids(self, words: str = "") -> list[int]:
-        """Return the pids of the running processes that the run's supervisor has started.
-
-        With `words`, such as "python -m x", only processes whose command line contains this text are returned.
-        """
-        matching = []
-        for pid in marked_pids(mark_of(self.run_dir, 0)):
-            with contextlib.suppress(OSError):  # The process may have ended.
-                arguments = Path(f"/proc/{pid}/cmdline").read_bytes()  # each ends with a zero byte
-                command_line = arguments.replace(b"\0", b" ").decode(errors="replace")
-                if words in command_line:
-                    matching.append(pid)
-        return matching
+    def pids(self) -> list[int]:
+        """Return the pids of the running processes that the run's supervisor has started."""
+        return marked_pids(mark_of(self.run_dir, 0))
 
     def ranks(self) -> dict[int, int]:
         """Return number -> pid for each rank that runs on this machine."""
         pids = {}
-        # Only the command line of a rank contains this option.
-        for pid in self.pids("--state"):
+        for pid in self.pids():
             with contextlib.suppress(OSError):  # The process may have ended.
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                for variable in variables:
+                process = Path(f"/proc/{pid}")
+                # Only the command line of a rank contains this option; processes that it starts have its variables.
+                if b"--state" not in (process / "cmdline").read_bytes():
+                    continue
+                for variable in (process / "environ").read_bytes().split(b"\0"):
                     if variable.startswith(b"RANK="):
                         pids[int(variable.removeprefix(b"RANK="))] = pid
         return pids

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from electra_dist.config import ClusterConfig
 from electra_dist.config.load import load_config
@@ -51,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks_per_node=args.gpus_per_node,
             address=args.master_addr,
             port=args.master_port,
-            hostfile=args.hostfile,
         )
         rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
         patience = Patience(config.cluster.storage_patience_s)
@@ -89,9 +87,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="continue a run that an older version began, although masks, samples or dropout will differ",
     )
-    parser.add_argument(
-        "--nodes", type=int, help="number of nodes of the job (default: the lines of --hostfile, or 1 without one)"
-    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes of the job (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0 (default: 0)")
     parser.add_argument(
         "--gpus-per-node",
@@ -111,9 +107,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--preflight", action="store_true", help="check this node with launcher.preflight before the first start"
-    )
-    parser.add_argument(
-        "--hostfile", type=Path, help="DeepSpeed host file with one line `HOST slots=N` per node; instead of --nodes"
     )
     return parser.parse_args(argv)
 

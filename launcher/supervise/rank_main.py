@@ -1,13 +1,14 @@
-"""Run one rank under `launcher.supervise`: call pretrain.py, and record pid, exit code and stacks for the supervisor.
+"""Run one rank under `launcher.supervise`: call pretrain.py, show its stacks on request, and end with its supervisor.
 
-Guarantee: `--state` names a folder with the files of one start of a node's ranks. For each rank R they are:
-- `pid-R`: the rank's pid, written before anything slow begins.
-- `exit-R`: the exit code with which the rank itself ended. A rank that is killed writes none.
-- `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
-  a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
+Guarantee: whenever the rank receives STACK_SIGNAL, it appends the Python stacks of all threads to the file `stack-R`
+in the folder `--state`. This works also inside a collective, because faulthandler writes them from the signal handler
+and does not need the interpreter lock. The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
 
-The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py). If the supervisor ends, the rank saves and
-stops (supervisor_watch.py).
+When the supervisor ends while the rank runs, whatever has killed it, the rank saves a checkpoint and stops, as after
+SIGTERM, so that no rank trains on unwatched. A rank that has not installed its signal handlers yet has nothing to save
+and ends at once with exit code 75. A rank that has not ended `_GRACE_S` seconds later ends without a save, with exit
+code 1. The kernel's death signal (PR_SET_PDEATHSIG) would not do, because a rank that is still importing ignores
+SIGTERM and would then train on.
 
 Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
 """
@@ -15,74 +16,67 @@ Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
+import select
 import signal
-import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.engine.rank_environment import whole_number
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE
-from electra_dist.gpu_cores import VISIBLE_DEVICES, bind_to_gpu
-from electra_dist.store.atomic_files import replacing
-from electra_dist.store.patience import Patience
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.gpu_cores import bind_to_gpu
 from launcher import pretrain
 from launcher.lasting_output import outlive_the_reader
-from launcher.supervise.supervisor_watch import read_supervisor, watch_supervisor
 
-_PATIENCE_S = 900.0  # the config, which may set another patience, is not read yet
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
+_GRACE_S = 120.0  # how long the rank may take to save and end after its supervisor has ended
+_POLL_S = 1.0  # between two looks at the supervisor, on a kernel without pidfd_open (before Linux 5.3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rank whose number is in the variable RANK; record its pid and exit code in the `--state` folder.
+    """Run the rank whose number is in the variable RANK, and return its exit code.
 
-    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. An exception of `pretrain.main` is
-    raised again; the recorded exit code is then that of a SystemExit, otherwise EXIT_CRASH.
+    All arguments except `--state` and `--supervisor` go to `pretrain.main`.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
-    parser.add_argument("--visible-devices", help="CUDA_VISIBLE_DEVICES of the supervisor; not given: it has none")
+    parser.add_argument("--supervisor", type=int, required=True, help="process id of the supervisor, the parent")
     args, pretrain_arguments = parser.parse_known_args(argv)
-    if args.visible_devices is not None:
-        os.environ[VISIBLE_DEVICES] = args.visible_devices  # DeepSpeed's launcher has set it to 0, 1, ...
     rank = whole_number("RANK", 0)
     outlive_the_reader()
     bind_to_gpu(whole_number("LOCAL_RANK", 0), os.environ)
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)
-    _write(args.state / f"pid-{rank}", os.getpid())
-    watch_supervisor(read_supervisor(args.state), rank)
-    code = EXIT_CRASH  # This is recorded if pretrain raises anything other than SystemExit.
-    try:
-        code = pretrain.main(pretrain_arguments)
-        return code
-    except SystemExit as system_exit:
-        code = _exit_code(system_exit)
-        raise
-    finally:
-        _write(args.state / f"exit-{rank}", code)
+    threading.Thread(target=_end_with, args=(args.supervisor, rank), name="supervisor-watch", daemon=True).start()
+    return pretrain.main(pretrain_arguments)
 
 
-def _exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code of a process that a SystemExit ends: the exception's number, 0 for None, 1 for a text."""
-    if isinstance(system_exit.code, int):
-        return system_exit.code
-    has_message = bool(system_exit.code)
-    return EXIT_CRASH if has_message else EXIT_DONE
+def _end_with(supervisor: int, rank: int) -> None:
+    """Wait until the supervisor has ended, and then make this rank save and stop."""
+    _await_end_of(supervisor)
+    print(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping", flush=True)
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        os._exit(EXIT_STOPPED)  # The training has not begun.
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(EXIT_CRASH)
 
 
-def _write(file: Path, number: int) -> None:
-    """Write a number to a file in one atomic step; wait while the disk is full or away."""
-
-    def write() -> None:
-        with replacing(file) as out:
-            out.write(str(number).encode())
-
-    Patience(_PATIENCE_S).call(write)
+def _await_end_of(parent: int) -> None:
+    with contextlib.suppress(OSError):  # It has ended already, or the kernel is older than 5.3.
+        descriptor = os.pidfd_open(parent)
+        if os.getppid() == parent:  # Otherwise it has ended, and a later process may have got its pid.
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll()
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    pretrain.end_process_with(main)

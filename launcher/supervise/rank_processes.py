@@ -1,14 +1,10 @@
-"""Manage the processes of one start of a node's ranks: start them through DeepSpeed, signal, inspect and kill them.
+"""Manage the processes of one start of a node's ranks: start, signal, inspect and kill them.
 
 Guarantees:
-- Signals are sent to the ranks themselves, never to DeepSpeed's two launcher processes: SIGTERM makes the first one
-  (`runner`) end and leave its ranks running, and the second one (`launch`) end the ranks one by one. Both launchers
-  are killed when the ranks are sent a signal, or when a rank has ended with a code other than 0: 30 s after that,
-  `launch` would kill the other ranks, even if they are still saving.
+- The ranks are children of the supervisor, each in a session of its own: Ctrl-C and the end of a terminal reach only
+  the supervisor, which passes signals on. How a rank has ended, the kernel tells.
 - The ranks ignore SIGTERM, SIGUSR1 and SIGUSR2 from before their first exec until they install handlers, so that a
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
-- The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
-  lost, because the pids of its ranks are known.
 - `kill` ends all processes of this start of the ranks, and those that earlier starts left running: all of them have
   the environment variable MARK with the same value.
 """
@@ -16,75 +12,73 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
+from electra_dist.store.atomic_files import is_private
 from launcher.supervise.rank_main import STACK_SIGNAL
-from launcher.supervise.supervisor_watch import is_state_folder_of, write_owner
+from launcher.supervise.rank_placement import Placement
 
+RANK_PROGRAM = ("-m", "launcher.supervise.rank_main")  # options of Python with which each rank is started
 _FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the folder for temporary files
 _STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have written their stacks
 _STACK_QUIET_S = 0.3  # a rank writes its stacks, the main thread's last, without a longer pause
-_KILL_WAIT_S = 30.0  # how long `kill` repeats SIGKILL before it gives up
+_KILL_WAIT_S = 30.0  # how long `kill_marked` repeats SIGKILL before it gives up
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
+_ENDS_ON_PURPOSE = (EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR)
 
 
 class RankProcesses:
     """This node's rank processes of one start of the run. Call `start` once, and `close` in a `finally` block."""
 
     def __init__(self, mark: str) -> None:
-        """Make the folder `state` for the ranks' pids, exit codes and stacks. `mark` identifies the run and node."""
+        """Make the folder `state` for the ranks' stacks, and delete those that killed supervisors have left.
+
+        `mark` identifies the run and node; no process with this mark may run.
+        """
         self._mark = mark
-        self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
+        prefix = f"{_FOLDER_PREFIX}{hashlib.sha256(os.fsencode(mark)).hexdigest()[:16]}-"
+        _delete_folders(prefix)
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         self.state = Path(self._folder.name)
-        write_owner(self.state, mark)
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.monotonic()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run `command` (from `Placement.command`) in a new session, with `environment` added; do not wait for it."""
+    def start(self, placement: Placement, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start each rank of `placement`, with `environment` added; `arguments` are those of launcher/pretrain.py."""
         self.started = time.monotonic()
-        self._launcher = subprocess.Popen(
-            ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment, MARK: self._mark},
-            start_new_session=True,
-        )
-
-    def launcher_runs(self) -> bool:
-        """Return whether DeepSpeed's launcher still runs. (Its exit code says nothing: it can be 0 after a kill.)"""
-        return self._launcher is not None and self._launcher.poll() is None
-
-    def dismiss_launcher(self) -> None:
-        """Kill DeepSpeed's two launcher processes once the ranks begin to end; the ranks keep running."""
-        rank_pids = set(self._numbers("pid").values())
-        for pid in marked_pids(self._mark):
-            # A known rank is never killed, whatever its command line contains.
-            if pid not in rank_pids and b"deepspeed.launcher" in _command_line(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def alive(self) -> dict[int, int]:
-        """Return rank -> pid of the ranks that have written their pid and whose process exists and is no zombie."""
-        return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
+        command = ["sh", "-c", _IGNORE_SIGNALS, "sh", sys.executable, "-u", *RANK_PROGRAM]
+        command += ["--state", str(self.state), "--supervisor", str(os.getpid()), *arguments]
+        variables = {**os.environ, **environment, MARK: self._mark}
+        for rank in placement.ranks:
+            self._processes[rank] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**variables, **placement.environment(rank, port)},
+                start_new_session=True,
+            )
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code. A rank writes its code as its last action, so its process may still exist."""
-        return self._numbers("exit")
+        """Return rank -> exit code of the ranks that have ended; -N for one that signal N has ended."""
+        ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
+        return {rank: self._processes[rank].returncode for rank in ended}
 
-    def lost(self) -> list[int]:
-        """Return the ranks whose process is gone without an exit code: they were killed, or a library aborted them."""
-        return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
+    def alive(self) -> dict[int, int]:
+        """Return rank -> pid of the ranks that run."""
+        return {rank: process.pid for rank, process in self._processes.items() if process.poll() is None}
 
     def stopped(self) -> list[int]:
         """Return the ranks that cannot execute now: stopped by a signal or a debugger, or blocked in the kernel."""
@@ -95,12 +89,10 @@ class RankProcesses:
 
         Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
         """
-        codes = self.codes()
         signalled = []
         for rank, pid in self.alive().items():
-            has_ended = rank in codes
             was_sent = (pid, number) in self._sent
-            if has_ended or was_sent or not _catches(pid, number):
+            if was_sent or not _catches(pid, number):
                 continue
             with contextlib.suppress(ProcessLookupError):  # The rank may have ended since `alive` was called.
                 os.kill(pid, number)
@@ -135,53 +127,48 @@ class RankProcesses:
             lines += [f"  {line}" for line in stack_lines]
         return lines
 
-    def kill(self) -> list[int]:
-        """Send SIGKILL to all processes of this run on this node, also of earlier starts, until none is left.
-
-        Returns the pids of processes that still exist after 30 s: they are blocked in the kernel on a device, and only
-        a reboot ends them.
-        """
-        deadline = time.monotonic() + _KILL_WAIT_S
-        # A process that is ending has lost its environment, and so its mark, before it has closed its files and
-        # devices. Therefore those found once are waited for.
-        found = {*marked_pids(self._mark), *self.alive().values()}
-        if self._launcher is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._launcher.pid, signal.SIGKILL)
-        # Repeat, because a process may start another one between the listing and its own end.
-        while True:
-            marked = marked_pids(self._mark)
-            for pid in marked:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            found.update(marked)
-            left = sorted(pid for pid in found if is_alive(pid))
-            if not (marked or left) or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        if self._launcher is not None:
-            self._launcher.wait()
-        return left
-
     def close(self) -> list[int]:
-        """Kill all processes, delete the state folder, and return the pids that `kill` returned. Call this last."""
-        left = self.kill()
+        """Kill all processes, delete the state folder, and return the pids that are left. Call this last."""
+        left = kill_marked(self._mark, self.alive().values())
+        for process in self._processes.values():
+            if process.pid not in left:
+                process.wait()
         self._folder.cleanup()
         return left
 
-    def _numbers(self, name: str) -> dict[int, int]:
-        """Read the files `NAME-RANK` of the state folder, where NAME is "pid" or "exit"; return rank -> number."""
-        numbers = {}
-        for file in self.state.glob(f"{name}-*"):
-            rank = int(file.name.rpartition("-")[2])
-            numbers[rank] = int(file.read_text(encoding="ascii"))
-        return numbers
+
+def is_lost(code: int) -> bool:
+    """Return whether a rank with this exit code was killed, was aborted by a library, or has crashed."""
+    return code not in _ENDS_ON_PURPOSE
 
 
-def delete_old_state_folders(mark: str) -> None:
-    """Delete the state folders that killed supervisors of this run left on this node; their ranks must be dead."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        if is_state_folder_of(folder, mark):
+def kill_marked(mark: str, also: Iterable[int] = ()) -> list[int]:
+    """Send SIGKILL to all processes with a mark, of every start of the ranks, and to `also`, until none is left.
+
+    Returns the pids of processes that still exist after 30 s: they are blocked in the kernel on a device, and only a
+    reboot ends them.
+    """
+    deadline = time.monotonic() + _KILL_WAIT_S
+    # A process that is ending has lost its environment, and so its mark, before it has closed its files and devices.
+    # Therefore those found once are waited for.
+    children = set(also)
+    found = set(children)
+    # Repeat, because a process may start another one between the listing and its own end.
+    while True:
+        marked = marked_pids(mark)
+        found.update(marked)
+        left = sorted(pid for pid in found if is_alive(pid))
+        for pid in {*marked, *children.intersection(left)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not (marked or left) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def _delete_folders(prefix: str) -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        if is_private(folder):  # The folder is in a shared directory, where another user may have made it.
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -229,13 +216,6 @@ def _catches(pid: int, number: int) -> bool:
         return False
     bit_of_signal = 1 << (number - 1)
     return int(caught_mask, 16) & bit_of_signal != 0
-
-
-def _command_line(pid: int) -> bytes:
-    """Return the command line of a process, its words separated by NUL bytes; empty for a process that is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def _kernel_view(pid: int) -> str:

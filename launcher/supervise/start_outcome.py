@@ -1,11 +1,12 @@
 """Decide what it means that a node's ranks have ended, from the ledger and the ranks' exit codes. Pure functions.
 
-The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
-is read only from the ledger: rank 0 writes the event "done" after it has committed the last checkpoint.
+Whether the run is done is read only from the ledger: rank 0, perhaps on another node, writes the event "done" after it
+has committed the last checkpoint.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class StartEnd:
     """Facts on how this node's ranks ended: events of the ledger (the run's list of events), and exit codes."""
 
     events: Sequence[LedgerEvent]  # the ledger's events since the ranks were started
-    codes: Mapping[int, int]  # rank -> exit code that the rank wrote itself; a killed rank has none
+    codes: Mapping[int, int]  # rank -> exit code of the ranks that have ended; -N: signal N ended it
     num_ranks: int  # ranks that were started on this node
     at_fault: bool = True  # whether this node is the faulty one if ranks (on all nodes) end with EXIT_UNHEALTHY
 
@@ -72,8 +73,8 @@ def awaits_ledger(end: StartEnd) -> bool:
 
     Rank 0, which may run on another node, writes this event before it ends. A shared file system may show it late.
     """
-    all_wrote_codes = len(end.codes) == end.num_ranks
-    all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
+    all_have_ended = len(end.codes) == end.num_ranks
+    all_ended_well = all_have_ended and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
     has_event = any(event.event in ("done", "stop", "storage") for event in end.events)
     return all_ended_well and not has_event
 
@@ -82,10 +83,18 @@ def _all_stopped(end: StartEnd) -> bool:
     return len(end.codes) == end.num_ranks and set(end.codes.values()) == {EXIT_STOPPED}
 
 
+def describe_code(code: int) -> str:
+    """Return an exit code as text: "exit 1", or "SIGKILL" for a process that this signal has ended."""
+    try:
+        return f"exit {code}" if code >= 0 else signal.Signals(-code).name
+    except ValueError:  # one of the real-time signals, which have no names
+        return f"signal {-code}"
+
+
 def _describe_codes(end: StartEnd) -> str:
-    """Return one line such as "rank 0 exit 1, rank 2 exit 75, 2 killed or never started"."""
-    parts = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
-    num_without_code = end.num_ranks - len(end.codes)
-    if num_without_code > 0:
-        parts.append(f"{num_without_code} killed or never started")
+    """Return one line such as "rank 0 exit 1, rank 2 SIGKILL, 2 did not end"."""
+    parts = [f"rank {rank} {describe_code(code)}" for rank, code in sorted(end.codes.items())]
+    num_running = end.num_ranks - len(end.codes)
+    if num_running > 0:
+        parts.append(f"{num_running} did not end")
     return ", ".join(parts)

@@ -3,14 +3,13 @@
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section, and its stacks are in the log
 before it is killed. The limit in a training step is by default 5 times the step time that the rank has measured, and
 at least 30 s. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The
-exit code is one of errors.py, decided from the ledger and the exit codes that the ranks wrote themselves
-(start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and
-end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
-the node's number.
+exit code is one of errors.py, decided from the ledger and the exit codes of the ranks (start_outcome.py). SIGTERM,
+SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and end with 75; a second SIGINT
+kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's number.
 
-The supervisor of node 0 holds the lease of the run folder, the exclusive right to train in it.
-If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this run on this
-node kills the processes that are left.
+The supervisor of node 0 holds the lease of the run folder, the exclusive right to train in it. If a supervisor is
+killed, its ranks save and stop (rank_main.py), and the next supervisor of this run on this node kills the processes
+that are left.
 
 Limits: a supervisor that has ended is started again only by Slurm or by a person. If a node is cut off from the
 network, its own supervisor ends its ranks.
@@ -49,7 +48,7 @@ from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.hangs.hang_report import nccl_environment
 from launcher.supervise.notify import event_of, notify
 from launcher.supervise.rank_placement import Placement
-from launcher.supervise.rank_processes import RankProcesses, delete_old_state_folders
+from launcher.supervise.rank_processes import RankProcesses, kill_marked
 from launcher.supervise.rendezvous import Rendezvous
 from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
 from launcher.supervise.supervisor_lock import lock_node
@@ -173,8 +172,7 @@ class Supervisor:
         orphans = marked_pids(self._mark)
         if orphans:
             self.log(f"killing {len(orphans)} processes that an earlier supervisor left running")
-            RankProcesses(self._mark).close()
-        delete_old_state_folders(self._mark)
+            kill_marked(self._mark)
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
         """Return why this supervisor must end after a crash of its ranks; None if it may start the ranks again."""
@@ -209,7 +207,7 @@ class Supervisor:
         environment |= nccl_environment(ranks.state, os.environ)
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
-            ranks.start(self._placement.command(ranks.state, port, rank_arguments), environment)
+            ranks.start(self._placement, port, rank_arguments, environment)
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
                 run_dir=self._run_dir,

@@ -5,7 +5,6 @@ should kill them:
 - ranks are hung, on this node or another; the stacks of this node's ranks are then in the log;
 - ranks are lost, on this node or another, and the rest have not ended by themselves within 10 s;
 - SIGINT was received twice, or node 0 has begun a new start.
-The only processes that the monitor itself kills are DeepSpeed's launchers, which would kill ranks that still save.
 
 Limits: start_outcome.py decides what the end of a start means for the run. rank_processes.py kills the ranks.
 """
@@ -19,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.folder import supervise_log
 from electra_dist.run.heartbeat import HangLimits, HeartbeatTimes, Hung, hung, read_heartbeats
 from launcher.supervise.hangs.folder_watch import FolderWatch, probe_folder
 from launcher.supervise.hangs.hang_report import HangReport, request_nccl_traces
 from launcher.supervise.rank_placement import Placement
-from launcher.supervise.rank_processes import RankProcesses
+from launcher.supervise.rank_processes import RankProcesses, is_lost
 from launcher.supervise.rendezvous import Rendezvous
+from launcher.supervise.start_outcome import describe_code
 
 _POLL_S = 0.1  # between two looks at the processes
 _LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
 _LOOK_FOR_HANG_S = 1.0  # between two checks whether another node has found a hung rank
 _FOLLOW_S = 10.0  # how long the remaining ranks may take to end by themselves after a rank of any node was lost
-_LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done") or its exit code
+_LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done")
 
 
 @dataclass
@@ -75,7 +74,6 @@ class StartMonitor:
         self._limits = limits
         self._signals = signals
         self._log = log
-        self._has_launcher = True
         self._passed_on = 0  # the signal that the ranks receive; 0: none yet
         self._lost: list[int] = []
         self._follow_until: float | None = None  # until when the other ranks may end by themselves; None: no loss yet
@@ -98,9 +96,8 @@ class StartMonitor:
             self._folder.round_begins()
             alive = self._ranks.alive()
             codes = self._ranks.codes()
-            if self._all_have_ended(alive, codes):
+            if len(codes) == len(self._placement.ranks):
                 return ""
-            self._look_at_launcher(alive, codes)
             self._pass_on_signal()
             if self._signals.interrupts > 1:
                 return "SIGINT received twice"
@@ -115,37 +112,11 @@ class StartMonitor:
                 is_too_late = time.monotonic() > self._follow_until
                 if is_too_late or not alive:
                     return ""
-            hung_ranks = self._find_hung(alive, codes)
+            hung_ranks = self._find_hung(alive)
             if hung_ranks:
                 self._report_hung(hung_ranks)
                 return "hung"
             time.sleep(_POLL_S)
-
-    def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs, and DeepSpeed's launcher will not start one any more."""
-        if alive:
-            return False
-        # At first no rank has been started, so it is not enough that none runs.
-        launcher_has_ended = not self._ranks.launcher_runs()
-        all_wrote_codes = not self._placement.missing(codes)
-        return launcher_has_ended or all_wrote_codes
-
-    def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Kill DeepSpeed's launcher once ranks begin to end, because it would then kill ranks that still save."""
-        if not self._has_launcher:
-            return
-        # The launcher would kill the other ranks 30 s after the first one ended with a code other than 0. It must live
-        # until it has started all ranks.
-        was_signalled = self._passed_on != 0
-        has_early_end = any(code != EXIT_DONE for code in codes.values())
-        all_were_started = not self._placement.missing(alive, codes)
-        if not self._ranks.launcher_runs():
-            self._has_launcher = False
-            self._log(f"deepspeed's launcher is gone, {len(alive)} ranks still run: watching them without it")
-        elif (was_signalled or has_early_end) and all_were_started:
-            self._has_launcher = False
-            self._ranks.dismiss_launcher()
-            self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
         """Pass the newest received signal on to each rank that has a handler for it and has not got it yet."""
@@ -159,14 +130,13 @@ class StartMonitor:
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
         """Log ranks that were killed or crashed. From the first one or the first `news` on, the others have 10 s."""
-        crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
-        lost = sorted({*self._ranks.lost(), *crashed})
+        lost = sorted(rank for rank, code in codes.items() if is_lost(code))
         if lost and lost != self._lost:
             self._lost = lost
-            names = ", ".join(str(rank) for rank in lost)
+            names = ", ".join(f"{rank} ({describe_code(codes[rank])})" for rank in lost)
             self._log(
-                f"rank {names} lost (killed, or ended with exit code {EXIT_CRASH}); {len(alive)} ranks of this node "
-                f"still run and are killed unless they end within {_FOLLOW_S:.0f} s"
+                f"rank {names} lost; {len(alive)} ranks of this node still run and are killed unless they end within "
+                f"{_FOLLOW_S:.0f} s"
             )
         is_first_loss = self._follow_until is None
         if news and is_first_loss:
@@ -174,7 +144,7 @@ class StartMonitor:
         if (lost or news) and is_first_loss:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
-    def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
+    def _find_hung(self, alive: dict[int, int]) -> list[Hung]:
         """Return this node's hung ranks, the likely culprit first; [] if the last check was under 0.5 s ago."""
         if time.monotonic() < self._next_look:
             return []
@@ -183,20 +153,19 @@ class StartMonitor:
         # The files may hold heartbeats of an earlier start, which had other pids.
         own_beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
         beats = self._heartbeat_times.translate(own_beats)
-        ranks_at_work = self._placement.missing(codes)
         silent = hung(
-            [beat for beat in beats if beat.rank in ranks_at_work],
+            beats,
             now,
             self._limits,
             started=self._ranks.started,
-            ranks=ranks_at_work,
+            ranks=alive,
             read_all_beats=lambda: self._heartbeat_times.translate(read_heartbeats(self._run_dir)),
             not_before=self._folder.back_since,
         )
         if (silent or self._folder.is_away) and self._folder.explains_silence():
             silent = []
         done = {beat.rank for beat in beats if beat.phase == "done"}
-        return silent + self._find_lingering(alive, done.union(codes), now)
+        return silent + self._find_lingering(alive, done, now)
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
         """Return the ranks that finished their work over 120 s ago but whose process still exists, as hung ranks."""

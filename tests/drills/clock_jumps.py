@@ -3,11 +3,10 @@
     python tests/drills/clock_jumps.py
 
 For each case a run of 2 ranks trains under the supervisor. In its middle the wall clock of the ranks, of the
-supervisor and DeepSpeed's launchers, or of all of them jumps an hour forward or a day back, by a library that these
-processes preload. Later one rank is stopped by SIGSTOP. The verdict is good if the jump was not taken for a hang, the
-stopped rank was noticed within its limit, the resumed run ended with 0, and every loss equals the undisturbed run's,
-bit for bit. The drill prints a table and exits with 1 if a verdict is bad. It needs a C compiler, and two minutes on
-two cores.
+supervisor, or of both jumps an hour forward or a day back, by a library that these processes preload. Later one rank
+is stopped by SIGSTOP. The verdict is good if the jump was not taken for a hang, the stopped rank was noticed within
+its limit, the resumed run ended with 0, and every loss equals the undisturbed run's, bit for bit. The drill prints a
+table and exits with 1 if a verdict is bad. It needs a C compiler, and two minutes on two cores.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.token_counts import read_counts
 from launcher.cli.corpus_prepare import _print_report
 from launcher.slurm import job
-from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rendezvous import Rendezvous
 
 
@@ -293,16 +292,4 @@ TARGETS = (
     Target("results.jsonl", "jsonl", (Reader("results", function=lambda r: ScoreStore(r / "results.jsonl")),)),
     Target("seed-0/finetune.json", "json", (Reader("seed folder", function=lambda r: read_identity(r / "seed-0")),)),
     Target("criterion.jsonl", "jsonl", (Reader("criterion", function=_criterion),)),
-    Target(
-        "hosts",
-        "text",
-        (
-            Reader(
-                "host file",
-                function=lambda root: Placement.from_options(
-                    nodes=None, node=0, ranks_per_node=None, address="n0", port=None, hostfile=root / "hosts"
-                ),
-            ),
-        ),
-    ),
 )

@@ -266,7 +266,6 @@ def _write_data_of_tasks(root: Path) -> None:
     (root / "compare.yaml").write_text(yaml.safe_dump({**tree, **settings}))
     stated = {"time": "2026-11-20T10:00:00+00:00", "scores": 0, "criterion": {"arm": "rtd"}}
     (root / "criterion.jsonl").write_text(json.dumps(stated) + "\n")
-    (root / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -116,8 +116,6 @@ FOUND = [
     ("export/discriminator/config.json", "load_pretrained", DEEP),
     ("squad.json", "read_squad", b'{"data": [{"paragraphs": [{"context": 3, "qas": [%s]}]}]}' % QUESTION),
     ("squad.json", "read_squad", DEEP),
-    ("hosts", "host file", b"n0 slots=2 \xff\n"),
-    ("hosts", "host file", b"n0 slots=%s\n" % LONG),
     ("pairs.jsonl", "pairs", DEEP + b"\n"),
     ("texts.jsonl", "read_texts", DEEP + b"\n"),
     ("results.jsonl", "results", line(**dict.fromkeys(("task", "mode", "identity", "metric", "failure"), 3))),

@@ -44,7 +44,6 @@ OWN = {
     "launcher/chaos/victim.py",
     "launcher/cli/main.py",
     "launcher/supervise/rank_processes.py",
-    "launcher/supervise/supervisor_watch.py",
 }
 
 

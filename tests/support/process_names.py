@@ -4,8 +4,8 @@ The product finds the processes of a run by variables in /proc/PID/environ and b
 kernel reads both from memory of the process, into which it wrote them when the program was started. A fork has a copy
 of this memory, so it shows the same as its parent. This module overwrites that memory.
 
-Limits: Linux only. There must be room: start the program with a long variable in its environment
-(`start_again_with_room`), and with a long last argument if commands longer than its own shall be shown.
+Limits: Linux only. There must be room: start the program with a long variable in its environment and a long argument
+(`start_again_with_room`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def _overwrite(address: int, size: int, words: Sequence[str]) -> None:
 
 
 def start_again_with_room() -> None:
-    """Start this program again with a long variable in its environment, which `ProcessNames` can overwrite.
+    """Start this program again with room in its command line and environment, which `ProcessNames` can overwrite.
 
     The new program replaces this process. There, the call removes the variable from `os.environ` and returns. Call it
     before slow imports, because they are repeated.
     """
     if os.environ.pop(ROOM_VARIABLE, None) is None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ROOM})
+        room = ["-X", f"room={'x' * 20_000}"]  # an option that Python does not know and ignores
+        os.execve(sys.executable, [sys.executable, *room, *sys.orig_argv[1:]], {**os.environ, **ROOM})

@@ -19,7 +19,6 @@ from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "launcher" / "supervise" / "fake_supervise.py")]
-FAKE_WITHOUT_DEEPSPEED = [*FAKE, "--without-deepspeed"]
 REAL = [sys.executable, "-m", "launcher.supervise"]
 
 
@@ -77,11 +76,6 @@ class Supervised:
                 if words in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
                     found.append(pid)
         return found
-
-    def node_launcher(self) -> int:
-        """Return the process id of DeepSpeed's launcher on this node."""
-        (pid,) = self.pids("deepspeed.launcher.launch")
-        return pid
 
     def events(self, name: str) -> list[LedgerEvent]:
         """Return the events `name` of the run's ledger."""

@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from support.process_names import ProcessNames, start_again_with_room
+from support.process_names import start_again_with_room
 
 if __name__ == "__main__":
     start_again_with_room()
 
 from drills.faults import campaign, results
 from drills.faults.campaign import Campaign
-from drills.faults.forked_run import ForkedDrill
+from drills.faults.forked_run import start_programs_as_forks
 from drills.faults.kinds import PlannedLeg, plan_legs
 from drills.faults.progress import Leg, Progress, read_progress
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -205,8 +205,8 @@ def main() -> int:
         0 if no step differs and the run reacted to each fault as it must, otherwise 1.
     """
     args = parse()
-    ForkedDrill.names = ProcessNames()
     import_everything()
+    start_programs_as_forks()
     if args.state is not None:
         return run_drill(args.state.resolve(), args)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -102,7 +102,7 @@ def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_
         ranks, place = next(patterns)
         if place == "disk" and not has_disk:
             place = "local"
-        kinds = ordered_kinds(_shuffled(kinds_of(place), draw), min(faults_per_leg, count - begin), draw, ALL_FAULTS)
+        kinds = ordered_kinds(_shuffled(kinds_of(place), draw), min(faults_per_leg, count - begin), draw)
         faults = [
             PlannedFault(
                 kind=kind,

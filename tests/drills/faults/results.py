@@ -100,7 +100,7 @@ def _summary(hits: Sequence[Hit]) -> dict[str, Any]:
 def _ends_processes(hit: Hit) -> bool:
     """Return whether a fault ended at least one process of the run."""
     fault = ALL_FAULTS[hit.kind]
-    return fault.then != "goes on" or fault.hits_launcher
+    return fault.then != "goes on"
 
 
 def _text(seconds: float | None) -> str:

@@ -166,8 +166,8 @@ LAUNCHING = (
     Mutant(
         name="supervise: the ledger is awaited although a rank was killed",
         file="launcher/supervise/start_outcome.py",
-        original="all_wrote_codes = len(end.codes) == end.num_ranks",
-        mutated="all_wrote_codes = True",
+        original="all_have_ended = len(end.codes) == end.num_ranks",
+        mutated="all_have_ended = True",
         test="tests/launcher/supervise/test_start_outcome.py::"
         "test_the_ledger_is_awaited_only_if_all_ranks_ended_with_0_or_75",
     ),
@@ -196,10 +196,10 @@ LAUNCHING = (
     Mutant(
         name="supervise: the ranks of all nodes have the same numbers",
         file="launcher/supervise/rank_placement.py",
-        original="first_rank = sum(self.slots[: self.node])",
+        original="first_rank = self.node * self.ranks_per_node",
         mutated="first_rank = 0",
         test="tests/launcher/supervise/test_rank_placement.py::"
-        "test_each_node_of_several_starts_its_own_ranks_without_ssh",
+        "test_the_variables_of_a_rank_name_its_place_and_the_port_of_this_start",
     ),
     Mutant(
         name="supervise: a folder that does not respond explains silence for ever",

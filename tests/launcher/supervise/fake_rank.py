@@ -15,9 +15,7 @@ A file `devices` in the run folder makes each rank R write the CUDA_VISIBLE_DEVI
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -41,11 +39,9 @@ def train(arguments: list[str]) -> int:
     config = load_config(arguments[arguments.index("--config") + 1])
     run = Path(config.run_dir)
     if (run / "devices").exists():
-        (run / f"devices-{rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+        (run / f"devices-{rank}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
     if (run / "slow-start").exists():
         time.sleep(float((run / "slow-start").read_text()))
-    if (run / "linger").exists():
-        atexit.register(time.sleep, 60.0)
     stop = StopRequest(run, rank == 0)
     step = newest_checkpoint(read_ledger(run))
     attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # equal on all ranks
@@ -58,7 +54,8 @@ def train(arguments: list[str]) -> int:
     while step < config.train.num_steps:
         pulse.beat("step", step)
         time.sleep(STEP_S)
-        if any(b.attempt == attempt and b.phase != "done" and not is_alive(b.pid) for b in read_heartbeats(run)):
+        # A rank may write its last heartbeat and end between a look at the heartbeats and one at the processes.
+        if _has_lost_rank(run, attempt) and _has_lost_rank(run, attempt):
             raise RuntimeError("connection reset by peer")
         if (run / "chatty").exists():
             print(f"step {step}", flush=True)
@@ -82,7 +79,13 @@ def train(arguments: list[str]) -> int:
         _await_others(run, attempt)
         ledger.append("done", step)
     pulse.close()
+    if (run / "linger").exists():
+        time.sleep(60.0)
     return EXIT_DONE
+
+
+def _has_lost_rank(run: Path, attempt: int) -> bool:
+    return any(b.attempt == attempt and b.phase != "done" and not is_alive(b.pid) for b in read_heartbeats(run))
 
 
 def _await_others(run: Path, attempt: int) -> None:
@@ -96,4 +99,4 @@ def _await_others(run: Path, attempt: int) -> None:
 
 if __name__ == "__main__":
     pretrain.main = train  # type: ignore[assignment]
-    sys.exit(rank_main.main())
+    pretrain.end_process_with(rank_main.main)

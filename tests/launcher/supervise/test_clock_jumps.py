@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.clock_shim import DAY_BACK, HOUR_FORWARD, ClockShim, has_compiler
-from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, supervised
+from support.supervised_runs import FAKE, supervised
 
 from electra_dist.run.heartbeat import read_heartbeats
 
@@ -34,7 +34,7 @@ def test_jumps_of_the_wall_clock_are_no_hang_and_hide_none_and_move_no_deadline(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(round(time.time() + 1800)))  # the run would stop 10 s before it
     run_dir = tmp_path / "run"
-    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**SETTINGS), run_dir, "--gpus-per-node", "2") as run:
+    with supervised(FAKE, tiny_config(**SETTINGS), run_dir, "--gpus-per-node", "2") as run:
         run.wait_for_step(8)  # the step time is learnt
         for jump in JUMPS:
             clock.set(**jump)

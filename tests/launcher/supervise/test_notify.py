@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, supervised
+from support.supervised_runs import FAKE, supervised
 
 from electra_dist.run.processes import is_alive
 from launcher.supervise.notify import event_of, notify
@@ -79,7 +79,7 @@ def test_the_supervisor_runs_the_command_at_the_end_of_a_run(
     notice = tmp_path / "notice"
     config = tiny_config(**{"train.num_steps": 10, "cluster.notify": f"{WRITE_ALL}{notice}; exit 1"})
 
-    with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir) as run:
+    with supervised(FAKE, config, run_dir) as run:
         assert run.end() == code, run.story()
         assert "cluster.notify ended with exit code 1" in run.log()[-1]
 

@@ -42,7 +42,7 @@ def test_a_wait_of_preflight_is_recorded_for_the_nodes_first_rank_and_forgotten_
         return 78
 
     monkeypatch.setattr(supervisor, "preflight", killed_while_it_waits)
-    placement = Placement(node=1, slots=(3, 2), address="127.0.0.1", port=29500)
+    placement = Placement(node=1, num_nodes=2, ranks_per_node=3, address="127.0.0.1", port=29500)
     Heartbeat(run_dir, 0, attempt=1).beat("step", 5)  # of a rank on another node
     with contextlib.closing(
         supervisor.Supervisor(load_config(config_file), placement, ["--config", str(config_file)], "", [])

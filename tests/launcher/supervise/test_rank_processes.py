@@ -14,8 +14,9 @@ import pytest
 
 from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
 from launcher.supervise import rank_processes
-from launcher.supervise.rank_processes import RankProcesses, condensed, delete_old_state_folders
-from launcher.supervise.supervisor_watch import write_owner
+from launcher.supervise.rank_main import _await_end_of
+from launcher.supervise.rank_placement import Placement
+from launcher.supervise.rank_processes import RankProcesses, condensed
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):
@@ -44,7 +45,9 @@ def test_condensed_stacks_begin_with_the_main_thread_and_show_equal_stacks_once(
     assert condensed("") == []
 
 
-def test_close_kills_descendants_outside_the_session_and_no_process_of_another_run_or_node(tmp_path: Path) -> None:
+def test_close_kills_descendants_outside_the_session_and_no_process_of_another_run_or_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, other_node, other_run = mark_of(tmp_path, 0), mark_of(tmp_path, 1), mark_of(tmp_path / "x", 0)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     strangers = [
@@ -53,13 +56,15 @@ def test_close_kills_descendants_outside_the_session_and_no_process_of_another_r
     ]
     try:
         ranks = RankProcesses(mine)
-        # The started process leaves a child in its own session and ends at once, so that the child is an orphan.
+        # The rank leaves a child in its own session and ends at once, so that the child is an orphan.
         code = f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"
-        ranks.start([sys.executable, "-c", code], {})
+        monkeypatch.setattr(rank_processes, "RANK_PROGRAM", ("-c", code))
+        ranks.start(Placement(node=0, num_nodes=1, ranks_per_node=1), 7000, [], {})
         deadline = time.monotonic() + 20
-        while ranks.launcher_runs() or len(marked_pids(mine)) != 1:
+        while ranks.codes() != {0: 0} or len(marked_pids(mine)) != 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert ranks.alive() == {}
         (orphan,) = marked_pids(mine)
         state = ranks.state
         assert ranks.close() == []
@@ -85,21 +90,29 @@ def test_close_waits_for_a_process_that_has_lost_its_mark_and_still_holds_its_de
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_state_folder_that_another_user_could_have_made_is_neither_read_nor_deleted(
+def test_a_start_deletes_the_folders_of_killed_supervisors_of_its_run_that_no_other_user_can_have_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mark = mark_of(tmp_path / "run", 0)
-    own, of_other_mode, with_pipe, elsewhere = [tmp_path / name for name in ("own", "mode", "pipe", "elsewhere")]
-    folders = [tmp_path / f"electra-dist-ranks-{folder.name}" for folder in (own, of_other_mode, with_pipe)]
-    for folder in (*folders, elsewhere):
-        folder.mkdir(mode=0o700)
-    for folder in (*folders[:2], elsewhere):
-        write_owner(folder, mark)
-    folders[1].chmod(0o777)
-    os.mkfifo(folders[2] / "mark")  # whoever reads it waits for ever
-    folders[2].chmod(0o755)
-    link = tmp_path / "electra-dist-ranks-link"
+    killed, on_other_node = RankProcesses(mark_of(tmp_path, 0)), RankProcesses(mark_of(tmp_path, 1))
+    of_other_mode, link = (killed.state.with_name(f"{killed.state.name}-{name}") for name in ("mode", "link"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    of_other_mode.mkdir()
+    of_other_mode.chmod(0o777)
     link.symlink_to(elsewhere)
-    delete_old_state_folders(mark)
-    assert [folder.exists() for folder in (*folders, link, elsewhere)] == [False, True, True, True, True]
+    again = RankProcesses(mark_of(tmp_path, 0))
+    kept = [on_other_node.state, again.state, of_other_mode, link, elsewhere]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_supervisor_that_has_ended_before_its_rank_looked_is_not_waited_for() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    _await_end_of(process.pid)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        _await_end_of(child.pid)  # A later process has the number, but it is not the parent.
+    finally:
+        child.kill()
+        child.wait()

@@ -35,7 +35,8 @@ def end(*events: str, **fields: Any) -> StartEnd:
         (end("start", codes={1: 78}), 78),  # the user must act, and the other rank was killed
         (end("start", "unhealthy", codes={0: 69, 1: 69}), 69),
         (end("start", "unhealthy", codes={0: 69, 1: 69}, at_fault=False), 75),
-        (end("start", codes={0: -9, 1: 247}), 1),
+        (end("start", codes={0: -9, 1: 75}), 1),
+        (end("start", codes={0: 127, 1: 127}), 1),
     ],
 )
 def test_exit_code_follows_from_the_ledger_and_the_ranks_exit_codes(ended: StartEnd, code: int) -> None:
@@ -48,3 +49,8 @@ def test_the_ledger_is_awaited_only_if_all_ranks_ended_with_0_or_75() -> None:
     assert not awaits_ledger(end("start", codes={0: 0}))
     assert not awaits_ledger(end("start", codes={0: 0, 1: 1}))
     assert not awaits_ledger(end("start", "done", codes={0: 0, 1: 0}))
+
+
+def test_a_crash_names_how_each_rank_has_ended() -> None:
+    crash = outcome(end("start", codes={0: -9, 2: 1, 3: -37}, num_ranks=5))
+    assert crash.why == "crash: rank 0 SIGKILL, rank 2 exit 1, rank 3 signal 37, 2 did not end"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.small_disks import can_mount, freezable_disk
-from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, supervised
+from support.supervised_runs import FAKE, supervised
 
 from launcher.supervise.hangs.folder_watch import FolderWatch, probe_folder
 
@@ -94,7 +94,7 @@ def test_a_run_folder_that_hangs_for_longer_than_the_limit_of_a_step_is_no_hung_
     settings = {"train.num_steps": 100, "cluster.hang_step_floor_s": FLOOR_S}
     with freezable_disk(run_dir) as disk:
         config = tiny_config(**settings)
-        with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as run:
+        with supervised(FAKE, config, run_dir, "--gpus-per-node", "2") as run:
             run.wait_for_step(10)
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
             try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, supervised
+from support.supervised_runs import FAKE, supervised
 
 from launcher.supervise.hangs.hang_report import HangReport, nccl_environment, request_nccl_traces
 
@@ -22,8 +22,8 @@ def test_the_stacks_of_the_ranks_of_all_nodes_are_collected_before_any_rank_is_k
     config, run_dir = tiny_config(**QUICK), tmp_path / "run"
     options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "23100"]
     with (
-        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "1", node=1) as one,
-        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "0", node=0) as zero,
+        supervised(FAKE, config, run_dir, *options, "--node-rank", "1", node=1) as one,
+        supervised(FAKE, config, run_dir, *options, "--node-rank", "0", node=0) as zero,
     ):
         zero.wait_for_step(12)
         os.kill(zero.rank_pid(1), signal.SIGSTOP)  # rank 0 goes on, so only node 1 finds a hung rank
