@@ -13,9 +13,9 @@ import pytest
 from support.supervised_runs import REAL, supervised
 from typer.testing import CliRunner
 
+from electra_dist.config import secrets
 from electra_dist.config.load import load_config
 from electra_dist.config.secrets import without_secret_arguments, without_secrets
-from electra_dist.config.sections import secrets
 from electra_dist.errors import UserError, error_line
 from electra_dist.run.environment_record import write_environment
 from electra_dist.store.atomic_files import PRIVATE, create_file, replacing

@@ -13,10 +13,10 @@ from support import checkpoints as small
 from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
 
-from electra_dist import config as config_module
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore import check_belongs
 from electra_dist.config import NUMERICS
+from electra_dist.config import config as config_module
 from electra_dist.config.load import load_config
 from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError
 from electra_dist.run.folder import check_run_folder, recorded_numerics, run_identity
@@ -31,7 +31,7 @@ ACCEPT = "--accept-new-numerics"
 # Runs pretrain.py as a later version, which draws or rounds differently.
 NEWER_PRETRAIN = """
 import sys
-from electra_dist import config
+from electra_dist.config import config
 config.NUMERICS += 1
 from launcher.pretrain import main
 sys.exit(main())
@@ -151,7 +151,7 @@ def test_submit_refuses_an_older_run_before_it_is_queued_and_passes_the_flag_on(
     assert isinstance(refused.exception, OtherNumerics)
     assert str(run_dir) in str(refused.exception)
     script = CliRunner().invoke(app, [*command, ACCEPT]).output
-    assert f"--preflight {ACCEPT}\n" in script
+    assert f"supervise_options=({ACCEPT})\n" in script
 
 
 @pytest.mark.parametrize("options", [[], [ACCEPT]])
