@@ -1,4 +1,4 @@
-"""Exchange small JSON values between all ranks of a run.
+"""Exchange small JSON values between all ranks of a run, and agree on one choice of all of them.
 
 Guarantee: every rank returns the same value. An error that `from_rank_0` lists is raised on every rank, with the same
 message. Messages are parsed as JSON and never unpickled, so a foreign process that has joined the process group can
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,52 @@ def gather(value: T) -> list[T]:
     received = [torch.zeros_like(padded) for _ in range(num_ranks)]
     dist.all_gather(received, padded)
     return [_decode(content[:size], rank) for rank, (content, size) in enumerate(zip(received, sizes))]
+
+
+class Choice(NamedTuple):
+    """What was chosen, and why, as a clause for the log; an empty reason is the usual choice."""
+
+    name: str
+    reason: str = ""
+
+
+class Candidate(NamedTuple):
+    """What `first_that_works` may choose."""
+
+    name: str
+    title: str  # in the reason, if another candidate is chosen
+    find_fault: Callable[[], str]  # returns why this machine cannot use it, or ""
+
+
+def first_that_works(candidates: Iterable[Candidate], fallback: str) -> Choice:
+    """Choose the first candidate without a fault, otherwise `fallback`; the reason has the faults of the others."""
+    faults: list[str] = []
+    for candidate in candidates:
+        fault = candidate.find_fault()
+        if not fault:
+            return Choice(candidate.name, "; ".join(faults))
+        faults.append(f"{candidate.title} cannot be used: {fault}")
+    return Choice(fallback, "; ".join(faults))
+
+
+def agree(own: Choice, fallback: str) -> Choice:
+    """Return the choice of all ranks: what every rank has chosen, otherwise `fallback`, which all can use. Collective.
+
+    Ranks whose GPUs or packages differ may choose differently. Results would then differ between ranks.
+    """
+    choices = [Choice(*choice) for choice in gather(list(own))]
+    for choice in choices:
+        if choice.name == fallback:
+            return choice
+    first = choices[0]
+    for rank, choice in enumerate(choices):
+        if choice.name != first.name:
+            return Choice(fallback, f"rank 0 would use {_shown(first)}, but rank {rank} {_shown(choice)}")
+    return first
+
+
+def _shown(choice: Choice) -> str:
+    return f"{choice.name} ({choice.reason})" if choice.reason else choice.name
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:

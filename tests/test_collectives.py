@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from support.real_runs import free_port
 
+from electra_dist import collectives
+from electra_dist.collectives import Candidate, Choice, agree, first_that_works
+
 # Rank 0 is a process of another user, where the test may start one, and has joined a run's process group.
 ATTACKER = """
 import os, pickle, sys, torch, torch.distributed as dist
@@ -162,3 +165,26 @@ def test_a_process_of_another_user_that_has_joined_the_ranks_executes_nothing(tm
     assert len(lines) == 7 and all(line.startswith("refused rank 0 sent ") for line in lines), output
     assert all("--master_port" in line for line in lines)
     assert not victims_file.exists()
+
+
+def test_the_first_candidate_without_a_fault_is_chosen_and_the_reason_has_the_faults_before_it() -> None:
+    broken = [Candidate("a", "The A", lambda: "no nvcc"), Candidate("b", "The B", lambda: "no driver")]
+    assert first_that_works([*broken, Candidate("c", "The C", str)], fallback="d") == Choice(
+        "c", "The A cannot be used: no nvcc; The B cannot be used: no driver"
+    )
+    assert first_that_works(broken, fallback="d").name == "d"
+    assert first_that_works([Candidate("c", "The C", str)], fallback="d") == Choice("c")
+
+
+def test_ranks_that_differ_take_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash, flex = Choice("flash", "one"), Choice("flex", "two")
+    sdpa = Choice("sdpa", "rank 2 has no kernel")
+
+    def agreed(*choices: Choice) -> Choice:
+        monkeypatch.setattr(collectives, "gather", lambda own: [list(choice) for choice in choices])
+        return agree(choices[0], fallback="sdpa")
+
+    assert agreed(flash, flash) == flash
+    assert agreed(flash, flash, sdpa) == sdpa
+    mixed = agreed(flex, flex, flash)
+    assert mixed.name == "sdpa" and "rank 2 flash (one)" in mixed.reason

@@ -80,9 +80,9 @@ def our_flash(
     from electra_dist.model.row_layout import ExampleBounds
 
     B, N, S, D = query.shape
-    qkv_T3ND = torch.stack([tensor.transpose(1, 2).reshape(B * S, N, D) for tensor in (query, key, value)], 1)
-    out_TND = flash_attention(qkv_T3ND, ExampleBounds(examples.begin_E, examples.longest), p)
-    return out_TND.view(B, S, N, D).transpose(1, 2)
+    qkv = torch.cat([tensor.transpose(1, 2).reshape(B * S, N * D) for tensor in (query, key, value)], 1)
+    out_TH = flash_attention(qkv, N, ExampleBounds(examples.begin_E, examples.longest), p)
+    return out_TH.view(B, S, N, D).transpose(1, 2)
 
 
 @functools.cache

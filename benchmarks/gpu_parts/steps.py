@@ -34,10 +34,11 @@ import torch
 from gpu_parts.recording import Case, Row, Rows, host_ms, profile_kernels, time_and_peak
 from torch._dynamo.utils import counters
 
+from electra_dist.collectives import Choice
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.corpus.builder.row_packing import make_rows
-from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import Encoder, SelfAttention
@@ -105,7 +106,7 @@ class StepBench:
         return None if self.smoke else peak_flops(torch.cuda.get_device_name())
 
     @functools.cached_property
-    def attention(self) -> AttentionChoice:
+    def attention(self) -> Choice:
         """Return the attention backend that a run of this config would choose on this device."""
         return choose_attention(self.config, self.device)
 
@@ -115,7 +116,7 @@ class StepBench:
         """Return a new module in training mode with a copy of the initial weights, on the device."""
         module = ReplacedTokenDetection(copy.deepcopy(self.towers), self.config.objective, SPECIAL, backend)
         module = module.to(self.device, dtype or self.dtype).train()
-        module.attention = self.attention
+        module.attention = BACKENDS[self.attention.name]
         if compiled:
             compile_layers(module, backend="aot_eager" if self.smoke else "inductor")
         return module
@@ -164,7 +165,7 @@ class StepBench:
             given = step_input(module, self.ids(batch))
             counters.clear()
             row = self.time(operation, by, batch, lambda: train(module, optimizer, given))
-            row["attention"] = module.attention.backend
+            row["attention"] = module.attention.name
             if not compiled:
                 return [row]
             row["graphs"] = counters["stats"]["unique_graphs"]
@@ -226,7 +227,7 @@ def _profile(bench: StepBench, batch: int) -> Rows:
         spent_by_part[part_of(kernel)] += ms
         launches_by_part[part_of(kernel)] += launches[kernel]
     names = [kernel[:120] for kernel, _ in spent.most_common() if part_of(kernel) == "attention"]
-    attention: Row = {"by": module.attention.backend, "kernels": names, "reason": module.attention.reason}
+    attention: Row = {"by": bench.attention.name, "kernels": names, "reason": bench.attention.reason}
     counts = {"launches": launches.total(), "host_operators": host_operators}
     rows: Rows = [
         {"operation": f"profile B={batch}", "by": "sum of all kernels", "ms": spent.total(), **counts},
@@ -255,7 +256,7 @@ def fusion_cases(bench: StepBench) -> Iterator[Case]:
     for name in FUSIONS:
         case = with_change(f"ours without {name}")
         yield case._replace(run=functools.partial(_run_by_reference, name, case.run))
-    if bench.attention.backend != "sdpa":
+    if bench.attention.name != "sdpa":
         yield with_change("ours, sdpa", functools.partial(_set_attention, "sdpa"))
     for backend in ("sdpa", "flex"):
         if bench.device == "cuda" or backend == "sdpa":  # FlexAttention has no backward pass on a CPU.
@@ -281,7 +282,7 @@ def _run_by_reference(name: str, run: Callable[[], Rows]) -> Rows:
 
 
 def _set_attention(backend: str, module: ReplacedTokenDetection, without_dropout: bool = False) -> None:
-    module.attention = AttentionChoice(backend, "benchmark")
+    module.attention = BACKENDS[backend]
     for submodule in module.modules():
         if without_dropout and isinstance(submodule, SelfAttention):
             submodule.dropout = 0.0

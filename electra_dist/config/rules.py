@@ -244,11 +244,6 @@ def _attention(config: AllSections) -> Iterator[str]:
             "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
             "have; set model.architecture: bert or another objective.name"
         )
-    if engine.attention == "flash":
-        yield (
-            "engine.attention: flash cannot limit attention to a window, which the local layers of "
-            "model.architecture: modern need; set engine.attention: auto"
-        )
     if engine.compile and model.hidden_dropout:
         yield (
             "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set "

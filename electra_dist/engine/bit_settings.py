@@ -28,7 +28,7 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
         "ranks": str(dist.get_world_size()),
         "train.micro_batch": str(config.train.micro_batch),
         "engine.zero_stage": str(config.engine.zero_stage),
-        "attention": engine.attention.backend,
+        "attention": engine.attention.name,
         "guard.window": str(guard.window),
         "guard.spike_sigma": str(guard.spike_sigma),
         "guard.max_in_a_row": str(guard.max_in_a_row),

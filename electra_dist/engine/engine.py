@@ -30,16 +30,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
-from electra_dist.collectives import gather
+from electra_dist.collectives import agree
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.muon import check_update
-from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
+from electra_dist.engine.optimizer import build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.zero import Bf16Stage1, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
-from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.attention import LayerMask
 from electra_dist.model.encoder import EncoderLayer
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
@@ -200,9 +200,9 @@ class Engine:
         """Move `module` to this rank's device; cast and partition it for precision and ZeRO stage. Collective."""
         self.device = local_device()
         self.notes: list[str] = []
-        implementation = self._agree_on_implementation(optimizer_config, engine)
+        implementation = self._choose_implementation(optimizer_config, engine)
         optimizer, self.optimizer_name = build_optimizer(
-            module, optimizer_config, self.device.type, implementation=implementation.name
+            module, optimizer_config, self.device.type, implementation=implementation
         )
         # DeepSpeed will call `_update_if_allowed` where it would have called the optimizer.
         self._base_optimizer = optimizer
@@ -246,20 +246,15 @@ class Engine:
         if train.precision == "fp16":
             self.loss_scale = self._install_loss_scale()
 
-    def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
+    def _choose_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> str:
         """Choose the implementation of the optimizer, the same on all ranks. Collective on GPUs."""
         updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
-        implementation = choose_implementation(config, self.device.type, updates_on_host)
+        choice = choose_implementation(config, self.device.type, updates_on_host)
         if self.device.type == "cuda":
-            choices = [Implementation(*choice) for choice in gather(list(implementation))]
-            names = {choice.name for choice in choices}
-            if len(names) > 1:  # foreach runs everywhere; different implementations would round differently
-                reasons = [choice.reason for choice in choices if choice.reason]
-                reason = reasons[0] if reasons else "the machines of the ranks can run different ones"
-                implementation = Implementation("foreach", reason)
-        if implementation.reason:
-            self.notes.append(f"optimizer: {implementation.name}, because {implementation.reason}")
-        return implementation
+            choice = agree(choice, fallback="foreach")
+        if choice.reason:
+            self.notes.append(f"optimizer: {choice.name}, because {choice.reason}")
+        return choice.name
 
     def _reduces_for_nothing(self) -> bool:
         """Return whether to leave out the exchange of gradients, which on a single rank would only copy sums."""
@@ -278,8 +273,8 @@ class Engine:
         return loss_scale
 
     @property
-    def attention(self) -> AttentionChoice:
-        """Return the attention backend of the module; with "flash" every input of `forward` needs `bounds`."""
+    def attention(self) -> type[LayerMask]:
+        """Return the attention backend of the module, whose `bounds` every input of `forward` needs."""
         module: Objective = self.deepspeed.module
         return module.attention
 

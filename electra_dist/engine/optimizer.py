@@ -18,11 +18,12 @@ would silently take the norm of a piece for the norm of a parameter. `optimizer.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from electra_dist.collectives import Candidate, Choice, first_that_works
 from electra_dist.config import OptimizerConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
@@ -86,15 +87,8 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
     return 3 if name.endswith("attention.qkv.weight") else 1
 
 
-class Implementation(NamedTuple):
-    """Which implementation computes the optimizer's update, and why."""
-
-    name: str  # "apex", "deepspeed" or "foreach"
-    reason: str = ""  # why a faster one was not chosen, as a clause for the log; empty for the usual choice
-
-
-def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
-    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
+def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Choice:
+    """Choose "apex", "deepspeed" or "foreach": the configured implementation, or for `auto` the fastest one.
 
     A configured implementation is tried out; if this machine lacks it, UserError is raised. At its first trial,
     DeepSpeed's implementation is compiled, which takes about a minute. `updates_on_host` says that the optimizer's
@@ -103,24 +97,24 @@ def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
         if device_type != "cuda" or config.name == "muon":
-            return Implementation("foreach")
+            return Choice("foreach")
         if offloads:
-            return Implementation("foreach", "engine.offload_optimizer keeps its state in host memory")
+            return Choice("foreach", "engine.offload_optimizer keeps its state in host memory")
         return _fastest_on_gpu(config.name)
     if config.implementation == "foreach":
-        return Implementation("foreach")
+        return Choice("foreach")
     if offloads:
         raise UserError(
             f"optimizer.implementation {config.implementation} updates GPU memory only, but engine.offload_optimizer "
             f"keeps the optimizer's state in host memory; set optimizer.implementation: auto"
         )
-    problem = _problem_of(config.implementation)
-    if problem is not None:
+    fault = _fault_of(config.implementation)
+    if fault:
         raise UserError(
-            f"optimizer.implementation {config.implementation} cannot be used: {problem}; set "
+            f"optimizer.implementation {config.implementation} cannot be used: {fault}; set "
             f"optimizer.implementation: auto, or {_REMEDIES[config.implementation]}"
         )
-    return Implementation(config.implementation)
+    return Choice(config.implementation)
 
 
 _REMEDIES = {
@@ -129,23 +123,17 @@ _REMEDIES = {
 }
 
 
-def _fastest_on_gpu(optimizer_name: str) -> Implementation:
-    reason = ""
+def _fastest_on_gpu(optimizer_name: str) -> Choice:
+    candidates = []
     if has_nvidia_apex():
-        problem = _problem_of("apex")
-        if problem is None:
-            return Implementation("apex")
-        reason = f"NVIDIA's apex cannot be used: {problem}"
-    if optimizer_name == "lamb":
-        return Implementation("foreach", reason)
-    problem = _problem_of("deepspeed")
-    if problem is None:
-        return Implementation("deepspeed", reason)
-    return Implementation("foreach", f"DeepSpeed's FusedAdam cannot be used: {problem}")
+        candidates.append(Candidate("apex", "NVIDIA's apex", lambda: _fault_of("apex")))
+    if optimizer_name != "lamb":
+        candidates.append(Candidate("deepspeed", "DeepSpeed's FusedAdam", lambda: _fault_of("deepspeed")))
+    return first_that_works(candidates, fallback="foreach")
 
 
-def _problem_of(implementation: str) -> str | None:
-    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can."""
+def _fault_of(implementation: str) -> str:
+    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line, or "" if it can."""
     if implementation == "apex" and not has_nvidia_apex():
         return "NVIDIA's apex with its CUDA extension amp_C is not installed"
     # This imports the CUDA extension, and compiles DeepSpeed's first. A lack of nvcc, headers, ninja or cudart shows
@@ -156,7 +144,7 @@ def _problem_of(implementation: str) -> str | None:
     except Exception as error:  # noqa: BLE001  # whatever a compiler or a loader raises, there is another optimizer
         lines = str(error).strip().splitlines() or ["no message"]
         return f"{type(error).__name__}: {lines[0]}"
-    return None
+    return ""
 
 
 def build_optimizer(

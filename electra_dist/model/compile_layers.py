@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from electra_dist.model.attention import AttentionMask
 from electra_dist.model.compile_options import compile_options
 from electra_dist.model.encoder import Encoder
-from electra_dist.model.row_layout import ExampleBounds
 from electra_dist.store.user_cache import keep_compiled_code
 
 
@@ -41,6 +41,6 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Let one compiled graph serve any number of sequences; this hook runs before each forward of an `Encoder`."""
-    attention_mask = inputs[1]
-    if isinstance(attention_mask, ExampleBounds):
-        torch._dynamo.maybe_mark_dynamic(attention_mask.cu_seqlens, 0)
+    attention_mask: AttentionMask = inputs[1]
+    for tensor, dimension in attention_mask.dynamic_sizes():
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)

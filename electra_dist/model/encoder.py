@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.dropout_add_norm import SITES, dropout_add_norm
-from electra_kernels.keyed_dropout import keep_attention, keyed_dropout
+from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.table_lookup import table_lookup
 from torch import nn
@@ -32,12 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, LayerMask, attend
+from electra_dist.model.attention import AttentionMask, LayerMask
 from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
-from electra_dist.model.flash_attention import flash_context
 from electra_dist.model.fused_layer import Parameters, Settings, after_attention, qkv_product
 from electra_dist.model.matrix_products import Linear
-from electra_dist.model.row_layout import ExampleBounds
 
 
 class DropoutAddNorm(nn.LayerNorm):
@@ -163,27 +161,7 @@ class SelfAttention(nn.Module):
         either.
         """
         dropout = self.dropout if self.training else 0.0
-        if isinstance(attention_mask, ExampleBounds):
-            return flash_context(qkv, self.num_heads, attention_mask, dropout)
-
-        T = len(qkv)
-        B = len(dropout_keys.row_B)
-        S = T // B
-        qkv_BS3ND = qkv.view(B, S, 3, self.num_heads, -1)
-        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in qkv_BS3ND.unbind(2))
-        keep_BNSS = None
-        if dropout and qkv.device.type == "cpu":
-            keep_BNSS = self._keyed_factors(B, S, dropout_keys)
-        context_BNSD = attend(query, key, value, attention_mask, dropout, keep_BNSS)
-        return context_BNSD.transpose(1, 2).reshape(T, -1)
-
-    def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
-        num_factors = self.num_heads * S * S
-        # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
-        num_drawn = (num_factors + 3) // 4 * 4
-        drawn = keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
-        return drawn[:, :num_factors].view(B, self.num_heads, S, S)
+        return attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys)
 
 
 class EncoderLayer(nn.Module):

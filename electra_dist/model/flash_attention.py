@@ -1,4 +1,4 @@
-"""Compute attention inside examples of any length with torch's own FlashAttention kernels, dropout included.
+"""Compute attention inside examples of any length with torch's FlashAttention kernels, dropout and windows included.
 
 Guarantee: dropout draws from torch's generator. The forward pass returns that generator's state, from which the
 backward pass drops the same probabilities. In torch's deterministic mode the backward pass adds in a fixed order.
@@ -11,7 +11,7 @@ because the backward pass has to switch a mode of torch while it runs.
 Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
 The operator is private in torch, and is called with the arguments that versions 2.11 to 2.13 have in common.
 
-Shapes: T = B * S tokens of all rows, N heads, D features of a head.
+Shapes: T = B * S tokens of all rows, N heads, D features of a head, H = N * D.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ _forward_operator = torch.ops.aten._flash_attention_forward
 _backward_operator = torch.ops.aten._flash_attention_backward
 
 
+def flash_attention(
+    qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0, reach: int | None = None
+) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(D)) v within each sequence of `bounds`, [T, H], for `qkv` of [T, 3 H].
+
+    Both are contiguous. With `reach`, a token sees only that many tokens to each side.
+    """
+    if torch.compiler.is_compiling():
+        qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
+        out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout, reach)[0]
+        return out_TND.view(len(qkv), -1)
+    context_TH: torch.Tensor = _FlashAttention.apply(qkv, num_heads, bounds.cu_seqlens, bounds.longest, dropout, reach)
+    return context_TH
+
+
 class _Saved(NamedTuple):
     """Results of the operator's forward pass that the backward pass needs."""
 
@@ -39,36 +54,24 @@ class _Saved(NamedTuple):
     rng_unused: torch.Tensor  # second part of that state in other builds of torch
 
 
-def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v within each sequence of `bounds`, contiguous [T, N, D]."""
-    num_tokens, _, num_heads, head_width = qkv_T3ND.shape
-    context_TH = flash_context(qkv_T3ND.reshape(num_tokens, -1), num_heads, bounds, dropout)
-    return context_TH.view(num_tokens, num_heads, head_width)
-
-
-def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return the result of `flash_attention` as [T, N * D] for `qkv` of [T, 3 * N * D], both contiguous."""
-    if torch.compiler.is_compiling():
-        qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
-        out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)[0]
-        return out_TND.view(len(qkv), -1)
-    context_TH: torch.Tensor = _FlashAttention.apply(qkv, num_heads, bounds.cu_seqlens, bounds.longest, dropout)
-    return context_TH
-
-
 class _FlashAttention(torch.autograd.Function):
     """FlashAttention for eager mode; it splits `qkv` into heads itself, so that autograd does not record the views."""
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: torch.Tensor, num_heads: int, cu_seqlens: torch.Tensor, longest: int, dropout: float
+        ctx: Any,
+        qkv: torch.Tensor,
+        num_heads: int,
+        cu_seqlens: torch.Tensor,
+        longest: int,
+        dropout: float,
+        reach: int | None,
     ) -> torch.Tensor:
         num_tokens = len(qkv)
         query, key, value = qkv.view(num_tokens, 3, num_heads, -1).unbind(1)
-        saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
+        saved = _run_forward(query, key, value, cu_seqlens, longest, dropout, reach)
         ctx.save_for_backward(query, key, value, cu_seqlens, *saved)
-        ctx.longest = longest
-        ctx.dropout = dropout
+        ctx.settings = (longest, dropout, reach)
         return saved.out_TND.view(num_tokens, -1)
 
     @staticmethod
@@ -76,8 +79,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, cu_seqlens, *saved = ctx.saved_tensors
         grad_TND = grad_TH.view(query.shape)
-        grad_T3ND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), ctx.longest, ctx.dropout)
-        return grad_T3ND.view(len(grad_TH), -1), None, None, None, None
+        grad_T3ND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), *ctx.settings)
+        return grad_T3ND.view(len(grad_TH), -1), None, None, None, None, None
 
 
 def _run_forward(
@@ -87,12 +90,24 @@ def _run_forward(
     cu_seqlens: torch.Tensor,
     longest: int,
     dropout: float,
+    reach: int | None,
 ) -> _Saved:
     """Call torch's forward operator on queries, keys and values, [T, N, D] each."""
     is_causal = False
     return_debug_mask = False
     out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, is_causal, return_debug_mask
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        dropout,
+        is_causal,
+        return_debug_mask,
+        window_size_left=reach,
+        window_size_right=reach,
     )
     return _Saved(out, logsumexp, rng_state, rng_unused)
 
@@ -106,6 +121,7 @@ def _run_backward(
     saved: _Saved,
     longest: int,
     dropout: float,
+    reach: int | None,
 ) -> torch.Tensor:
     """Return the gradients of queries, keys and values by torch's operator, in one contiguous tensor [T, 3, N, D]."""
     is_causal = False
@@ -125,6 +141,8 @@ def _run_backward(
             is_causal,
             saved.rng_state,
             saved.rng_unused,
+            window_size_left=reach,
+            window_size_right=reach,
         )
     return torch.stack(tuple(grads_TND), 1)
 
@@ -148,17 +166,17 @@ def _in_fixed_order() -> Iterator[None]:
 
 @torch.library.custom_op("electra::flash_attention", mutates_args=())
 def _compiled_forward(
-    qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+    qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float, reach: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `_run_forward` as a custom operator for torch.compile; return the fields of `_Saved`."""
     query, key, value = qkv_T3ND.unbind(1)
-    saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
+    saved = _run_forward(query, key, value, cu_seqlens, longest, dropout, reach)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
 
 
 @_compiled_forward.register_fake
 def _forward_shapes(
-    qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+    qkv_T3ND: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, _, num_heads, head_width = qkv_T3ND.shape
     out_TND = qkv_T3ND.new_empty(num_tokens, num_heads, head_width)
@@ -179,11 +197,12 @@ def _compiled_backward(
     rng_unused: torch.Tensor,
     longest: int,
     dropout: float,
+    reach: int | None,
 ) -> torch.Tensor:
     """Run `_run_backward` as a custom operator for torch.compile; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
-    return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)
+    return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout, reach)
 
 
 @_compiled_backward.register_fake
@@ -192,13 +211,13 @@ def _backward_shape(grad_TND: torch.Tensor, qkv_T3ND: torch.Tensor, *rest: Any) 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    qkv_T3ND, cu_seqlens, ctx.longest, ctx.dropout = inputs
+    qkv_T3ND, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(qkv_T3ND, cu_seqlens, *output)
 
 
 def _autograd_backward(ctx: Any, grad_TND: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_T3ND = _compiled_backward(grad_TND.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.dropout)
-    return grad_T3ND, None, None, None
+    grad_T3ND = _compiled_backward(grad_TND.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    return grad_T3ND, None, None, None, None
 
 
 _compiled_forward.register_autograd(_autograd_backward, setup_context=_setup_context)

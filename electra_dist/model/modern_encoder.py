@@ -29,12 +29,10 @@ import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, AttentionScopes
-from electra_dist.model.attention_scopes import attend_in_windows, blocks_are_faster
+from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
 from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.encoder import Embeddings, Encoder, SelfAttention
 from electra_dist.model.matrix_products import Linear
@@ -70,9 +68,8 @@ def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.T
 class LayerScope(NamedTuple):
     """Inputs of one layer's attention: which tokens each token sees, and the rotations that encode the positions."""
 
-    mask: torch.Tensor | BlockMask  # a bias [B, 1, S, S] for sdpa, blocks for flex
+    mask: LayerMask
     rotation: Rotation
-    reach: int | None  # in a local layer, how many tokens to each side a token sees; None in a global layer
 
 
 class ModernDropoutKeys(NamedTuple):
@@ -110,19 +107,7 @@ class ModernAttention(SelfAttention):
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
-        if not self._uses_blocks(scope, num_tokens=rotated_BS3ND.shape[1]):
-            return self.out(self.attend(rotated_BS3ND.view(qkv.shape), scope.mask, dropout_keys))
-        assert isinstance(scope.mask, torch.Tensor) and scope.reach is not None
-        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in rotated_BS3ND.unbind(2))
-        context_BNSD = attend_in_windows(query, key, value, scope.mask, scope.reach)
-        return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
-
-    def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
-        """Return whether attention is computed window by window, instead of by one call with the whole mask."""
-        if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
-            return False
-        has_dropout = self.training and self.dropout > 0
-        return not has_dropout and blocks_are_faster(num_tokens, scope.reach, scope.mask.dtype)
+        return self.out(self.attend(rotated_BS3ND.view(qkv.shape), scope.mask, dropout_keys))
 
 
 class ModernLayer(nn.Module):
@@ -184,8 +169,8 @@ class ModernEncoder(Encoder):
         position_BS = attention_mask.position_BS
         global_rotation = rotation_of(position_BS, self.head_width, model.global_rope_theta)
         local_rotation = rotation_of(position_BS, self.head_width, model.local_rope_theta)
-        global_scope = LayerScope(attention_mask.global_mask, global_rotation, reach=None)
-        local_scope = LayerScope(attention_mask.local_mask, local_rotation, reach=model.local_window // 2)
+        global_scope = LayerScope(attention_mask.global_mask, global_rotation)
+        local_scope = LayerScope(attention_mask.local_mask, local_rotation)
 
         inputs = []
         for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):

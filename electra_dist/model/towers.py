@@ -24,7 +24,7 @@ never looked up and are in no softmax, so they never train. `parameter_counts.py
 The functions `new_*` choose the classes of the architecture that `model.architecture` names, so that callers do not
 depend on it. The classes for `modern` (`modern_encoder.py`, `modern_heads.py`) are subclasses of those for `bert`
 (`encoder.py`, `pretraining_heads.py`) or of their base classes, with the same shapes of inputs and outputs.
-`attention_scopes.new_attention_mask` makes the mask for either.
+`attention.new_attention_mask` makes the mask for either.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.attention import SDPA, AttentionMask
-from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.attention import AttentionMask, LayerMask, SdpaMask, new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
@@ -89,8 +88,8 @@ class StepInput:
     seed: int  # the run's seed
     first_scale: float | torch.Tensor  # scalar factor of the first loss's sum: 1 / (tokens that its mean is over)
     second_scale: float | torch.Tensor  # scalar factor of the second loss's sum, likewise
-    # Where the examples begin, on the device of the ids; made by `AttentionChoice.bounds`. Only the attention backend
-    # "flash" reads it.
+    # Where the examples begin, on the device of the ids; made by `LayerMask.bounds` of the attention backend, which is
+    # None unless that is "flash".
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
     # Values at this step of the config keys that may follow a schedule. None stands for `evaluation_values` in
     # evaluation mode, and in training mode for the values of the first step, which are constant without schedules.
@@ -174,7 +173,7 @@ class Objective(nn.Module, ABC):
         self.objective = objective
         self.special = special
         self.backend = backend
-        self.attention = SDPA  # until the caller chooses another backend
+        self.attention: type[LayerMask] = SdpaMask  # until the caller chooses another backend
 
     def forward(self, step_input: StepInput) -> StepOutput:
         """Compute the loss; if the rows were corrupted beforehand (`shown_BS`), only score their tokens instead."""
@@ -205,6 +204,10 @@ class Objective(nn.Module, ABC):
     def batch(self, step_input: StepInput) -> Batch:
         """Return the input with the examples, positions and attention mask of its rows; "flash" needs `bounds`."""
         layout = derive(step_input.ids_BS, self.special)
+        parameter_dtype = self.towers.embeddings.word.weight.dtype
+        attention_mask = new_attention_mask(
+            self.towers.model, layout, parameter_dtype, self.attention, step_input.bounds
+        )
         values = step_input.scheduled
         if values is None:
             values = first_values(self.objective) if self.training else evaluation_values(self.objective)
@@ -223,19 +226,8 @@ class Objective(nn.Module, ABC):
             shown_BS=step_input.shown_BS,
             key_2=key_2,
             layout=layout,
-            attention_mask=self._attention_mask(step_input, layout),
+            attention_mask=attention_mask,
         )
-
-    def _attention_mask(self, step_input: StepInput, layout: RowLayout) -> AttentionMask:
-        if self.attention.backend != "flash":
-            parameter_dtype = self.towers.embeddings.word.weight.dtype
-            return new_attention_mask(self.towers.model, layout, parameter_dtype, self.attention.backend)
-        if step_input.bounds is None:
-            raise ValueError(
-                "attention backend flash needs StepInput.bounds; make them from the ids on the host with "
-                "row_layout.example_bounds(ids, special).to(device)"
-            )
-        return step_input.bounds
 
     def mask(self, batch: Batch) -> Masking:
         """Draw the masked positions of each row, and build the masked rows; a repeated call gives equal results."""

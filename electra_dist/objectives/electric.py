@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
@@ -82,14 +83,14 @@ class Electric(CorruptingObjective):
         embedded_BSE = towers.embed(batch.ids_BS, batch.layout, left_keys)
 
         # The left-to-right network attends to a token and those before it, the other to a token and those after it.
-        bias = batch.attention_mask
-        assert isinstance(bias, torch.Tensor)  # `choose_attention` never takes flex for this objective
+        assert isinstance(batch.attention_mask, SdpaMask)  # `choose_attention` takes no other for this objective
+        bias_B1SS = batch.attention_mask.bias_B1SS
         key_is_later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
         key_is_earlier_SS = key_is_later_SS.t()
-        left_bias = bias.masked_fill(key_is_later_SS, -torch.inf)
-        right_bias = bias.masked_fill(key_is_earlier_SS, -torch.inf)
-        left_BSH = towers.generator(embedded_BSE, left_bias, left_keys)
-        right_BSH = towers.generator_reverse(embedded_BSE, right_bias, self.dropout_keys(batch, REVERSE))
+        left_mask = SdpaMask(bias_B1SS.masked_fill(key_is_later_SS, -torch.inf))
+        right_mask = SdpaMask(bias_B1SS.masked_fill(key_is_earlier_SS, -torch.inf))
+        left_BSH = towers.generator(embedded_BSE, left_mask, left_keys)
+        right_BSH = towers.generator_reverse(embedded_BSE, right_mask, self.dropout_keys(batch, REVERSE))
 
         # Shift the states by one token: token t gets the left state of t - 1 and the right state of t + 1, and zeros
         # where that neighbour is missing or in another example. These tensors are over the S - 1 pairs of neighbours.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.towers import new_embeddings, new_encoder
@@ -35,7 +35,7 @@ class Backbone(nn.Module):
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)
         embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
-        mask = new_attention_mask(self.model, layout, embedded.dtype, "sdpa")
+        mask = new_attention_mask(self.model, layout, embedded.dtype)
         return self.encoder(embedded, mask, dropout_keys)
 
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:

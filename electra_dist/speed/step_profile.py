@@ -116,8 +116,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     with contextlib.ExitStack() as stack:
         rows = open_rows(config, stack)
         even_counts = np.ones(config.model.vocab_size, np.int64)  # the frequencies do not change the time
-        module = build_module(config, rows.special, even_counts)
-        attention = module.attention
+        module, attention = build_module(config, rows.special, even_counts)
         engine = Engine(module, config.train, config.engine, config.optimizer)
         stack.callback(engine.close)
         train_step = TrainStep(engine, config.objective, rows.special, config.seed, config.train.micro_batch)
@@ -140,7 +139,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
         operators_per_micro_batch=counter.num_operators // config.train.micro_batches(1),
         host_reads=counter.num_host_reads,
         device_ms=1e3 * profiled.device_s if device.type == "cuda" else None,
-        attention_backend=attention.backend,
+        attention_backend=attention.name,
         attention_reason=attention.reason,
         attention_dropout=config.model.attention_dropout,
         optimizer=engine.optimizer_name,

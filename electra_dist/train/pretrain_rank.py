@@ -17,7 +17,7 @@ from electra_kernels.native import cpu_library
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
 from electra_dist.checkpoint.restore import set_all_aside
-from electra_dist.collectives import from_rank_0, gather
+from electra_dist.collectives import Choice, agree, from_rank_0, gather
 from electra_dist.config import Config, canonical_json
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.shard_cache import open_cache
@@ -28,8 +28,8 @@ from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
 from electra_dist.escapes import printable
-from electra_dist.model.attention import AttentionChoice
-from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
+from electra_dist.model.attention import BACKENDS
+from electra_dist.model.attention_choice import attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -198,8 +198,8 @@ def _train(
     begins = from_scratch or not checkpoints(open_targets(config, patience))
     notes = notes + from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
-    module = build_module(config, special, token_counts)
-    notes = notes + _build_notes(config, module)
+    module, attention = build_module(config, special, token_counts)
+    notes = notes + _build_notes(config, attention)
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes, source_digest = begin_with_source(
@@ -237,9 +237,9 @@ def _train(
     return exit_code
 
 
-def _build_notes(config: Config, module: Objective) -> list[str]:
+def _build_notes(config: Config, attention: Choice) -> list[str]:
     """Return log lines about attention, kernels and compilation, and about config keys that have no effect."""
-    notes = [attention_note(module.attention, config, local_device().type)]
+    notes = [attention_note(attention, config, local_device().type)]
     notes += [f"config: {key} has no effect: {reason}" for key, reason in keys_without_effect(config).items()]
     if cpu_library.permute is None:
         notes.append(
@@ -266,11 +266,11 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
     )
 
 
-def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
+def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> tuple[Objective, Choice]:
     """Build the networks and their objective on the host, with initial weights and the `engine` settings. Collective.
 
-    `token_counts`, int64 [vocab_size], says how often each token occurs in the corpus; only an objective that draws
-    replacements by frequency needs it (`needs_token_counts`).
+    The attention backend is returned with the reason for it. `token_counts`, int64 [vocab_size], says how often each
+    token occurs in the corpus; only an objective that draws replacements by frequency needs it (`needs_token_counts`).
     """
     objective = build_objective(
         model=config.model,
@@ -282,9 +282,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
     )
     if local_device().type == "cuda":  # The choice of attention may compile FlexAttention.
         keep_compiled_code(node_cache_folder(config).path / "compiled")
-    # Ranks whose GPUs or packages differ may come to different results.
-    choices = gather(list(choose_attention(config, local_device().type)))
-    objective.attention = agree_on_attention([AttentionChoice(*choice) for choice in choices])
+    attention = agree(choose_attention(config, local_device().type), fallback="sdpa")
+    objective.attention = BACKENDS[attention.name]
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
@@ -295,7 +294,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         compile_layers(objective, node_cache_folder(config).path / "compiled")
     if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
         objective.frozen_generator.load_state_dict(read_frozen_generator(config))
-    return objective
+    return objective, attention
 
 
 def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:

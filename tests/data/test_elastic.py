@@ -32,7 +32,7 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import ShardCache
-from electra_dist.model.attention import SDPA
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
@@ -98,7 +98,7 @@ class Recorder:
     """Fake of the engine that runs the objective's forward pass and records everything that it draws, row by row."""
 
     device = torch.device("cpu")
-    attention = SDPA
+    attention = SdpaMask
     loss_scale = None
 
     def __init__(self, objective: ObjectiveConfig) -> None:

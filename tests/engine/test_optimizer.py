@@ -11,13 +11,13 @@ import deepspeed.ops.adam
 import pytest
 from torch import nn
 
+from electra_dist import collectives
+from electra_dist.collectives import Choice
 from electra_dist.config import OptimizerConfig
 from electra_dist.config.load import load_config
-from electra_dist.engine import engine as engine_module
 from electra_dist.engine import optimizer as module_under_test
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.optimizer import (
-    Implementation,
     build_optimizer,
     choose_implementation,
     has_nvidia_apex,
@@ -77,9 +77,9 @@ def test_a_gpu_machine_without_a_cuda_compiler_runs_the_optimizer_that_needs_non
     config = OptimizerConfig()
     _, name = build_optimizer(nn.Linear(2, 2), config, "cuda")
     assert name == "ForeachAdamW (electra-dist)"
-    assert choose_implementation(config, "cuda") == Implementation("foreach", REASON)
+    assert choose_implementation(config, "cuda") == Choice("foreach", REASON)
     monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
-    assert choose_implementation(config, "cuda") == Implementation("deepspeed")
+    assert choose_implementation(config, "cuda") == Choice("deepspeed")
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -88,20 +88,20 @@ def test_the_reason_for_another_optimizer_is_noted_for_the_log_and_all_ranks_tak
 ) -> None:
     """This rank could run DeepSpeed's optimizer, but another one of the two cannot."""
     monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
-    monkeypatch.setattr(engine_module, "gather", lambda own: [own, Implementation("foreach", REASON)])
+    monkeypatch.setattr(collectives, "gather", lambda own: [own, Choice("foreach", REASON)])
     config = load_config(tiny_config(), [])
     engine = Engine.__new__(Engine)
     engine.device = module_under_test.torch.device("cuda")
     engine.notes = []
-    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "foreach"
+    assert engine._choose_implementation(config.optimizer, config.engine) == "foreach"
     assert engine.notes == [f"optimizer: foreach, because {REASON}"]
     engine.notes = []
-    monkeypatch.setattr(engine_module, "gather", lambda own: [own, Implementation("apex")])
-    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "foreach"
-    assert engine.notes == ["optimizer: foreach, because the machines of the ranks can run different ones"]
+    monkeypatch.setattr(collectives, "gather", lambda own: [own, Choice("apex")])
+    assert engine._choose_implementation(config.optimizer, config.engine) == "foreach"
+    assert engine.notes == ["optimizer: foreach, because rank 0 would use deepspeed, but rank 1 apex"]
     engine.notes = []
-    monkeypatch.setattr(engine_module, "gather", lambda own: [own, own])
-    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "deepspeed"
+    monkeypatch.setattr(collectives, "gather", lambda own: [own, own])
+    assert engine._choose_implementation(config.optimizer, config.engine) == "deepspeed"
     assert engine.notes == []
 
 
@@ -124,16 +124,14 @@ def test_an_apex_that_cannot_be_imported_is_noted_and_deepspeeds_optimizer_runs(
     monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
     monkeypatch.setattr(module_under_test, "has_nvidia_apex", lambda: True)
     choice = choose_implementation(OptimizerConfig(), "cuda")
-    assert choice == Implementation(
-        "deepspeed", "NVIDIA's apex cannot be used: ModuleNotFoundError: No module named 'apex'"
-    )
+    assert choice == Choice("deepspeed", "NVIDIA's apex cannot be used: ModuleNotFoundError: No module named 'apex'")
 
 
 def test_an_offloaded_optimizer_gets_tensors_in_host_memory_and_so_is_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
     choice = choose_implementation(OptimizerConfig(), "cuda", updates_on_host=True)
     assert choice.name == "foreach" and "host memory" in choice.reason
-    assert choose_implementation(OptimizerConfig(), "cpu", updates_on_host=True) == Implementation("foreach")
+    assert choose_implementation(OptimizerConfig(), "cpu", updates_on_host=True) == Choice("foreach")
     with pytest.raises(UserError, match=r"engine.offload_optimizer .* set optimizer.implementation: auto"):
         choose_implementation(OptimizerConfig(implementation="deepspeed"), "cuda", updates_on_host=True)
 
@@ -143,7 +141,7 @@ def test_the_engine_offloads_only_where_deepspeed_does(
 ) -> None:
     """At ZeRO stage 0 DeepSpeed ignores `offload_optimizer`, and the optimizer updates GPU memory."""
     monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
-    monkeypatch.setattr(engine_module, "gather", lambda own: [own])
+    monkeypatch.setattr(collectives, "gather", lambda own: [own])
     chosen = []
     for stage in (0, 1, 2, 3):
         settings = {"engine.zero_stage": stage, "engine.offload_optimizer": True}
@@ -151,5 +149,5 @@ def test_the_engine_offloads_only_where_deepspeed_does(
         engine = Engine.__new__(Engine)
         engine.device = module_under_test.torch.device("cuda")
         engine.notes = []
-        chosen.append(engine._agree_on_implementation(config.optimizer, config.engine).name)
+        chosen.append(engine._choose_implementation(config.optimizer, config.engine))
     assert chosen == ["deepspeed", "foreach", "foreach", "foreach"]

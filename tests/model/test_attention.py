@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from electra_kernels.keyed_dropout import keep_attention
 from electra_kernels.keyed_random import Purpose, bits_grid
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import create_block_mask
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import attention
-from electra_dist.model.attention import AttentionChoice, attend, same_example
+from electra_dist.model.attention import BACKENDS, FlexMask
+from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
@@ -37,12 +37,30 @@ def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layo
     return scores.softmax(-1) @ value
 
 
+def attend(
+    backend: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: RowLayout,
+    dropout: float = 0.0,
+    keys: LayerDropoutKeys | None = None,
+) -> torch.Tensor:
+    """The output of a backend, [B, N, S, D]."""
+    num_rows, num_heads, num_tokens, _ = query.shape
+    keys = keys or LayerDropoutKeys(torch.zeros(3), torch.arange(num_rows), "auto")
+    qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2).view(num_rows * num_tokens, -1)
+    mask = BACKENDS[backend].of_rows(layout, query.dtype, None)
+    out_TH = mask.attend(qkv, num_heads, dropout, keys)
+    return out_TH.view(num_rows, num_tokens, num_heads, -1).transpose(1, 2)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("tokens", [128, 200, 512])
 def test_attention_is_the_definition(backend: str, tokens: int) -> None:
     layout = derive(packed_rows(3, tokens), SPECIAL)
     query, key, value = torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64)
-    out = attend(query, key, value, same_example(layout, torch.float64, backend))
+    out = attend(backend, query, key, value, layout)
     torch.testing.assert_close(out, definition(query, key, value, layout), rtol=1e-12, atol=1e-12)
 
 
@@ -51,7 +69,7 @@ def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
     layout = derive(packed_rows(3, 200), SPECIAL)
     query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, 200, 16, dtype=torch.float64))
     upstream = torch.randn(3, 2, 200, 16, dtype=torch.float64)
-    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"))
+    out = attend("sdpa", query, key, value, layout)
     expected = definition(query, key, value, layout)
     ours, theirs = (torch.autograd.grad(each, (query, key, value), upstream) for each in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
@@ -61,8 +79,6 @@ def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
 def test_short_bf16_rows_on_a_cpu_are_near_the_definition(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """The gradients are at least as near to float64 as those of torch's fused attention, the output to a rounding."""
     layout = derive(packed_rows(3, tokens), SPECIAL)
-    bias = same_example(layout, torch.bfloat16, "sdpa")
-    assert isinstance(bias, torch.Tensor)
     inputs = [each.requires_grad_() for each in (2 * torch.randn(3, 3, 2, tokens, 64)).bfloat16()]
     upstream = torch.randn(3, 2, tokens, 64).bfloat16()
     exact = [each.detach().double().requires_grad_() for each in inputs]
@@ -70,7 +86,7 @@ def test_short_bf16_rows_on_a_cpu_are_near_the_definition(monkeypatch: pytest.Mo
     expected = [exact_out, *torch.autograd.grad(exact_out, exact, upstream.double())]
 
     def errors() -> list[float]:
-        out = attend(*inputs, bias)
+        out = attend("sdpa", *inputs, layout)
         results = [out, *torch.autograd.grad(out, inputs, upstream)]
         return [float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(results, expected, strict=True)]
 
@@ -89,8 +105,8 @@ def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None
     query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64))
     cells = 2 * tokens * tokens
     size = cells + -cells % 4
-    keep = keep_attention(torch.tensor([11, 4, 3]), rows, size, 0.25)[:, :cells].view(3, 2, tokens, tokens)
-    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), 0.25, keep)
+    keys = LayerDropoutKeys(torch.tensor([11, 4, 3]), rows, "auto")
+    out = attend("sdpa", query, key, value, layout, 0.25, keys)
     first = 3 * size
     bits = bits_grid(11, Purpose.ATTENTION_DROPOUT, 4, rows, cells, first).view(3, 2, tokens, tokens)
     kept = bits >= 2**30
@@ -106,10 +122,34 @@ def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None
 def test_blocks_that_hold_no_two_tokens_of_one_example_are_left_out() -> None:
     ids = torch.full((1, 512), 7)
     ids[0, ::128] = SPECIAL.cls  # four examples of one block each
-    attention_mask = same_example(derive(ids, SPECIAL), torch.float32, "flex")
-    assert isinstance(attention_mask, BlockMask)
-    assert torch.equal(attention_mask.to_dense()[0, 0], torch.eye(4, dtype=torch.int32))
-    assert attention_mask.sparsity() == 75.0
+    blocks = FlexMask.of_rows(derive(ids, SPECIAL), torch.float32, None).blocks
+    assert torch.equal(blocks.to_dense()[0, 0], torch.eye(4, dtype=torch.int32))
+    assert blocks.sparsity() == 75.0
+
+
+@pytest.mark.parametrize("reach", [None, 3, 64, 127, 128, 300])
+@pytest.mark.parametrize("tokens", [60, 128, 640, 1100])
+def test_blocks_are_those_that_torch_finds_in_a_mask_of_all_pairs(tokens: int, reach: int | None) -> None:
+    ids = packed_rows(4, tokens)
+    ids[0], ids[0, 0] = 7, SPECIAL.cls  # one example
+    if tokens > 500:
+        ids[1] = 7
+        ids[1, [0, 250, 384]] = SPECIAL.cls
+    layout = derive(ids, SPECIAL)
+    example_BS = layout.example_BS
+
+    def is_seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_near = (query - key).abs() <= (tokens if reach is None else reach)
+        return is_near & (example_BS[row, query] == example_BS[row, key])
+
+    expected = create_block_mask(is_seen, B=4, H=None, Q_LEN=tokens, KV_LEN=tokens, device="cpu")
+    found = FlexMask.of_rows(layout, torch.float32, None, reach).blocks
+    assert found.seq_lengths == expected.seq_lengths and found.BLOCK_SIZE == expected.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = getattr(found, f"{name}_num_blocks"), getattr(found, f"{name}_indices")
+        assert torch.equal(counts, getattr(expected, f"{name}_num_blocks")), name
+        assert torch.equal(indices, getattr(expected, f"{name}_indices")), name
+        assert counts.dtype == indices.dtype == torch.int32
 
 
 @torch.no_grad()
@@ -128,7 +168,7 @@ def test_an_objective_has_the_same_loss_by_either(name: str) -> None:
     ids, found = packed_rows(3, 128), {}
     for backend in ("sdpa", "flex"):
         module = build_objective(model, ObjectiveConfig(name=name), SPECIAL, seed=3).double()  # type: ignore[arg-type]
-        module.attention = AttentionChoice(backend, "")
+        module.attention = BACKENDS[backend]
         found[backend] = module(StepInput(ids, torch.arange(3), 0, 3, 1 / 30, 1 / 200))
     torch.testing.assert_close(found["flex"].loss, found["sdpa"].loss, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found["flex"].rtd_logit_BS, found["sdpa"].rtd_logit_BS, rtol=1e-10, atol=1e-12)
@@ -139,4 +179,4 @@ def test_dropout_is_never_dropped_silently() -> None:
     layout = derive(packed_rows(2, 128), SPECIAL)
     query, key, value = torch.randn(3, 2, 2, 128, 16)
     with pytest.raises(ValueError, match="FlexAttention cannot drop"):
-        attend(query, key, value, same_example(layout, torch.float32, "flex"), dropout=0.1)
+        attend("flex", query, key, value, layout, dropout=0.1)

@@ -11,23 +11,19 @@ import torch
 from support import flash_definition
 from torch.nn.attention.flex_attention import BlockMask
 
+from electra_dist.collectives import Choice
 from electra_dist.config.load import load_config
 from electra_dist.engine import deterministic_mode
 from electra_dist.errors import UserError
 from electra_dist.model import attention, attention_choice, flash_attention
-from electra_dist.model.attention import AttentionChoice
-from electra_dist.model.attention_choice import (
-    agree_on_attention,
-    attention_note,
-    choose_attention,
-    find_fault,
-    find_trial_fault,
-)
+from electra_dist.model.attention import FlashMask, FlexMask, LayerMask
+from electra_dist.model.attention_choice import attention_note, choose_attention, find_fault, find_trial_fault
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = CONFIGS / "large_25pct_mask.yaml"
 NO_DROPOUT = "model.attention_dropout=0"
 ELECTRIC = "objective.name=electric"
+MODERN = ["model.architecture=modern", "model.attention_dropout=0.1"]
 
 
 @pytest.fixture
@@ -37,13 +33,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]
     def pretend(flash: str = "", flex: str = "", capability: tuple[int, int] = (9, 0)) -> list[tuple[Any, ...]]:
         trials: list[tuple[Any, ...]] = []
 
-        def trial(backend: str, *rest: Any) -> str:
-            trials.append((backend, *rest))
-            return {"flash": flash, "flex": flex}[backend]
+        def trial(backend: type[LayerMask], *rest: Any) -> str:
+            trials.append((backend.name, *rest))
+            return {"flash": flash, "flex": flex}[backend.name]
 
         monkeypatch.setattr(attention_choice, "find_trial_fault", trial)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
         return trials
 
     return pretend
@@ -61,6 +57,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]
         ([NO_DROPOUT], {"flex": "ptxas is missing"}, "flash", "ptxas is missing"),
         ([NO_DROPOUT], {"flex": "ptxas is missing", "flash": "no kernel"}, "sdpa", "no kernel"),
         ([NO_DROPOUT, "train.precision=fp32"], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
+        ([*MODERN, NO_DROPOUT], {}, "flash", "windows"),
+        (MODERN, {}, "flash", "windows"),
+        ([*MODERN, NO_DROPOUT], {"flash": "no kernel"}, "flex", "width 64: no kernel"),
+        (MODERN, {"flash": "no kernel"}, "sdpa", "it has no dropout"),
+        ([*MODERN, NO_DROPOUT, "train.precision=fp32"], {}, "flex", "train.precision is fp32"),
         ([ELECTRIC], {}, "sdpa", "two directions"),
         (["engine.attention=sdpa"], {}, "sdpa", "set by engine.attention"),
         (["engine.attention=flash"], {}, "flash", "set by engine.attention"),
@@ -73,13 +74,13 @@ def test_the_choice_on_a_gpu_and_its_reason(
 ) -> None:
     gpu(**faults)
     choice = choose_attention(load_config(LARGE, overrides), "cuda")
-    assert choice.backend == backend and reason in choice.reason
+    assert choice.name == backend and reason in choice.reason
 
 
 @pytest.mark.parametrize("overrides", [[], [NO_DROPOUT], [ELECTRIC]])
 def test_a_cpu_takes_sdpa_without_a_trial(overrides: list[str], gpu: Any) -> None:
     trials = gpu()
-    assert choose_attention(load_config(LARGE, overrides), "cpu").backend == "sdpa"
+    assert choose_attention(load_config(LARGE, overrides), "cpu").name == "sdpa"
     assert not trials
 
 
@@ -87,14 +88,20 @@ def test_each_width_of_a_head_is_tried_with_the_dropout_and_dtype_of_the_run(gpu
     trials = gpu()
     overrides = ["model.generator.num_heads=8", "model.attention_dropout=0.2"]
     choose_attention(load_config(LARGE, overrides), "cuda")
-    assert trials == [("flash", "cuda", torch.bfloat16, width, 0.2) for width in (32, 64)]
+    assert trials == [("flash", "cuda", torch.bfloat16, width, 0.2, None) for width in (32, 64)]
+
+
+def test_windows_are_tried_beside_whole_examples(gpu: Any) -> None:
+    trials = gpu()
+    choose_attention(load_config(LARGE, [*MODERN, "model.local_window=16"]), "cuda")
+    assert [trial[-1] for trial in trials] == [None, 8]
 
 
 def test_flex_is_no_candidate_for_dropout_and_needs_triton(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = gpu()
-    assert "it has no dropout" in find_fault("flex", load_config(LARGE), "cuda")
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
-    assert "triton" in find_fault("flex", load_config(LARGE, [NO_DROPOUT]), "cuda")
+    assert "it has no dropout" in find_fault(FlexMask, load_config(LARGE), "cuda")
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    assert "triton" in find_fault(FlexMask, load_config(LARGE, [NO_DROPOUT]), "cuda")
     assert not trials
 
 
@@ -139,9 +146,9 @@ def nan_gradients(query: torch.Tensor, *rest: Any, **mask: Any) -> torch.Tensor:
 def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(function: Any) -> str:
         monkeypatch.setattr(attention, "_flex_function", lambda compiled: function)
-        return find_trial_fault("flex", "cpu", torch.float32, 64, 0.0)
+        return find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
 
-    assert "does not support backward on CPU" in find_trial_fault("flex", "cpu", torch.float32, 64, 0.0)
+    assert "does not support backward on CPU" in find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
     assert fault(dense_flex) == ""
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, 2 * v, block_mask)).startswith("it differs by")
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, v, block_mask) * torch.nan) == (
@@ -150,29 +157,38 @@ def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeyp
     assert fault(nan_gradients) == "it differs by nan from sdpa, more than 0.05"
 
 
-def test_the_trial_of_flash_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reach", [None, 40])
+def test_the_trial_of_flash_passes_where_both_agree_and_names_what_breaks(
+    monkeypatch: pytest.MonkeyPatch, reach: int | None
+) -> None:
     def fault(forward: Any = flash_definition.forward, backward: Any = flash_definition.backward) -> str:
         monkeypatch.setattr(flash_attention, "_forward_operator", forward)
         monkeypatch.setattr(flash_attention, "_backward_operator", backward)
-        return find_trial_fault("flash", "cpu", torch.float32, 32, 0.1)
+        return find_trial_fault(FlashMask, "cpu", torch.float32, 32, 0.1, reach)
 
-    def without_dropout(*args: Any) -> Any:
-        return flash_definition.forward(*args[:7], 0.0, *args[8:])
+    def without_dropout(*args: Any, **window: Any) -> Any:
+        return flash_definition.forward(*args[:7], 0.0, *args[8:], **window)
 
-    def without_scale(*args: Any) -> Any:
-        out, *rest = flash_definition.forward(*args)
+    def without_scale(*args: Any, **window: Any) -> Any:
+        out, *rest = flash_definition.forward(*args, **window)
         return out * (1 - args[7]), *rest
 
     whole_rows = [torch.tensor([0, 256, 512], dtype=torch.int32)] * 2
 
-    def across_examples(*args: Any) -> Any:
-        return flash_definition.forward(*args[:3], *whole_rows, *args[5:])
+    def across_examples(*args: Any, **window: Any) -> Any:
+        return flash_definition.forward(*args[:3], *whole_rows, *args[5:], **window)
 
-    def back_across_examples(*args: Any) -> Any:
-        return flash_definition.backward(*args[:6], *whole_rows, *args[8:])
+    def back_across_examples(*args: Any, **window: Any) -> Any:
+        return flash_definition.backward(*args[:6], *whole_rows, *args[8:], **window)
 
-    def wrong_gradient(*args: Any) -> Any:
-        dq, dk, dv = flash_definition.backward(*args)
+    def in_whole_examples(*args: Any, **window: Any) -> Any:
+        return flash_definition.forward(*args)
+
+    def back_in_whole_examples(*args: Any, **window: Any) -> Any:
+        return flash_definition.backward(*args)
+
+    def wrong_gradient(*args: Any, **window: Any) -> Any:
+        dq, dk, dv = flash_definition.backward(*args, **window)
         return dq, dk, dv * torch.nan
 
     assert fault() == ""
@@ -180,16 +196,8 @@ def test_the_trial_of_flash_passes_where_both_agree_and_names_what_breaks(monkey
     assert "dropout of 0.1 is not in effect" in fault(without_scale)
     assert fault(across_examples, back_across_examples).startswith("it differs by")
     assert fault(backward=wrong_gradient) == "it differs by nan from sdpa, more than 0.05"
+    assert fault(in_whole_examples, back_in_whole_examples).startswith("it differs by") == (reach is not None)
     assert "CPU" in fault(torch.ops.aten._flash_attention_forward)
-
-
-def test_ranks_that_differ_take_sdpa() -> None:
-    flash, flex = AttentionChoice("flash", "one"), AttentionChoice("flex", "two")
-    sdpa = AttentionChoice("sdpa", "rank 2 has no kernel")
-    assert agree_on_attention([flash, flash]) == flash
-    assert agree_on_attention([flash, flash, sdpa]) == sdpa
-    mixed = agree_on_attention([flex, flex, flash])
-    assert mixed.backend == "sdpa" and "rank 2 flash (one)" in mixed.reason
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,7 @@ def test_ranks_that_differ_take_sdpa() -> None:
 def test_the_log_has_backend_reason_dropout_and_determinism(
     backend: str, device: str, overrides: list[str], end: str
 ) -> None:
-    note = attention_note(AttentionChoice(backend, "the reason"), load_config(LARGE, overrides), device)
+    note = attention_note(Choice(backend, "the reason"), load_config(LARGE, overrides), device)
     assert note.startswith(f"attention: {backend} (the reason), {end}")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.encoder import Encoder, SharedEmbeddings
 from electra_dist.model.row_layout import SpecialIds
@@ -24,7 +25,7 @@ def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any]
     embedded, bias, rows = torch.randn(6, 10, 32), torch.zeros(6, 1, 10, 10), torch.arange(40, 46)
 
     def run(chosen: slice, step: int = 5) -> torch.Tensor:
-        return encoder(embedded[chosen], bias[chosen], DropoutKeys(7, step, rows[chosen], "reference"))
+        return encoder(embedded[chosen], SdpaMask(bias[chosen]), DropoutKeys(7, step, rows[chosen], "reference"))
 
     whole = run(slice(0, 6))
     torch.testing.assert_close(torch.cat([run(slice(0, 2)), run(slice(2, 6))]), whole, rtol=1e-5, atol=1e-5)

@@ -14,17 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import flash_attention as flash
-from electra_dist.model.attention import SDPA, AttentionChoice, attend
+from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.encoder import SelfAttention
 from electra_dist.model.flash_attention import flash_attention
-from electra_dist.model.row_layout import ExampleBounds, SpecialIds, attention_bias, derive, example_bounds
+from electra_dist.model.row_layout import ExampleBounds, SpecialIds, derive, example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-FLASH = AttentionChoice("flash", "test")
 OBJECTIVES = ["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "adversarial"]
 
 
@@ -79,26 +78,28 @@ def test_the_number_of_sequences_is_the_rows_times_the_least_power_of_two_that_h
         assert num_sequences == 2 * 8 or num_filled > num_sequences // 2
 
 
-def test_the_definition_is_sdpa_and_each_example_alone(definition: None) -> None:
+@pytest.mark.parametrize("reach", [None, 3, 17])
+def test_the_definition_is_sdpa_and_each_example_alone(definition: None, reach: int | None) -> None:
     ids = random_rows(4, 64, 5, 40)
     bounds = example_bounds(ids, SPECIAL)
-    qkv = torch.randn(4, 64, 3, 2, 8, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(4, 64, 2, 8, dtype=torch.float64)
-    out = flash_attention(qkv.flatten(0, 1), bounds).view(4, 64, 2, 8)
-    query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
-    bias = attention_bias(derive(torch.from_numpy(ids.astype(np.int64)), SPECIAL), torch.float64)
-    expected = attend(query, key, value, bias).transpose(1, 2)
+    layout = derive(torch.from_numpy(ids.astype(np.int64)), SPECIAL)
+    keys = LayerDropoutKeys(torch.zeros(3), torch.arange(4), "auto")
+    qkv = torch.randn(4 * 64, 3 * 2 * 8, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(4 * 64, 2 * 8, dtype=torch.float64)
+    masks: list[LayerMask] = [
+        backend.of_rows(layout, torch.float64, bounds, reach) for backend in (FlashMask, SdpaMask)
+    ]
+    out, expected = (mask.attend(qkv, 2, 0.0, keys) for mask in masks)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad(each, qkv, upstream, retain_graph=True)[0] for each in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
-    flat_qkv, flat_out = qkv.flatten(0, 1), out.flatten(0, 1)
     starts = bounds.cu_seqlens.unique().tolist()
     assert len(starts) > 8
     for first, end in itertools.pairwise(starts):
         alone = ExampleBounds(torch.tensor([0, end - first], dtype=torch.int32), end - first)
         torch.testing.assert_close(
-            flash_attention(flat_qkv[first:end], alone), flat_out[first:end], rtol=0, atol=1e-14
+            flash_attention(qkv[first:end], 2, alone, reach=reach), out[first:end], rtol=0, atol=1e-14
         )
 
 
@@ -128,17 +129,17 @@ def test_an_objective_has_the_loss_and_gradients_of_sdpa(name: str, definition: 
     ids = random_rows(3, 64, 5, 40)
     bounds = example_bounds(ids, SPECIAL)
     found = {}
-    for choice in (SDPA, FLASH):
+    for backend in (SdpaMask, FlashMask):
         module = small_objective(name).double()
-        module.attention = choice
+        module.attention = backend
         loss = module(step_input(ids, bounds)).loss
-        found[choice.backend] = [loss, *torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)]
+        found[backend.name] = [loss, *torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)]
     torch.testing.assert_close(found["flash"], found["sdpa"], rtol=1e-9, atol=1e-12)
 
 
 def test_an_input_without_bounds_is_refused() -> None:
     module = small_objective()
-    module.attention = FLASH
+    module.attention = FlashMask
     with pytest.raises(ValueError, match=r"needs StepInput\.bounds"):
         module(step_input(random_rows(3, 64, 5, 40), None))
 
@@ -150,18 +151,20 @@ def test_the_operator_gets_the_dropout_of_the_config_the_bounds_and_views_of_one
 ) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def record_forward(*args: Any) -> Any:
+    def record_forward(*args: Any, **window: Any) -> Any:
         calls.append(args)
+        assert set(window.values()) == {None}
         return flash_definition.forward(*args)
 
-    def record_backward(*args: Any) -> Any:
+    def record_backward(*args: Any, **window: Any) -> Any:
         calls.append(args)
+        assert set(window.values()) == {None}
         return flash_definition.backward(*args)
 
     monkeypatch.setattr(flash, "_forward_operator", record_forward)
     monkeypatch.setattr(flash, "_backward_operator", record_backward)
     module = small_objective(attention_dropout=dropout).double().train(is_training)
-    module.attention = FLASH
+    module.attention = FlashMask
     ids = random_rows(3, 64, 5, 40)
     bounds = example_bounds(ids, SPECIAL)
     module(step_input(ids, bounds)).loss.backward()
@@ -190,7 +193,7 @@ def test_dropout_keeps_its_share_and_its_scale_and_follows_torchs_seed(definitio
     outs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        outs.append(flash_attention(qkv, bounds, 0.25))
+        outs.append(flash_attention(qkv.view(64, -1), 32, bounds, 0.25).view(64, 32, 8))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     # Mean and deviation of the sum of 64 weights of 1/64, each kept with 3/4 and scaled by 4/3.
     assert abs(outs[0][..., 0].mean().item() - 1) < 0.005
@@ -228,9 +231,9 @@ def test_the_gradients_of_query_key_and_value_are_copied_once(backend: str, monk
     with torch.device("meta"):
         module = SelfAttention(model, model.discriminator).bfloat16()
         hidden_BSH = torch.empty(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-        mask: Any = torch.empty(2, 1, 64, 64, dtype=torch.bfloat16)
+        mask: LayerMask = SdpaMask(torch.empty(2, 1, 64, 64, dtype=torch.bfloat16))
         if backend == "flash":
-            mask = ExampleBounds(torch.empty(5, dtype=torch.int32), 64)
+            mask = FlashMask(ExampleBounds(torch.empty(5, dtype=torch.int32), 64))
         out_BSH = module(hidden_BSH, mask, LayerDropoutKeys(torch.empty(3), torch.empty(2), "auto"))
     with Names() as recorded:
         out_BSH.backward(torch.empty_like(out_BSH))
@@ -245,7 +248,7 @@ def test_a_whole_step_on_meta_reaches_every_parameter(name: str) -> None:
     """Torch's own shapes of both operators; no tensor but the ids' bounds is on the host."""
     module = small_objective(name, attention_dropout=0.1).bfloat16().train().to("meta")
     module.backend = "reference"
-    module.attention = FLASH
+    module.attention = FlashMask
     host_ids = random_rows(3, 64, 5, 40)
     bounds = example_bounds(host_ids, SPECIAL).to(torch.device("meta"))
     ids = torch.empty(3, 64, dtype=torch.int64, device="meta")
@@ -266,19 +269,19 @@ def test_the_backward_operator_alone_runs_in_the_strict_deterministic_mode(
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
     def record(function: Any) -> Any:
-        def recorded(*args: Any) -> Any:
+        def recorded(*args: Any, **window: Any) -> Any:
             modes.append(mode())
-            return function(*args)
+            return function(*args, **window)
 
         return recorded
 
     monkeypatch.setattr(flash, "_forward_operator", record(flash_definition.forward))
     monkeypatch.setattr(flash, "_backward_operator", record(flash_definition.backward))
-    qkv = torch.randn(8, 3, 1, 8, requires_grad=True)
+    qkv = torch.randn(8, 3 * 8, requires_grad=True)
     bounds = ExampleBounds(torch.tensor([0, 8], dtype=torch.int32), 8)
     try:
         torch.use_deterministic_algorithms(enabled, warn_only=True)
-        flash_attention(qkv, bounds).sum().backward()
+        flash_attention(qkv, 1, bounds).sum().backward()
         assert modes == [(enabled, True), (enabled, not enabled)]
         assert mode() == (enabled, True)
     finally:
@@ -296,7 +299,7 @@ def test_compiled_layers_call_the_same_operators_with_one_graph_for_any_bounds(d
     for ids, bounds in zip(batches, all_bounds):
         found = []
         for module in (eager, compiled):
-            module.attention = FLASH
+            module.attention = FlashMask
             torch.manual_seed(5)
             loss = module(step_input(ids, bounds)).loss
             found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])

@@ -11,6 +11,7 @@ import torch
 from support.rehearsal import gpu_branch
 
 from electra_dist.model import matrix_products
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.encoder import EncoderLayer
 from electra_dist.model.matrix_products import input_gradient, weight_gradient
@@ -31,7 +32,7 @@ def results(layer: EncoderLayer, run: Callable[..., torch.Tensor], dtype: torch.
     mask = torch.zeros(ROWS, 1, TOKENS, TOKENS, dtype=dtype)
     mask[1, :, :, 6:] = -torch.inf
     layer.zero_grad()
-    out_TH = run(hidden_TH, mask, keys_of_layer(torch.tensor([7, 2**32 - 1, 0])))
+    out_TH = run(hidden_TH, SdpaMask(mask), keys_of_layer(torch.tensor([7, 2**32 - 1, 0])))
     out_TH.backward(upstream_TH.to(out_TH.dtype))
     gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     return {"out": out_TH.detach(), "input": hidden_TH.grad, **gradients}
@@ -86,7 +87,7 @@ def test_gradients_are_no_further_from_float64_than_the_compositions(
 def test_evaluation_without_gradients_gives_the_values_of_the_composition(layer: EncoderLayer) -> None:
     layer = layer.double().eval()
     hidden_TH = torch.randn(ROWS * TOKENS, WIDTH, dtype=torch.float64)
-    mask = torch.zeros(ROWS, 1, TOKENS, TOKENS, dtype=torch.float64)
+    mask = SdpaMask(torch.zeros(ROWS, 1, TOKENS, TOKENS, dtype=torch.float64))
     keys = keys_of_layer(torch.arange(ROWS))
     with torch.no_grad():
         torch.testing.assert_close(layer(hidden_TH, mask, keys), layer.compose(hidden_TH, mask, keys))
@@ -94,7 +95,7 @@ def test_evaluation_without_gradients_gives_the_values_of_the_composition(layer:
 
 def test_a_second_backward_pass_is_an_error(layer: EncoderLayer) -> None:
     """The first one overwrites the activations."""
-    mask = torch.zeros(ROWS, 1, TOKENS, TOKENS)
+    mask = SdpaMask(torch.zeros(ROWS, 1, TOKENS, TOKENS))
     out_TH = layer(torch.randn(ROWS * TOKENS, WIDTH), mask, keys_of_layer(torch.arange(ROWS)))
     out_TH.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -120,7 +121,7 @@ def launched(make_config: Callable[..., Any]) -> Callable[[int], list[Any]]:
         with torch.device("meta"):
             layer = EncoderLayer(model, model.discriminator).train()
             hidden_TH = torch.empty(ROWS * TOKENS, WIDTH, requires_grad=True)
-            mask = torch.empty(ROWS, 1, TOKENS, TOKENS)
+            mask = SdpaMask(torch.empty(ROWS, 1, TOKENS, TOKENS))
             row_B = torch.empty(ROWS, dtype=torch.int64)
         with gpu_branch() as launches:
             keys = DropoutKeys(SEED, step, row_B, "auto").of_layers(2)[1]

@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model import modern_encoder
-from electra_dist.model.attention import AttentionScopes
-from electra_dist.model.attention_scopes import attend_in_windows, new_attention_mask
+from electra_dist.model import attention
+from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.flops import token_flops
 from electra_dist.model.initial_weights import build_towers
@@ -37,9 +36,15 @@ SHAPES = [
 
 def mask_of(towers: Any, ids: torch.Tensor, backend: str = "sdpa") -> AttentionScopes:
     """Attention masks of the global and of the local layers, which a test can change."""
-    mask = new_attention_mask(towers.model, derive(ids, SPECIAL), torch.float32, backend)
+    mask = new_attention_mask(towers.model, derive(ids, SPECIAL), torch.float32, BACKENDS[backend])
     assert isinstance(mask, AttentionScopes)
     return mask
+
+
+def biases_of(towers: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The biases of the global and of the local layers."""
+    masks: Any = mask_of(towers, ids)
+    return masks.global_mask.bias_B1SS, masks.local_mask.bias_B1SS
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -52,13 +57,13 @@ def test_logits_of_packed_and_padded_rows_are_those_of_hugging_face(
     part = seq_len // 5
     ids = make_rows([[(seq_len - 2, 0)], [(part, part)], [(part, 3), (9, 0), (part, part)]], seq_len=seq_len)
     layout = derive(ids, SPECIAL)
-    masks = mask_of(towers, ids)
+    global_bias, local_bias = biases_of(towers, ids)
     ours = our_logits(towers, ids)
 
     inputs = {
         "input_ids": ids,
         "position_ids": layout.position_BS,
-        "attention_mask": {"full_attention": masks.global_mask, "sliding_attention": masks.local_mask},
+        "attention_mask": {"full_attention": global_bias, "sliding_attention": local_bias},
     }
     with torch.no_grad():
         their_tokens = generator(**inputs).logits
@@ -95,7 +100,7 @@ def test_only_long_rows_are_computed_by_blocks_and_all_have_the_logits_of_huggin
     with torch.no_grad():
         theirs = discriminator(input_ids=ids, attention_mask=real.long()).logits.squeeze(-1)
     by_blocks = Mock(wraps=attend_in_windows)
-    monkeypatch.setattr(modern_encoder, "attend_in_windows", by_blocks)
+    monkeypatch.setattr(attention, "attend_in_windows", by_blocks)
 
     ours = our_logits(towers, ids).replaced
 
@@ -133,25 +138,26 @@ def test_masks_let_a_token_see_its_example_and_in_local_layers_half_a_window_to_
     towers = random_towers(modern_model(local_window=6))
     ids = make_rows([[(9, 4), (7, 0)], [(5, 0)]], seq_len=28)
     example = derive(ids, SPECIAL).example_BS
-    masks = mask_of(towers, ids)
+    global_bias, local_bias = biases_of(towers, ids)
 
     for row in range(2):
         for query in range(28):
             for key in range(28):
                 same = bool(example[row, query] == example[row, key])
                 near = abs(query - key) <= 3
-                assert (masks.global_mask[row, 0, query, key] == 0) == same
-                assert (masks.local_mask[row, 0, query, key] == 0) == (same and near)
+                assert (global_bias[row, 0, query, key] == 0) == same
+                assert (local_bias[row, 0, query, key] == 0) == (same and near)
 
 
 def test_blocks_of_flex_attention_are_the_same_windows(make_rows: MakeRows) -> None:
     towers = random_towers(modern_model(local_window=20))
     ids = make_rows([[(80, 70), (60, 0)], [(200, 40)]], seq_len=256)
     query, key, value = torch.randn(3, 2, 2, 256, 16, generator=torch.Generator().manual_seed(0))
-    bias = mask_of(towers, ids).local_mask
+    _, bias = biases_of(towers, ids)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
-    found = flex_attention(query, key, value, block_mask=mask_of(towers, ids, "flex").local_mask)
+    mask: Any = mask_of(towers, ids, "flex").local_mask
+    found = flex_attention(query, key, value, block_mask=mask.blocks)
 
     assert (found - expected).abs().max() <= 2e-6
 
@@ -161,7 +167,7 @@ def test_attention_by_blocks_has_the_values_and_gradients_of_attention_with_the_
     num_tokens: int, make_rows: MakeRows
 ) -> None:
     towers = random_towers(modern_model(local_window=16))
-    bias = mask_of(towers, make_rows([[(12, 8)], [(num_tokens - 2, 0)]], seq_len=num_tokens)).local_mask.double()
+    bias = biases_of(towers, make_rows([[(12, 8)], [(num_tokens - 2, 0)]], seq_len=num_tokens))[1].double()
     generator = torch.Generator().manual_seed(0)
     leaves = [
         torch.randn(2, 2, num_tokens, 4, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -201,7 +207,7 @@ def test_dropout_of_a_row_follows_from_its_keys_and_differs_between_sub_layers_a
     def states(rows: list[int], step: int = 4) -> torch.Tensor:
         layout = derive(ids[rows], SPECIAL)
         keys = DropoutKeys(seed=9, step=step, row_B=torch.tensor(rows) + 100, backend="auto")
-        mask = new_attention_mask(model, layout, torch.float32, "sdpa")
+        mask = new_attention_mask(model, layout, torch.float32)
         return towers.discriminator(towers.embed(ids[rows], layout, keys), mask, keys)
 
     together = states([0, 1, 2])
@@ -289,8 +295,8 @@ def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows)
         towers = random_towers(
             modern_model(width=width, heads=4, layers=layers, generator_layers=1, local_window=64)
         ).train()
-        masks = mask_of(towers, ids)
-        constants = [*towers.parameters(), masks.global_mask, masks.local_mask]
+        masks: Any = mask_of(towers, ids)
+        constants = [*towers.parameters(), masks.global_mask.bias_B1SS, masks.local_mask.bias_B1SS]
         left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
         kept: dict[int, torch.Tensor] = {}
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.parameter_counts import parameter_counts
@@ -95,14 +96,14 @@ def test_exported_towers_answer_alike(
     folders = export_towers(towers.state_dict(), model, special, tmp_path / "vocab.txt", True, tmp_path)
     ids = make_rows([[(10, 7)]], seq_len=20)
     layout = derive(ids, special)
-    bias = attention_bias(layout, torch.float32)
+    mask = SdpaMask(attention_bias(layout, torch.float32))
     inputs = {"input_ids": ids, "token_type_ids": layout.token_type_BS}
     with torch.no_grad():
-        states = towers.discriminator(towers.embed_discriminator(ids, layout), bias, DropoutKeys.off(ids))
+        states = towers.discriminator(towers.embed_discriminator(ids, layout), mask, DropoutKeys.off(ids))
         detection = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
         assert (detection(**inputs).logits - towers.discriminator_head.logits(states)).abs().max() <= 1e-5
         slots = towers.generator_head.transform(
-            towers.generator(towers.embed(ids, layout), bias, DropoutKeys.off(ids))
+            towers.generator(towers.embed(ids, layout), mask, DropoutKeys.off(ids))
         )
         predicted = slots @ towers.embeddings.word.weight[:300].T + towers.generator_head.bias
         filler = AutoModelForMaskedLM.from_pretrained(folders["generator"]).eval()
@@ -122,7 +123,7 @@ def test_a_large_tower_that_predicts_tokens_is_exported_with_its_token_head(
     layout = derive(ids, special)
     with torch.no_grad():
         states = towers.discriminator(
-            towers.embed(ids, layout), attention_bias(layout, torch.float32), DropoutKeys.off(ids)
+            towers.embed(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
         )
         ours = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
         theirs = AutoModelForMaskedLM.from_pretrained(folders["discriminator"]).eval()

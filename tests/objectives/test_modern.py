@@ -241,7 +241,6 @@ def test_modern_has_its_own_defaults_which_a_config_may_replace() -> None:
     ("overrides", "message"),
     [
         (["objective.name=electric"], "electric needs attention in one direction"),
-        (["engine.attention=flash"], "flash cannot limit attention to a window"),
         (["engine.compile=true", "model.hidden_dropout=0.1"], "needs model.hidden_dropout: 0"),
         (["model.embedding_size=128"], "set model.embedding_size: 768"),
         (["model.generator.num_heads=256"], "heads of an even width"),

@@ -37,6 +37,7 @@ from electra_dist.corpus.counts import Counts
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
@@ -108,11 +109,11 @@ def test_exported_model_is_the_trained_one(run: Path, tmp_path: Path) -> None:
     towers.load_state_dict(weights)
     ids = torch.tensor([[2, 10, 11, 4, 12, 3], [2, 20, 4, 21, 22, 3]])
     layout = derive(ids, SPECIAL)
-    bias = attention_bias(layout, torch.float32)
+    mask = SdpaMask(attention_bias(layout, torch.float32))
     with torch.no_grad():
         embedded = towers.embed(ids, layout)
-        large = towers.discriminator(embedded, bias, DropoutKeys.off(ids))
-        small = towers.generator(embedded, bias, DropoutKeys.off(ids))
+        large = towers.discriminator(embedded, mask, DropoutKeys.off(ids))
+        small = towers.generator(embedded, mask, DropoutKeys.off(ids))
         table = towers.embeddings.word.weight[:300]
         token_logits = towers.generator_head.transform(small) @ table.T + towers.generator_head.bias
         replaced_logits = towers.discriminator_head.logits(large).view(ids.shape)

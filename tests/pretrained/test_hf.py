@@ -12,6 +12,7 @@ from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from electra_dist.config import ModelConfig
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
@@ -63,8 +64,8 @@ def test_an_exported_discriminator_has_the_states_and_logits_of_the_tower(
     layout = derive(batch["input_ids"], special)
     with torch.no_grad():
         embedded = towers.embed(batch["input_ids"], layout)
-        bias = attention_bias(layout, torch.float32)
-        states = towers.discriminator(embedded, bias, DropoutKeys.off(layout.is_real_BS))
+        mask = SdpaMask(attention_bias(layout, torch.float32))
+        states = towers.discriminator(embedded, mask, DropoutKeys.off(layout.is_real_BS))
         is_replaced = states[..., 0] > 0  # any labels; the logits do not depend on them
         head_output = towers.discriminator_head(states, is_replaced, layout.is_real_BS, backend="reference")
 
@@ -87,8 +88,8 @@ def test_an_exported_generator_has_all_weights_and_the_logits_of_the_tower(
     layout = derive(ids, special)
     with torch.no_grad():
         embedded = towers.embed(ids, layout)
-        bias = attention_bias(layout, torch.float32)
-        states = towers.generator(embedded, bias, DropoutKeys.off(layout.is_real_BS))
+        mask = SdpaMask(attention_bias(layout, torch.float32))
+        states = towers.generator(embedded, mask, DropoutKeys.off(layout.is_real_BS))
         word_table = towers.embeddings.word.weight[: exported.model.vocab_size]
         logits = towers.generator_head.transform(states) @ word_table.T + towers.generator_head.bias
         assert (hf_generator.eval()(input_ids=ids).logits - logits).abs().max() <= 1e-5

@@ -20,6 +20,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import NodeError, UserError
 from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import attention_bias, derive
@@ -87,10 +88,10 @@ def test_both_encoders_of_a_run_have_the_states_of_its_towers_whatever_the_tower
     ids = torch.tensor([PAIR_ROW])
     layout = derive(ids, discriminator.special)
     embedded = towers.embed_discriminator(ids, layout)
-    expected = towers.discriminator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
+    expected = towers.discriminator(embedded, SdpaMask(attention_bias(layout, embedded.dtype)), DropoutKeys.off(ids))
     torch.testing.assert_close(discriminator.backbone()(ids), expected)
     embedded = towers.embed(ids, layout)
-    expected = towers.generator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
+    expected = towers.generator(embedded, SdpaMask(attention_bias(layout, embedded.dtype)), DropoutKeys.off(ids))
     torch.testing.assert_close(generator.backbone()(ids), expected)
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import load_config
+from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
@@ -75,13 +76,13 @@ def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_
 
     # The logits of our towers.
     layout = derive(ids, SPECIAL)
-    bias = attention_bias(layout, torch.float32)
+    mask = SdpaMask(attention_bias(layout, torch.float32))
     word_table = towers.embeddings.word.weight[: model.vocab_size]
     with torch.no_grad():
         embedded = towers.embed(ids, layout)
-        states = towers.discriminator(embedded, bias, DropoutKeys.off(ids))
+        states = towers.discriminator(embedded, mask, DropoutKeys.off(ids))
         detection_logits = towers.discriminator_head.logits(states)
-        generator_states = towers.generator(embedded, bias, DropoutKeys.off(ids))
+        generator_states = towers.generator(embedded, mask, DropoutKeys.off(ids))
         token_logits = towers.generator_head.transform(generator_states) @ word_table.T + towers.generator_head.bias
 
         # The logits of Hugging Face's models.

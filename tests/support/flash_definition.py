@@ -11,10 +11,13 @@ import torch
 
 
 def _weights(
-    q_NLD: torch.Tensor, k_NLD: torch.Tensor, dropout_p: float, generator: torch.Generator
+    q_NLD: torch.Tensor, k_NLD: torch.Tensor, dropout_p: float, generator: torch.Generator, reach: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return scores, their softmax, and the factors of dropout, 0 or 1 / (1 - p), of one sequence of L tokens."""
     score_NLL = q_NLD @ k_NLD.transpose(1, 2) * q_NLD.shape[-1] ** -0.5
+    if reach is not None:
+        at = torch.arange(q_NLD.shape[1])
+        score_NLL = score_NLL.masked_fill((at[:, None] - at).abs() > reach, -torch.inf)
     keep_NLL = torch.ones_like(score_NLL)
     if dropout_p:
         kept = torch.rand(score_NLL.shape, generator=generator, dtype=torch.float64) >= dropout_p
@@ -40,16 +43,19 @@ def forward(
     dropout_p: float,
     is_causal: bool,
     return_debug_mask: bool,
+    *,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return output, logsumexp, random state (a seed), an unused number and an empty mask, like torch's operator."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert not is_causal and not return_debug_mask
+    assert not is_causal and not return_debug_mask and window_size_left == window_size_right
     seed = int(torch.randint(2**31, ()))
     generator = torch.Generator().manual_seed(seed)
     outs, sums = [], []
     for q, k, v in _sequences(cu_q, query, key, value):
         assert q.shape[1] <= max_q == max_k
-        score, weight, keep = _weights(q, k, dropout_p, generator)
+        score, weight, keep = _weights(q, k, dropout_p, generator, window_size_left)
         outs.append((weight * keep @ v).transpose(0, 1))
         sums.append(score.logsumexp(-1))
     state = torch.tensor([seed, 0]).to(torch.uint64)
@@ -72,12 +78,15 @@ def backward(
     is_causal: bool,
     rng_state: torch.Tensor,
     unused: torch.Tensor,
+    *,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of query, key and value, written out, with the dropout of the random state."""
     generator = torch.Generator().manual_seed(int(rng_state.to(torch.int64)[0]))
     grads: list[list[torch.Tensor]] = []
     for q, k, v, g, o in _sequences(cu_q, query, key, value, grad, out):
-        _score, weight, keep = _weights(q, k, dropout_p, generator)
+        _score, weight, keep = _weights(q, k, dropout_p, generator, window_size_left)
         torch.testing.assert_close((weight * keep @ v).to(out.dtype).double(), o)  # the same dropout as forward
         grad_weight = (g @ v.transpose(1, 2)) * keep
         grad_score = weight * (grad_weight - (grad_weight * weight).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5

@@ -8,7 +8,7 @@ import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention_scopes import new_attention_mask
+from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
@@ -65,7 +65,7 @@ def our_logits(towers: ElectraTowers, ids_BS: torch.Tensor) -> Logits:
     """Return the logits that the two towers compute for the same rows, at every position."""
     model = towers.model
     layout = derive(ids_BS, SPECIAL)
-    mask = new_attention_mask(model, layout, torch.float32, "sdpa")
+    mask = new_attention_mask(model, layout, torch.float32)
     keys = DropoutKeys.off(ids_BS)
     embedded = towers.embed(ids_BS, layout)
     head = towers.generator_head

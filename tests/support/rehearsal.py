@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction
 from electra_dist.config import Config
 from electra_dist.config.schedule import schedules_of
 from electra_dist.model import attention, attention_choice
-from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.attention import BACKENDS, LayerMask
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
@@ -314,20 +314,20 @@ def _checked_launch(kernel: Any, args: tuple[Any, ...], grid: Any, options: dict
     return Launch(name, shape, tensors, words, num_bytes)
 
 
-def gpu_attention(config: Config) -> AttentionChoice:
+def gpu_attention(config: Config) -> type[LayerMask]:
     """Return the attention backend that the run would choose on a GPU where FlashAttention passes its trial.
 
     FlexAttention is taken to fail it, because a rehearsal cannot run the kernels that Inductor writes for it.
     """
 
-    def fault_on_a_gpu(backend: str, config: Config, device: str) -> str:
+    def fault_on_a_gpu(backend: type[LayerMask], config: Config, device: str) -> str:
         """Take the place of `attention_choice.find_fault`, which needs a GPU."""
-        if backend == "flex":
+        if backend.name == "flex":
             return "it is not rehearsed"
         return "it computes in bf16 or fp16" if config.train.precision == "fp32" else ""
 
     with mock.patch.object(attention_choice, "find_fault", fault_on_a_gpu):
-        return attention_choice.choose_attention(config, "cuda")
+        return BACKENDS[attention_choice.choose_attention(config, "cuda").name]
 
 
 def build(config: Config) -> Objective:

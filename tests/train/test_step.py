@@ -15,7 +15,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.loss_scale import LossScale
-from electra_dist.model.attention import SDPA, AttentionChoice
+from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.scheduled_values import Schedules
@@ -23,7 +23,6 @@ from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.step import TrainStep, outlier
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-FLASH = AttentionChoice("flash", "test")
 
 
 class Recorder:
@@ -32,7 +31,7 @@ class Recorder:
     device = torch.device("cpu")
     loss_scale = None
 
-    def __init__(self, attention: AttentionChoice) -> None:
+    def __init__(self, attention: type[LayerMask]) -> None:
         self.attention = attention
         self.inputs: list[StepInput] = []
         self.draws: list[float] = []
@@ -74,9 +73,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
 
-@pytest.mark.parametrize("attention", [FLASH, SDPA])
+@pytest.mark.parametrize("attention", [FlashMask, SdpaMask])
 def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
-    attention: AttentionChoice, one_rank: None
+    attention: type[LayerMask], one_rank: None
 ) -> None:
     ids = packed_ids(12)
     batch = RowBatch(step=3, row0=24, ids=ids, row_ids=np.arange(12), receipt=Receipt())
@@ -91,7 +90,7 @@ def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
     for given, rows in zip(engine.inputs, spans, strict=True):
         assert given.row_B.tolist() == list(range(24 + rows.start, 24 + rows.stop))
         assert torch.equal(given.ids_BS, torch.from_numpy(ids[rows].astype(np.int64)))
-        if attention is SDPA:
+        if attention is SdpaMask:
             assert given.bounds is None
         else:
             assert given.bounds is not None and given.bounds.longest == 16
@@ -102,7 +101,7 @@ def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
 
 def test_an_evaluation_has_the_bounds_of_its_rows_and_of_its_padding(one_rank: None) -> None:
     ids = packed_ids(6)
-    engine: Any = Recorder(FLASH)
+    engine: Any = Recorder(FlashMask)
     evaluator: Any = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
     evaluator._score(engine, ids)
     padded = np.concatenate([ids, np.full((2, 16), SPECIAL.pad, np.uint16)])
@@ -118,7 +117,7 @@ def test_per_replica_losses_are_the_means_of_the_micro_batches_averaged_over_all
     all ranks add up to the average of their means. Here a rank has two micro-batches of different lengths.
     """
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
-    engine: Any = Recorder(SDPA)
+    engine: Any = Recorder(SdpaMask)
     engine.num_micro_batches = 2
     objective = ObjectiveConfig(loss_mean="per_replica", mask_prob=0.15)
     ids = packed_ids(8)
@@ -139,7 +138,7 @@ class Scoring(Recorder):
     """Fake of an engine that gives fixed logits and labels, and says which tokens are real."""
 
     def __init__(self, logit_RS: torch.Tensor, label_RS: torch.Tensor) -> None:
-        super().__init__(SDPA)
+        super().__init__(SdpaMask)
         self.logit_RS = logit_RS
         self.label_RS = label_RS
 
@@ -213,7 +212,7 @@ class Overflowing(Recorder):
     """Fake of an engine in fp16 whose gradients are never finite."""
 
     def __init__(self) -> None:
-        super().__init__(SDPA)
+        super().__init__(SdpaMask)
         self.loss_scale: Any = LossScale()
 
     def step(
@@ -257,7 +256,7 @@ def test_the_guard_judges_unweighted_losses_where_a_weight_is_scheduled() -> Non
     for fields, expected in [({}, 27.0), ({"temperature": falling}, 27.0), ({"rtd_weight": rising}, 7.0 + 0.4)]:
         objective = ObjectiveConfig(**fields)
         schedules = Schedules(objective, 10)
-        engine: Any = Recorder(SDPA)
+        engine: Any = Recorder(SdpaMask)
         step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4, schedules=schedules)
         assert step.judged_loss(sums) == pytest.approx(expected)
         assert np.isnan(step.judged_loss(sums._replace(loss=float("nan"))))

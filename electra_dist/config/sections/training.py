@@ -381,8 +381,9 @@ class EngineConfig(Section):
         description="Attention code. sdpa: torch's scaled_dot_product_attention with a bias that separates the "
         "examples of a row. flash: FlashAttention with dropout over each example alone; needs a GPU of compute "
         "capability 8.0 and train.precision bf16 or fp16. flex: FlexAttention, which skips the pairs of tokens from "
-        "different examples; needs a GPU and model.attention_dropout: 0. auto: on a GPU flash with attention dropout, "
-        "otherwise flex or flash, each only where it passes a trial; sdpa in all other cases.",
+        "different examples; needs a GPU and model.attention_dropout: 0. auto: on a GPU flash with attention dropout "
+        "and for architecture: modern, otherwise flex or flash, each only where it passes a trial; sdpa in all other "
+        "cases.",
     )
     deterministic: bool = Field(
         default=True,

@@ -35,7 +35,7 @@ TRAINING = (
     ),
     Mutant(
         name="model: a local window is one token too narrow on each side",
-        file="electra_dist/model/attention_scopes.py",
+        file="electra_dist/model/attention.py",
         original="distance_SS > reach",
         mutated="distance_SS >= reach",
         test="tests/model/test_modern_equivalence.py::"
