@@ -30,6 +30,12 @@ class StartOutcome:
 
     code: int
     why: str
+    ends_alone: bool = False  # whether the ranks of this node ended with 75 by themselves: no other rank knows of it
+
+    @property
+    def ends_others(self) -> bool:
+        """Return whether ranks that still run on other nodes would wait in vain for those of this node."""
+        return self.ends_alone or self.code not in (EXIT_DONE, EXIT_STOPPED)
 
 
 def outcome(end: StartEnd) -> StartOutcome:
@@ -58,7 +64,7 @@ def outcome(end: StartEnd) -> StartOutcome:
         return StartOutcome(code=EXIT_USER_ERROR, why=why)
     if _all_stopped(end):
         why = "all ranks ended with 75, and the ledger has no event for it: its disk was probably full or away"
-        return StartOutcome(code=EXIT_STOPPED, why=why)
+        return StartOutcome(code=EXIT_STOPPED, why=why, ends_alone=True)
     if EXIT_UNHEALTHY in codes and end.at_fault:
         why = "this node is unhealthy; see strikes.jsonl in the run folder"
         return StartOutcome(code=EXIT_UNHEALTHY, why=why)

@@ -98,11 +98,12 @@ class Supervisor:
             self._lease = self._take_lease(session)
         else:
             self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
+            self._meeting.begin()
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
         """Take the lease of the run folder. With a session name, wait up to 180 s for an older job to release it."""
-        self._meeting.begin_session()
+        self._meeting.begin()
         return take_lease(
             self._run_dir,
             "supervisor",
@@ -162,7 +163,7 @@ class Supervisor:
             final_result = self._why_not_restarted(result, num_fruitless)
             if final_result is not None:
                 return self._end(final_result)
-            self._patience.call(lambda code=result.code: self._meeting.end(code, final=False))  # type: ignore[misc]
+            self._patience.call(lambda: self._meeting.end(EXIT_CRASH, final=False, ends_others=True))
             num_fruitless += 1
             limit = self._cluster.max_fruitless_restarts
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
@@ -286,7 +287,7 @@ class Supervisor:
         if has_run_folder:
             # The exit code must be returned even if the report for the other nodes cannot be written.
             with contextlib.suppress(StorageLost):
-                self._patience.call(lambda: self._meeting.end(end.code, final=True))
+                self._patience.call(lambda: self._meeting.end(end.code, final=True, ends_others=end.ends_others))
         self.log(f"end, exit code {end.code}: {end.why}")
         # The command of the user is run if the run is done, needs a person or makes no progress.
         event = event_of(end.code, self._placement.node)

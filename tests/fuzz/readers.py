@@ -88,6 +88,7 @@ def _rendezvous(root: Path) -> None:
     node.news()
     node.left_by()
     node.taken_over()
+    Rendezvous(root / "run", 0, 29500, "session").left_by()
 
 
 def _truncate(root: Path) -> None:
@@ -245,9 +246,8 @@ TARGETS = (
         "heartbeat",
         (STATUS, STATUS_JSON, Reader("heartbeats", function=lambda root: read_heartbeats(root / "run"))),
     ),
-    Target("run/meeting/session/start-*.json", "json", (RENDEZVOUS,)),
-    Target("run/meeting/session/end-*.json", "json", (RENDEZVOUS,)),
-    Target("run/meeting/session/summary.json", "json", (RENDEZVOUS,)),
+    Target("run/meeting/session/node-0.json", "json", (RENDEZVOUS,)),
+    Target("run/meeting/session/node-1.json", "json", (RENDEZVOUS,)),
     Target("run/meeting/sessions", "text", (RENDEZVOUS,)),
     Target(
         "run/skipped_steps.json", "json", (VERIFY, Reader("skip list", function=lambda r: SkipList(r / "run", [])))

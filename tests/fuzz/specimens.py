@@ -134,7 +134,7 @@ def _write_records(run: Path) -> None:
     nodes = [Rendezvous(run, 0, 29500, "session"), Rendezvous(run, 1, 29500, "session")]
     for node in nodes:
         assert node.start(lambda: False, 1.0)
-    nodes[1].end(1, final=False)
+    nodes[1].end(1, final=False, ends_others=True)
 
 
 def progress_parameters(root: Path) -> dict[str, object]:

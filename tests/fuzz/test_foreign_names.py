@@ -39,12 +39,7 @@ LIKE_OURS = {  # names that look like the project's own, in the folders where th
     ),
     "run/checkpoints/attempts": ("0001 (copy).json", "x.json", "0001.json.bak", "٣.json", "00.json"),
     "run/heartbeats": ("rank-x.json", "rank-00000 (copy).json", "rank-00009.json"),
-    "run/meeting/session": (
-        "start-x.json",
-        "start-000009.json.bak",
-        "end-x-node-0.json",
-        "end-000002-node-0 (copy).json",
-    ),
+    "run/meeting/session": ("node-x.json", "node-1.json.bak", "node-1 (copy).json", "node-01.json", "node-٣.json"),
     "run/slurm": ("submission-0002 (copy).sh", "submission-x.yaml", "submission-0009.sh.bak"),
     "run/slurm/job-1-0": ("exit-", "exit-n0.bak"),
     "building/progress/groups": ("000001 (copy).json", "x.json"),

@@ -20,7 +20,7 @@ OLD_S = 7200.0
         (".metrics.jsonl.0a1b2c3d.tmp", True, True),
         (".config.yaml.0a1b2c3d.tmp", True, True),
         (".report.html.0a1b2c3d.tmp", False, True),  # `electra-dist report` may be writing it
-        ("meeting/.start-000007.json.0a1b2c3d.tmp", False, True),  # a supervisor of another node may be
+        ("meeting/.node-1.json.0a1b2c3d.tmp", False, True),  # a supervisor of another node may be
         ("preflight-0a1b2c3d", False, True),
         ("export/.model.0a1b2c3d.tmp", False, False),
         ("metrics.jsonl", False, False),

@@ -15,6 +15,7 @@ A file `devices` in the run folder makes each rank R write the CUDA_VISIBLE_DEVI
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def train(arguments: list[str]) -> int:
         time.sleep(float((run / "slow-start").read_text()))
     stop = StopRequest(run, rank == 0)
     step = newest_checkpoint(read_ledger(run))
-    attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # equal on all ranks
+    attempt = json.loads((run / "meeting" / "node-0.json").read_text())["start"]  # equal on all ranks
     # The file has the attempt in its name, because a rank may make its first step before another has started.
     stop_file = run / f"stop-request-{attempt}"
     ledger = Ledger(run) if rank == 0 else None

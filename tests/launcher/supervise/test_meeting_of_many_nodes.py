@@ -1,4 +1,4 @@
-"""Check how 128 nodes agree on starts of the ranks: how many files they open, and what they do without node 0."""
+"""Check how many files 128 nodes open to agree on starts of the ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from launcher.supervise.meeting import summary as summary_module
-from launcher.supervise.meeting.summary import SUMMARY_NAME
 from launcher.supervise.rendezvous import Rendezvous
 
 NODES = 128
@@ -62,59 +60,35 @@ def restarted_nodes(run_dir: Path) -> list[Rendezvous]:
         ports = {node.start(never, 5) for node in nodes}
         assert len(ports) == 1
         for node in nodes:
-            node.end(1, final=False)
+            node.end(1, final=False, ends_others=True)
     ports = {node.start(never, 5) for node in nodes}
     assert len(ports) == 1
     assert None not in ports
     return nodes
 
 
-def test_a_second_of_128_nodes_opens_two_files_a_node_and_none_of_earlier_starts(
+def test_a_second_of_128_nodes_opens_two_files_a_node_and_each_file_once_by_node_0(
     tmp_path: Path, opened: Counter[str]
 ) -> None:
     nodes = restarted_nodes(tmp_path)
     assert not any(look(node) for node in nodes)
     opened.clear()
     assert not any(look(node) for node in nodes)
-    assert opened == {"sessions": NODES, SUMMARY_NAME: NODES - 1}
+    assert opened.pop("sessions") == NODES
+    assert opened.pop("node-0.json") == NODES - 1
+    assert opened == {f"node-{number}.json": 1 for number in range(1, NODES)}
+    assert len(list((tmp_path / "meeting" / "7-0").iterdir())) == NODES
 
 
-def test_the_nodes_of_a_start_with_a_crash_open_its_report_once(tmp_path: Path, opened: Counter[str]) -> None:
+def test_a_crash_on_one_node_is_news_of_all_others_once_node_0_has_read_it(
+    tmp_path: Path, opened: Counter[str]
+) -> None:
     nodes = restarted_nodes(tmp_path)
     for node in nodes:
         look(node)
-    nodes[77].end(1, final=False)
+    nodes[77].end(1, final=False, ends_others=True)
     opened.clear()
     for _ in range(3):
         news = [look(node) for node in nodes]
     assert set(news[:77] + news[78:]) == {"the ranks of node 77 have ended with exit code 1"}
-    reports = {name: count for name, count in opened.items() if name.startswith("end-")}
-    assert list(reports.values()) == [1]  # by node 0
-
-
-def test_nodes_whose_node_0_is_dead_read_the_reports_of_others_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zero, one, two = (Rendezvous(tmp_path, number, 7000, "7-0") for number in range(3))
-    for node in (zero, one, two):
-        node.start(never, 5)
-    two.end(1, final=False)
-    assert look(one) == ""  # node 0 has not looked since
-    monkeypatch.setattr(summary_module, "STALE_S", 0.0)
-    assert look(one) == "the ranks of node 2 have ended with exit code 1"
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"start": 9, "port": 7}', None])
-def test_without_a_readable_summary_the_other_files_are_read(tmp_path: Path, content: bytes | None) -> None:
-    zero, one = Rendezvous(tmp_path, 0, 7000), Rendezvous(tmp_path, 1, 7000)
-    port = zero.start(never, 1)
-    (summary,) = tmp_path.rglob(SUMMARY_NAME)
-    if content is None:
-        summary.unlink()
-    else:
-        summary.write_bytes(content)
-    assert one.start(never, 1) == port
-    zero.end(0, final=True)
-    summary.unlink()
-    assert "node 0 have ended with exit code 0" not in look(one)  # no fault of this start
-    assert one.left_by() == (0, 75)
+    assert opened["node-77.json"] == 1  # by node 0, which has told the others

@@ -54,3 +54,15 @@ def test_the_ledger_is_awaited_only_if_all_ranks_ended_with_0_or_75() -> None:
 def test_a_crash_names_how_each_rank_has_ended() -> None:
     crash = outcome(end("start", codes={0: -9, 2: 1, 3: -37}, num_ranks=5))
     assert crash.why == "crash: rank 0 SIGKILL, rank 2 exit 1, rank 3 signal 37, 2 did not end"
+
+
+def test_only_an_end_that_the_ranks_of_other_nodes_cannot_know_of_ends_them() -> None:
+    """Ranks that stop together save for different times, so a node that has stopped must not end another."""
+    stopped = {0: 75, 1: 75}
+    assert not outcome(end("start", "stop", codes=stopped)).ends_others
+    assert not outcome(end("start", "storage", codes=stopped)).ends_others
+    assert not outcome(end("start", "done", codes={0: 0, 1: 0})).ends_others
+    assert outcome(end(codes=stopped)).ends_others  # their storage was away before the training had begun
+    assert outcome(end("start", codes={0: 1})).ends_others
+    assert outcome(end(codes={0: 78, 1: 78})).ends_others
+    assert outcome(end("unhealthy", codes={0: 69, 1: 69}, at_fault=False)).ends_others is False
