@@ -3,14 +3,10 @@
 Guarantee: each rank has one file, such as RUN/heartbeats/rank-00000.json, with one JSON object of fixed length. A beat
 overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none. `hung` is a pure
 function: a rank is hung if its last heartbeat is older than the limit of its phase. The limit of a step is a multiple
-of the rank's own step time, which is measured during the run; the other phases have fixed limits. A jump of a wall
-clock, on this node or another, shifts no time of `HeartbeatTimes` by more than the interval between two calls for the
-same rank. Imports no torch.
+of the rank's own step time, which is measured during the run; the other phases have fixed limits. Imports no torch.
 
-How: heartbeats have Unix times. The supervisor, which must not be misled by a wall clock that jumps, first translates
-them to its own clock, which never jumps: a new heartbeat was sent between the previous call for its rank, which got an
-older heartbeat, and the call that gets the new one. Within these two calls, the translated time is that of the new
-call minus the age of the heartbeat by the wall clock.
+How: heartbeats have Unix times. The supervisor, which must not be misled by a wall clock that jumps, dates them by its
+own clock when it first sees them (launcher/supervise/silence.py).
 
 Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
 its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes
@@ -21,14 +17,12 @@ should watch its own ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -216,54 +210,6 @@ def _read(path: Path) -> Beat | None:
     return None
 
 
-class HeartbeatTimes:
-    """Converter of Unix times in heartbeats to times of `clock`. Make a new one each time the ranks are started."""
-
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
-    ) -> None:
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._began = clock()
-        self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as translated
-        self._looked: dict[int, float] = {}  # rank -> time of the last call for this rank, by `clock`
-
-    def translate(self, beats: Iterable[Beat]) -> list[Beat]:
-        """Convert `time` and `phase_since` of heartbeats to seconds of `clock`. Call it just after reading them."""
-        return [self._translate(beat) for beat in beats]
-
-    def _translate(self, beat: Beat) -> Beat:
-        now = self._clock()
-        # The first heartbeat of a rank is taken to be younger than this object.
-        last_look = self._looked.get(beat.rank, self._began)
-        self._looked[beat.rank] = now
-        earlier, translated = self._seen.get(beat.rank, (None, None))
-        if earlier == beat and translated is not None:
-            return translated
-
-        sent = self._when(beat.time, last_look, now)
-        if beat.phase_since == beat.time:
-            phase_since = sent
-        elif earlier is not None and translated is not None and _is_same_phase(earlier, beat):
-            phase_since = translated.phase_since
-        else:
-            just_before = math.nextafter(sent, -math.inf)  # equal times would mean that the phase has just begun
-            phase_since = self._when(beat.phase_since, last_look, just_before)
-        translated = dataclasses.replace(beat, time=sent, phase_since=phase_since)
-        self._seen[beat.rank] = (beat, translated)
-        return translated
-
-    def _when(self, unix_time: float, earliest: float, latest: float) -> float:
-        """Convert a Unix time to a time of `clock`; a result outside of `earliest` to `latest` becomes that limit."""
-        age_s = self._wall_clock() - unix_time
-        return min(latest, max(earliest, self._clock() - age_s))
-
-
-def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
-    """Return whether a rank was the same process, in the same phase of its work, at both heartbeats."""
-    return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
     """Seconds without a heartbeat, in each phase, after which a rank counts as hung."""
@@ -334,25 +280,22 @@ def hung(
     *,
     started: float = 0.0,
     ranks: Iterable[int] = (),
-    read_all_beats: Callable[[], Iterable[Beat]] = tuple,
+    all_beats: Sequence[Beat] = (),
     not_before: float = float("-inf"),
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
     Other ranks usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
     made no more steps, or that wait for storage. It counts as hung only if all these ranks have been silent, too, for
-    the longest of their limits. For this check `read_all_beats` returns the heartbeats of all nodes; it is called at
-    most once, and only if a rank exceeds its own limit.
+    the longest of their limits. For this check `all_beats` has the heartbeats of all nodes.
     Heartbeats before `started` are ignored; a rank of `ranks` without a newer one counts as in setup since `started`.
     Time before `not_before`, until which no heartbeat could be written, does not count as silence.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
-    has_silent_rank = any(silence.is_too_long for silence in own_silences.values())
-    all_beats = list(read_all_beats()) if has_silent_rank else []
     silences = []
-    for rank, silence in own_silences.items():
+    for beat in beat_of_rank.values():
+        silence = _silence_among_others(beat, (), now, limits, not_before)
         if silence.is_too_long:
-            silence = _silence_among_others(beat_of_rank[rank], all_beats, now, limits, not_before)
+            silence = _silence_among_others(beat, all_beats, now, limits, not_before)
         silences.append(silence)
     for rank in ranks:
         if rank not in beat_of_rank:
@@ -361,10 +304,6 @@ def hung(
             silences.append(missing_rank)
     hung_ranks = [silence for silence in silences if silence.is_too_long]
     return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
-
-
-def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) -> Hung:
-    return _silence_among_others(beat, (), now, limits, not_before)
 
 
 def _silence_among_others(

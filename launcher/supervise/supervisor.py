@@ -45,14 +45,13 @@ from electra_dist.store.patience import Patience
 from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
-from launcher.supervise.hangs.hang_report import nccl_environment
+from launcher.supervise.hang_report import nccl_environment
 from launcher.supervise.notify import event_of, notify
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses, kill_marked
 from launcher.supervise.rendezvous import Rendezvous
 from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
-from launcher.supervise.supervisor_lock import lock_node
-from launcher.supervise.supervisor_log import Log
+from launcher.supervise.supervisor_files import Log, lock_node
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
 _TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks

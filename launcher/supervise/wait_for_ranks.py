@@ -18,20 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from electra_dist.run.folder import supervise_log
-from electra_dist.run.heartbeat import HangLimits, HeartbeatTimes, Hung, hung, read_heartbeats
-from launcher.supervise.hangs.folder_watch import FolderWatch, probe_folder
-from launcher.supervise.hangs.hang_report import HangReport, request_nccl_traces
+from electra_dist.run.heartbeat import HangLimits, Hung
+from launcher.supervise.hang_report import HangReport, request_nccl_traces
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses, is_lost
 from launcher.supervise.rendezvous import Rendezvous
+from launcher.supervise.silence import SilenceWatch
 from launcher.supervise.start_outcome import describe_code
 
 _POLL_S = 0.1  # between two looks at the processes
-_LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
 _LOOK_FOR_HANG_S = 1.0  # between two checks whether another node has found a hung rank
 _FOLLOW_S = 10.0  # how long the remaining ranks may take to end by themselves after a rank of any node was lost
-_LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done")
 
 
 @dataclass
@@ -67,23 +64,17 @@ class StartMonitor:
         log: Callable[[str], None],
     ) -> None:
         """Prepare to watch ranks that were started already; the handlers of `signals` must be installed."""
-        self._run_dir = run_dir
         self._ranks = ranks
         self._placement = placement
         self._meeting = meeting
-        self._limits = limits
         self._signals = signals
         self._log = log
         self._passed_on = 0  # the signal that the ranks receive; 0: none yet
         self._lost: list[int] = []
         self._follow_until: float | None = None  # until when the other ranks may end by themselves; None: no loss yet
-        self._next_look = 0.0
-        self._heartbeat_times = HeartbeatTimes()
-        own_file = supervise_log(run_dir, placement.node)
-        self._folder = FolderWatch(lambda: probe_folder(run_dir, own_file), limits.storage_s, log)
+        self._silence = SilenceWatch(run_dir, placement.node, limits, log)
         self._report = HangReport(meeting.hang_folder(), placement.node, placement.num_nodes, log)
         self._next_look_for_hang = 0.0
-        self._leaving: dict[int, float] = {}  # rank -> when it was first seen to be finished, by `time.monotonic`
 
     def until_over(self) -> str:
         """Block until all ranks of this node have ended or should be killed; return the reason for a kill, or "".
@@ -93,7 +84,7 @@ class StartMonitor:
         `start_outcome.outcome` to judge how the start ended.
         """
         while True:
-            self._folder.round_begins()
+            self._silence.round_begins()
             alive = self._ranks.alive()
             codes = self._ranks.codes()
             if len(codes) == len(self._placement.ranks):
@@ -112,7 +103,7 @@ class StartMonitor:
                 is_too_late = time.monotonic() > self._follow_until
                 if is_too_late or not alive:
                     return ""
-            hung_ranks = self._find_hung(alive)
+            hung_ranks = self._silence.find_hung(alive, self._ranks.started)
             if hung_ranks:
                 self._report_hung(hung_ranks)
                 return "hung"
@@ -143,39 +134,6 @@ class StartMonitor:
             self._log(f"{news}; ending the ranks of this node too")
         if (lost or news) and is_first_loss:
             self._follow_until = time.monotonic() + _FOLLOW_S
-
-    def _find_hung(self, alive: dict[int, int]) -> list[Hung]:
-        """Return this node's hung ranks, the likely culprit first; [] if the last check was under 0.5 s ago."""
-        if time.monotonic() < self._next_look:
-            return []
-        self._next_look = time.monotonic() + _LOOK_S
-        now = time.monotonic()
-        # The files may hold heartbeats of an earlier start, which had other pids.
-        own_beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
-        beats = self._heartbeat_times.translate(own_beats)
-        silent = hung(
-            beats,
-            now,
-            self._limits,
-            started=self._ranks.started,
-            ranks=alive,
-            read_all_beats=lambda: self._heartbeat_times.translate(read_heartbeats(self._run_dir)),
-            not_before=self._folder.back_since,
-        )
-        if (silent or self._folder.is_away) and self._folder.explains_silence():
-            silent = []
-        done = {beat.rank for beat in beats if beat.phase == "done"}
-        return silent + self._find_lingering(alive, done, now)
-
-    def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
-        """Return the ranks that finished their work over 120 s ago but whose process still exists, as hung ranks."""
-        for rank in alive.keys() & finished:
-            self._leaving.setdefault(rank, now)
-        return [
-            Hung(rank=rank, host="", phase="done", step=0, quiet_s=now - since, limit_s=_LEAVE_S)
-            for rank, since in self._leaving.items()
-            if rank in alive and now - since > _LEAVE_S
-        ]
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
         """Report that ranks of this node hang (the likely culprit first), and wait up to 10 s for the other nodes."""

@@ -61,19 +61,19 @@ def test_a_rank_in_its_first_step_after_a_save_may_wait_for_ranks_that_still_sav
 
     # Rank 0 still saves: the limit of a save applies, 60 s.
     saving = heartbeat(rank=0, phase="checkpoint", step_s=0.1, time=990.0, phase_since=990.0)
-    assert hung([waiting], 1059.0, LIMITS, read_all_beats=lambda: [waiting, saving]) == []
-    hung_ranks = hung([waiting], 1061.0, LIMITS, read_all_beats=lambda: [waiting, saving])
+    assert hung([waiting], 1059.0, LIMITS, all_beats=[waiting, saving]) == []
+    hung_ranks = hung([waiting], 1061.0, LIMITS, all_beats=[waiting, saving])
     assert [rank.limit_s for rank in hung_ranks] == [60.0]
 
     # Rank 0 finished its save at 1030: the 10 s of a step begin then.
     saved_late = heartbeat(rank=0, step_s=0.1, time=1030.0, phase_since=1030.0)
-    assert hung([waiting], 1039.0, LIMITS, read_all_beats=lambda: [waiting, saved_late]) == []
-    hung_ranks = hung([waiting], 1041.0, LIMITS, read_all_beats=lambda: [waiting, saved_late])
+    assert hung([waiting], 1039.0, LIMITS, all_beats=[waiting, saved_late]) == []
+    hung_ranks = hung([waiting], 1041.0, LIMITS, all_beats=[waiting, saved_late])
     assert [rank.limit_s for rank in hung_ranks] == [10.0]
 
     # A rank of another attempt saves: the limit stays 10 s.
     of_other_attempt = heartbeat(rank=0, attempt=2, phase="checkpoint", step_s=0.1)
-    assert hung([waiting], 1011.0, LIMITS, read_all_beats=lambda: [waiting, of_other_attempt]) != []
+    assert hung([waiting], 1011.0, LIMITS, all_beats=[waiting, of_other_attempt]) != []
 
 
 def test_a_rank_that_is_done_is_never_hung():
@@ -124,10 +124,10 @@ def test_ranks_may_wait_in_any_step_for_one_that_waits_for_storage():
     waiting = heartbeat(phase="storage", phase_since=1005.0, time=1090.0)
     earlier_attempt = heartbeat(phase="storage", phase_since=1005.0, time=1090.0, attempt=0)
 
-    assert hung([silent], 1090.0, limits, read_all_beats=lambda: [silent, waiting]) == []
-    assert [rank.rank for rank in hung([silent], 1106.0, limits, read_all_beats=lambda: [silent, waiting])] == [1]
+    assert hung([silent], 1090.0, limits, all_beats=[silent, waiting]) == []
+    assert [rank.rank for rank in hung([silent], 1106.0, limits, all_beats=[silent, waiting])] == [1]
     others = [silent, earlier_attempt]
-    assert [rank.rank for rank in hung([silent], 1090.0, limits, read_all_beats=lambda: others)] == [1]
+    assert [rank.rank for rank in hung([silent], 1090.0, limits, all_beats=others)] == [1]
 
 
 @pytest.mark.parametrize("phase", ["step", "checkpoint", "eval"])
@@ -137,9 +137,9 @@ def test_a_rank_that_waited_for_a_slower_rank_is_not_hung_when_that_rank_comes_b
     back = heartbeat(rank=0, step_s=0.1, phase=phase, time=1070.0, phase_since=1070.0)
     beats = [waiting, back]
 
-    assert hung([waiting], 1071.0, LIMITS, read_all_beats=lambda: beats) == []
+    assert hung([waiting], 1071.0, LIMITS, all_beats=beats) == []
     limit_s = LIMITS.of(back)
-    (rank,) = hung([waiting], 1070.5 + limit_s, LIMITS, read_all_beats=lambda: beats)
+    (rank,) = hung([waiting], 1070.5 + limit_s, LIMITS, all_beats=beats)
     assert (rank.rank, rank.limit_s) == (1, limit_s)
 
 
@@ -148,23 +148,8 @@ def test_a_stuck_rank_is_not_excused_by_ranks_that_are_ahead_of_it_or_done():
     ahead = heartbeat(rank=0, step=100, step_s=0.1, time=1012.0)
     done = heartbeat(rank=2, phase="done", step=99, time=1012.0)
 
-    (rank,) = hung([stuck], 1011.0, LIMITS, read_all_beats=lambda: [stuck, ahead, done])
+    (rank,) = hung([stuck], 1011.0, LIMITS, all_beats=[stuck, ahead, done])
     assert (rank.rank, rank.quiet_s) == (1, 11.0)
-
-
-def test_the_heartbeats_of_all_ranks_are_read_once_and_only_if_a_rank_is_silent():
-    beats = [heartbeat(rank=rank, step_s=0.1) for rank in range(4)]
-    reads = []
-
-    def read() -> list[Beat]:
-        """Return the heartbeats of all ranks, and count the call."""
-        reads.append(1)
-        return beats
-
-    assert hung(beats, 1010.0, LIMITS, read_all_beats=read) == []
-    assert reads == []
-    assert len(hung(beats, 1011.0, LIMITS, read_all_beats=read)) == 4
-    assert reads == [1]
 
 
 def test_no_silence_is_counted_from_before_the_time_at_which_heartbeats_could_be_written_again():

@@ -21,7 +21,7 @@ from electra_dist.run.console import (
     format_line,
 )
 from electra_dist.run.metrics import EvalRecord, StepRecord
-from launcher.supervise.supervisor_log import Log
+from launcher.supervise.supervisor_files import Log
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"
 TOTAL_STEPS = 400_000

@@ -21,7 +21,7 @@ def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> lis
     the run do not count.
     """
     newest_beats = _of_newest_attempt(beats)
-    return hung(newest_beats, now, hang_limits(cluster), read_all_beats=lambda: newest_beats)
+    return hung(newest_beats, now, hang_limits(cluster), all_beats=newest_beats)
 
 
 def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:

@@ -173,11 +173,11 @@ LAUNCHING = (
     ),
     Mutant(
         name="supervise: a heartbeat is dated by the wall clock of its node",
-        file="electra_dist/run/heartbeat.py",
-        original="return min(latest, max(earliest, self._clock() - age_s))",
-        mutated="return self._clock() - age_s",
-        test="tests/run/test_heartbeat_times.py::"
-        "test_a_heartbeat_is_dated_within_one_look_whatever_the_wall_clocks_do",
+        file="launcher/supervise/silence.py",
+        original="dated = dataclasses.replace(beat, time=now, phase_since=phase_since)",
+        mutated="dated = beat",
+        test="tests/launcher/supervise/test_silence.py::"
+        "test_a_heartbeat_is_dated_by_the_look_that_first_finds_it_whatever_the_wall_clocks_do",
     ),
     Mutant(
         name="supervise: every node notifies of the end of a run",
@@ -203,10 +203,10 @@ LAUNCHING = (
     ),
     Mutant(
         name="supervise: a folder that does not respond explains silence for ever",
-        file="launcher/supervise/hangs/folder_watch.py",
+        file="launcher/supervise/silence.py",
         original="return now - self._away_since < self._patience_s",
         mutated="return True",
-        test="tests/launcher/supervise/hangs/test_folder_watch.py::"
+        test="tests/launcher/supervise/test_silence.py::"
         "test_a_folder_that_hangs_explains_silence_until_the_patience_ends",
     ),
     Mutant(

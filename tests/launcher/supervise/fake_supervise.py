@@ -7,10 +7,10 @@ from pathlib import Path
 
 from launcher.lasting_output import outlive_the_reader
 from launcher.supervise import __main__ as supervise
-from launcher.supervise import rank_processes, wait_for_ranks
+from launcher.supervise import rank_processes, silence
 
 if __name__ == "__main__":
     outlive_the_reader()
-    wait_for_ranks._LEAVE_S = 3.0
+    silence._LEAVE_S = 3.0
     rank_processes.RANK_PROGRAM = (str(Path(__file__).with_name("fake_rank.py")),)
     sys.exit(supervise.main())

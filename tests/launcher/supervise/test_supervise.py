@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_runs import read_losses
+from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
 from electra_dist.run.lease import read_owner
@@ -100,7 +100,7 @@ def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "crash").touch()
-    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE_NVML}{os.pathsep}{REPOSITORY}")
     monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
     with supervised(FAKE, tiny_config(**FOREVER), run_dir, *TWO) as run:
         assert run.end() == 69, run.story()
@@ -112,7 +112,7 @@ def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
 def test_a_node_that_fails_its_preflight_starts_no_ranks(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE_NVML}{os.pathsep}{REPOSITORY}")
     monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
     with supervised(FAKE, tiny_config(**FOREVER), tmp_path / "run", *TWO, "--preflight") as run:
         assert run.end() == 69, run.story()

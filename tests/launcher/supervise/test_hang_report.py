@@ -11,7 +11,7 @@ from pathlib import Path
 
 from support.supervised_runs import FAKE, supervised
 
-from launcher.supervise.hangs.hang_report import HangReport, nccl_environment, request_nccl_traces
+from launcher.supervise.hang_report import HangReport, nccl_environment, request_nccl_traces
 
 QUICK = {"train.num_steps": 100_000, "cluster.hang_step_floor_s": 2.0}
 

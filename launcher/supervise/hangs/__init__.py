@@ -1,1 +1,0 @@
-"""Handle silent ranks in a supervisor: find out whether the run folder is the reason, and report a hang."""
