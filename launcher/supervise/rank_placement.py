@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.errors import UserError
-from electra_dist.gpu_cores import visible_devices
+from electra_dist.gpu_cores import VISIBLE_DEVICES, num_gpus, visible_devices
 
 NUM_PORTS = 64  # consecutive starts of the ranks use the ports in turn
 _DEFAULT_PORT = 29500
@@ -74,8 +74,9 @@ class Placement:
         """Return the variables that tell a rank its place; the ranks of all nodes meet at `port` on node 0.
 
         Torch, DeepSpeed and `electra_dist/engine/rank_environment.py` read them; DeepSpeed's launcher sets the same.
+        If nothing says which GPUs of this node are the run's, they are the first ones, one for each rank.
         """
-        return {
+        variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank - self.ranks[0]),
             "WORLD_SIZE": str(self.num_ranks),
@@ -83,6 +84,10 @@ class Placement:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(port),
         }
+        if VISIBLE_DEVICES not in os.environ and num_gpus() > self.ranks_per_node:
+            # Otherwise the power and the faults of GPUs of other runs would count as this run's.
+            variables[VISIBLE_DEVICES] = ",".join(str(number) for number in range(self.ranks_per_node))
+        return variables
 
 
 def local_devices(root: Path = Path("/")) -> int:

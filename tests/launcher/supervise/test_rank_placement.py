@@ -42,6 +42,20 @@ def test_one_node_needs_no_address_and_takes_any_port() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "visible", "shown"), [(8, None, "0,1"), (2, None, None), (0, None, None), (8, "", None)]
+)
+def test_ranks_see_no_gpus_that_are_not_the_runs(
+    gpus: int, visible: str | None, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They sample the power and the health of all GPUs that they see; a variable of the user passes unchanged."""
+    monkeypatch.setattr(rank_placement, "num_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert place(ranks_per_node=2).environment(1, 7000).get("CUDA_VISIBLE_DEVICES") == shown
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"nodes": 2, "ranks_per_node": 1}, "--master-addr"),
