@@ -5,6 +5,7 @@ of one rank crashes the others; real ranks do both through an all-reduce. Files 
 
     crash        every start crashes
     exit-R       rank R ends with the exit code in this file
+    away-R       rank R ends with 75 before its training begins, as one whose storage is away
     deaf         ranks ignore stop requests
     chatty       ranks print a line at each step
     linger       processes stay alive after their training has ended
@@ -41,6 +42,8 @@ def train(arguments: list[str]) -> int:
     run = Path(config.run_dir)
     if (run / "devices").exists():
         (run / f"devices-{rank}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+    if (run / f"away-{rank}").exists():
+        return EXIT_STOPPED
     if (run / "slow-start").exists():
         time.sleep(float((run / "slow-start").read_text()))
     stop = StopRequest(run, rank == 0)

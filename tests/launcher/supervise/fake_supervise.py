@@ -7,10 +7,11 @@ from pathlib import Path
 
 from launcher.lasting_output import outlive_the_reader
 from launcher.supervise import __main__ as supervise
-from launcher.supervise import rank_processes, silence
+from launcher.supervise import rank_processes, silence, supervisor
 
 if __name__ == "__main__":
     outlive_the_reader()
     silence._LEAVE_S = 3.0
+    supervisor._LEDGER_S = 3.0
     rank_processes.RANK_PROGRAM = (str(Path(__file__).with_name("fake_rank.py")),)
     sys.exit(supervise.main())

@@ -187,6 +187,24 @@ def test_two_nodes_start_again_together_after_one_loses_a_rank(tiny_config: Make
             assert sum("starting ranks" in line for line in run.log()) == 2
 
 
+def test_a_node_whose_storage_is_away_at_the_start_ends_the_ranks_of_the_other_node(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """They would wait in their first collective for the time-out of the process group, 20 minutes."""
+    config, run_dir = tiny_config(**FOREVER), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "away-1").touch()
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "23200"]
+    with (
+        supervised(FAKE, config, run_dir, *options, "--node-rank", "1", node=1) as one,
+        supervised(FAKE, config, run_dir, *options, "--node-rank", "0", node=0) as zero,
+    ):
+        assert one.end(60) == 75, one.story()
+        assert zero.end(60) == 75, zero.story()
+        assert zero.logged("the ranks of node 1 have ended with exit code 75; ending the ranks of this node too")
+        assert "node 1 has ended for good" in zero.log()[-1]
+
+
 @pytest.mark.parametrize(
     ("nodes", "visible", "num_ranks"),
     [
