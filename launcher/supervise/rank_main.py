@@ -28,6 +28,7 @@ from pathlib import Path
 
 from electra_dist.engine.rank_environment import whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.escapes import printable
 from electra_dist.gpu_cores import bind_to_gpu
 from launcher import pretrain
 from launcher.lasting_output import outlive_the_reader
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end_with(supervisor: int, rank: int) -> None:
     """Wait until the supervisor has ended, and then make this rank save and stop."""
     _await_end_of(supervisor)
-    print(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping", flush=True)
+    print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):
         os._exit(EXIT_STOPPED)  # The training has not begun.
     os.kill(os.getpid(), signal.SIGTERM)

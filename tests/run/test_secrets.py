@@ -76,7 +76,7 @@ def test_whoever_records_the_command_line_of_a_rank_sees_it_without_the_command(
 
 @pytest.mark.sample
 @pytest.mark.multiproc
-def test_a_supervisor_runs_the_command_and_hides_it_from_the_command_lines_that_deepspeed_prints(
+def test_a_supervisor_runs_the_command_and_hides_it_from_the_command_lines_of_its_ranks(
     tiny_config: MakeConfig, tmp_path: Path, service: Path
 ) -> None:
     config = tiny_config(**{"train.num_steps": 2, "log.wandb": "project"})
@@ -84,11 +84,14 @@ def test_a_supervisor_runs_the_command_and_hides_it_from_the_command_lines_that_
     command = json.dumps(f'echo "Authorization: {SECRET}" > {notice}')
     options = ["--set", f"cluster.notify={command}", "--set", "log.every_steps=1", "--gpus-per-node", "1"]
     with supervised(REAL, config, tmp_path / "run", *options) as run:
+        (rank,) = run.wait(run.pids)
+        command_line = Path(f"/proc/{rank}/cmdline").read_bytes().decode()
         assert run.end() == 0, run.story()
         story = run.story()
 
     assert notice.read_text() == f"Authorization: {SECRET}\n"
-    assert SECRET not in story and "cluster.notify=(hidden)" in story
+    assert SECRET not in story and SECRET not in command_line
+    assert "cluster.notify=(hidden)" in command_line
     check_records(tmp_path / "run")
     assert SECRET not in service.read_text() and "(hidden)" in service.read_text()
 
