@@ -7,27 +7,20 @@ deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from electra_dist.config import ClusterConfig, Config
-from electra_dist.config.load import load_config
+from electra_dist.config import Config
 from electra_dist.config.rules import check_new_run
 from electra_dist.config.secrets import whole_overrides, without_secret_arguments
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import (
-    EXIT_CRASH,
     EXIT_DONE,
-    EXIT_STOPPED,
     EXIT_USER_ERROR,
     NodeError,
     StorageLost,
-    StoreAway,
     UserError,
     error_line,
 )
@@ -35,8 +28,7 @@ from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.patience import Patience
-from launcher.lasting_output import outlive_the_reader
-from launcher.utf8_mode import start_in_utf8_mode
+from launcher.entry import add_config_option, begin_program, end_process_with, exit_code_of, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Each rank prints what is wrong with its own variables: the other ranks may be sound and wait for it.
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
-    try:
-        # The config is read with the default limit, because the config's own limit is not known before.
-        default_patience = Patience(ClusterConfig().storage_patience_s)
-        config = default_patience.call(lambda: load_config(args.config, overrides))
-        patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
+
+    def program() -> int:
+        config, patience = read_config(args.config, overrides)
+        if args.dry_run:
+            patience = Patience(0.0)
         if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)
         if not args.dry_run:
@@ -71,20 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print_plan(config)
         return EXIT_DONE
-    except (StorageLost, StoreAway) as error:
-        if is_first_rank:
-            print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-    except UserError as error:
-        is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
-        if is_first_rank or (isinstance(error, NodeError) and is_first_on_node):
-            print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
-        if is_first_rank:
-            print("interrupted; the next start goes on from the newest checkpoint", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
+
+    is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
+    interrupted = "interrupted; the next start goes on from the newest checkpoint"
+    return exit_code_of(
+        program,
+        shows=lambda error: is_first_rank or (isinstance(error, NodeError) and is_first_on_node),
+        interrupted=interrupted if is_first_rank else "",
+    )
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
@@ -131,10 +118,7 @@ def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
-    parser.add_argument("--config", required=True, help="YAML file, for example configs/large_25pct_mask.yaml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key; may be repeated"
-    )
+    add_config_option(parser)
     parser.add_argument(
         "--accept-new-numerics",
         action="store_true",
@@ -150,25 +134,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def end_process_with(program: Callable[[], int]) -> NoReturn:
-    """Call `program` and end the process with its exit code, without Python's own clean-up, which could abort it."""
-    # Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of
-    # torch's process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts
-    # the process, and whoever started it would then see SIGABRT instead of the exit code.
-    code = EXIT_CRASH
-    try:
-        code = program()
-    except SystemExit as end:  # of argparse
-        code = end.code if isinstance(end.code, int) else EXIT_CRASH
-    except BaseException:  # noqa: BLE001  (the process ends here in any case)
-        traceback.print_exc()
-    with contextlib.suppress(OSError):  # Nobody may read the output any more.
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    start_in_utf8_mode()
-    outlive_the_reader()
+    begin_program()
     end_process_with(main)

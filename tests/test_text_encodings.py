@@ -74,7 +74,7 @@ def test_what_a_program_prints_is_never_decoded_strictly(calls: list[tuple[str, 
 @pytest.mark.real_start
 def test_programs_run_in_utf8_mode_in_an_ascii_locale():
     program = (
-        "import sys; from launcher.utf8_mode import start_in_utf8_mode; start_in_utf8_mode();"
+        "import sys; from launcher.entry import begin_program; begin_program();"
         "print(sys.flags.utf8_mode, sys.flags.dont_write_bytecode, sys.argv[1])"
     )
     environment = {**os.environ, **ASCII_LOCALE}

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config.load import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, UserError
 from electra_dist.run.metrics import iter_steps
 from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.run.records import encode
@@ -35,8 +35,7 @@ from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS
 from launcher.chaos.file_faults import SmallDisk
-from launcher.lasting_output import outlive_the_reader
-from launcher.utf8_mode import start_in_utf8_mode
+from launcher.entry import add_override_option, begin_program, exit_code_of
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 _S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
@@ -221,15 +220,12 @@ def _small_disk_bytes(checkpoints: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the drill and return its exit code: 0 passed, 1 failed, 75 interrupted, 78 a user error."""
     args = _parse(argv)
-    try:
+
+    def program() -> int:
         _check_kinds(args.faults)
         return drill(load_config(args.config, args.set), args)
-    except UserError as error:
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
+
+    return exit_code_of(program)
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:
@@ -245,9 +241,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m launcher.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="YAML file of the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
-    )
+    add_override_option(parser)
     kinds_without_root = [kind for kind in FAULTS if kind != "disk"]
     parser.add_argument(
         "--faults",
@@ -265,6 +259,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    start_in_utf8_mode()
-    outlive_the_reader()
+    begin_program()
     sys.exit(main())

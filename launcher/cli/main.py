@@ -16,10 +16,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.version import VERSION
-from launcher.lasting_output import outlive_the_reader
-from launcher.utf8_mode import start_in_utf8_mode
+from launcher.entry import begin_program, exit_code_of
 
 COMMANDS = {  # command -> (module, function or Typer application), in the order of `--help`
     "corpus": ("launcher.cli.corpus", "app"),
@@ -127,10 +126,5 @@ def main() -> None:
 
     Any other exception is a bug and shows its traceback.
     """
-    start_in_utf8_mode()
-    outlive_the_reader()
-    try:
-        app()
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    begin_program()
+    sys.exit(exit_code_of(app, code_if_away=EXIT_USER_ERROR))

@@ -26,15 +26,14 @@ from electra_dist.config.load import load_config
 from electra_dist.config.secrets import whole_overrides
 from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.engine.rank_environment import rank_place, whole_number
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.processes import node_name
 from electra_dist.run.strikes import add_strike
 from electra_dist.store.patience import Patience
-from launcher.lasting_output import outlive_the_reader
+from launcher.entry import add_config_option, begin_program, exit_code_of
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
-from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     node = node_name()
     rank = 0
-    try:
+
+    def program() -> int:
+        nonlocal rank
         place = rank_place()
         rank = place.rank
         is_first_of_node = place.local_rank == 0
@@ -66,13 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if strike is not None and is_first_of_node:
             add_strike(Path(config.run_dir), strike)
         return code
-    except UserError as error:
-        if rank == 0:
-            print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
+
+    return exit_code_of(program, shows=lambda error: rank == 0)
 
 
 def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
@@ -123,10 +119,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "
         "node; 78 fix the disk, the storage or the config; 1 the ranks cannot work together.",
     )
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
-    )
+    add_config_option(parser)
     parser.add_argument(
         "--storage-patience",
         type=float,
@@ -155,6 +148,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    start_in_utf8_mode()
-    outlive_the_reader()
+    begin_program()
     sys.exit(main())

@@ -30,18 +30,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from electra_dist.config import ClusterConfig, Config
-from electra_dist.config.load import load_config
+from electra_dist.config import Config
 from electra_dist.errors import (
     EXIT_CRASH,
     EXIT_DONE,
     EXIT_STOPPED,
     EXIT_UNHEALTHY,
     EXIT_USER_ERROR,
-    StorageLost,
-    StoreAway,
     UserError,
-    error_line,
 )
 from electra_dist.escapes import printable
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, SLURM_DIR, is_run_folder
@@ -54,9 +50,8 @@ from electra_dist.run.history import (
 )
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
-from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
-from launcher.utf8_mode import start_in_utf8_mode
+from launcher.entry import begin_program, exit_code_of, read_config
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
 
@@ -322,16 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--session", required=True, help="job-ID-RESTART or job-ID-RESTART-REPLACEMENTS")
         command.add_argument("--config", required=True, help="the resolved config of the run")
     args = parser.parse_args(argv)
-    try:
-        config = Patience(ClusterConfig().storage_patience_s).call(lambda: load_config(args.config))
-        Patience(config.cluster.storage_patience_s).call(lambda: args.command(args, config))
-    except (StorageLost, StoreAway) as error:
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-    except UserError as error:
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    return EXIT_DONE
+
+    def program() -> int:
+        config, patience = read_config(args.config)
+        patience.call(lambda: args.command(args, config))
+        return EXIT_DONE
+
+    return exit_code_of(program)
 
 
 def _iso(seconds: str) -> str | None:
@@ -342,5 +334,5 @@ def _iso(seconds: str) -> str | None:
 
 
 if __name__ == "__main__":
-    start_in_utf8_mode()
+    begin_program()
     sys.exit(main())

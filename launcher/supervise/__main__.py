@@ -16,16 +16,12 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from electra_dist.config import ClusterConfig
-from electra_dist.config.load import load_config
 from electra_dist.config.secrets import hide_overrides
 from electra_dist.engine.rank_environment import check_device
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
-from electra_dist.store.patience import Patience
-from launcher.lasting_output import outlive_the_reader
+from electra_dist.errors import EXIT_DONE
+from launcher.entry import add_config_option, begin_program, exit_code_of, read_config
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
-from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     pretrain_arguments = ["--config", args.config]
     for override in hide_overrides(args.set):
         pretrain_arguments += ["--set", override]
-    try:
+    rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
+
+    def program() -> int:
         check_device()
-        # The config is read with the default limit, because the config's own limit is not known before.
-        default_patience = Patience(ClusterConfig().storage_patience_s)
-        config = default_patience.call(lambda: load_config(args.config, args.set))
+        config, patience = read_config(args.config, args.set)
         placement = Placement.from_options(
             nodes=args.nodes,
             node=args.node_rank,
@@ -51,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             address=args.master_addr,
             port=args.master_port,
         )
-        rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
-        patience = Patience(config.cluster.storage_patience_s)
         supervisor = patience.call(
             lambda: Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
         )
@@ -62,15 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if preflight_code != EXIT_DONE:
                     return preflight_code
             return supervisor.run()
-    except (StorageLost, StoreAway) as error:
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-    except UserError as error:
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:  # before the supervisor handles signals, or while it waits for the run folder
-        print("interrupted; no rank was started", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
+
+    # Ctrl-C comes before the supervisor handles signals, or while it waits for the run folder.
+    return exit_code_of(program, interrupted="interrupted; no rank was started")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -78,10 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",
     )
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
-    )
+    add_config_option(parser)
     parser.add_argument(
         "--accept-new-numerics",
         action="store_true",
@@ -112,6 +97,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    start_in_utf8_mode()
-    outlive_the_reader()
+    begin_program()
     sys.exit(main())

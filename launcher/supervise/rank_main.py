@@ -31,7 +31,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.escapes import printable
 from electra_dist.gpu_cores import bind_to_gpu
 from launcher import pretrain
-from launcher.lasting_output import outlive_the_reader
+from launcher.entry import end_process_with, outlive_the_reader
 
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 _GRACE_S = 120.0  # how long the rank may take to save and end after its supervisor has ended
@@ -80,4 +80,4 @@ def _await_end_of(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    pretrain.end_process_with(main)
+    end_process_with(main)

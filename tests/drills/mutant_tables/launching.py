@@ -36,9 +36,9 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: the job's bookkeeping ends with 0 after a mistake in the config",
-        file="launcher/slurm/job.py",
-        original="        return EXIT_USER_ERROR\n",
-        mutated="        return EXIT_DONE\n",
+        file="launcher/entry.py",
+        original="return code_if_away if isinstance(error, StoreAway) else EXIT_USER_ERROR",
+        mutated="return code_if_away if isinstance(error, StoreAway) else 0",
         test="tests/launcher/slurm/test_job.py::test_a_job_whose_config_names_another_run_folder_is_refused",
     ),
     Mutant(
@@ -390,9 +390,9 @@ LAUNCHING = (
     ),
     Mutant(
         name="launcher: a command whose reader has gone dies",
-        file="launcher/lasting_output.py",
+        file="launcher/entry.py",
         original="        except (OSError, ValueError):\n            self._silence()\n\n    def _silence",
         mutated="        except ValueError:\n            self._silence()\n\n    def _silence",
-        test="tests/launcher/test_lasting_output.py::test_a_stream_is_silent_after_the_first_failed_write",
+        test="tests/launcher/test_entry.py::test_a_stream_is_silent_after_the_first_failed_write",
     ),
 )

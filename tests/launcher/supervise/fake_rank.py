@@ -29,6 +29,7 @@ from electra_dist.run.ledger import Ledger, read_ledger
 from electra_dist.run.processes import is_alive
 from electra_dist.train.health.stop_request import StopRequest
 from launcher import pretrain
+from launcher.entry import end_process_with
 from launcher.supervise import rank_main
 
 STEP_S = 0.05
@@ -103,4 +104,4 @@ def _await_others(run: Path, attempt: int) -> None:
 
 if __name__ == "__main__":
     pretrain.main = train  # type: ignore[assignment]
-    pretrain.end_process_with(rank_main.main)
+    end_process_with(rank_main.main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launcher.lasting_output import outlive_the_reader
+from launcher.entry import outlive_the_reader
 from launcher.supervise import __main__ as supervise
 from launcher.supervise import rank_processes, silence, supervisor
 

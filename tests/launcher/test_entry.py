@@ -1,4 +1,4 @@
-"""A run, its supervisor and a command go on when nobody reads their output any more."""
+"""Every program ends with the documented code and one line, and goes on when nobody reads its output any more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,49 @@ from pathlib import Path
 import pytest
 from support.real_runs import quick_command, step_records
 
-from launcher.lasting_output import LastingStream
+from electra_dist.errors import StorageLost, StoreAway, StoreMissing, UserError
+from launcher.entry import LastingStream, exit_code_of
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("the key is wrong"), 78, "error: the key is wrong"),
+        (StoreMissing("no such object"), 78, "error: no such object"),
+        (StoreAway("disk full"), 75, "error: disk full"),
+        (StorageLost("silent for 900 s"), 75, "error: silent for 900 s"),
+        (KeyboardInterrupt(), 75, "interrupted"),
+    ],
+)
+def test_an_error_that_a_person_must_know_is_one_line_and_its_exit_code(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program() -> int:
+        raise error
+
+    assert exit_code_of(program) == code
+    assert capsys.readouterr().err == f"{line}\n"
+    assert exit_code_of(program, shows=lambda error: False, interrupted="") == code
+    assert capsys.readouterr().err == ""
+    is_away = isinstance(error, StoreAway)
+    assert exit_code_of(program, code_if_away=78) == (78 if is_away else code)
+
+
+def test_a_program_that_ends_by_itself_keeps_its_code_and_a_bug_is_raised() -> None:
+    assert exit_code_of(lambda: 69) == 69
+    with pytest.raises(ZeroDivisionError):
+        exit_code_of(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(("body", "code"), [("return 69", 69), ("sys.exit(2)", 2), ("1 / 0", 1)])
+def test_a_process_that_is_ended_has_the_code_of_its_program_whatever_would_follow(body: str, code: int) -> None:
+    """Python's own clean-up may abort a process with threads of torch."""
+    lines = ["import atexit, os, sys", "from launcher.entry import end_process_with", "atexit.register(os._exit, 3)"]
+    lines += ["def program():", "    print('last line')", f"    {body}", "end_process_with(program)"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stdout == "last line\n"
+    assert ("ZeroDivisionError" in done.stderr) == (code == 1)
 
 
 def test_a_stream_is_silent_after_the_first_failed_write() -> None:
