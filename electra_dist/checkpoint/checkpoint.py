@@ -7,14 +7,17 @@ exists once its manifest does.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, tensors_of_header
-from electra_dist.errors import StoreMissing, TornCheckpoint
-from electra_dist.store.interface import Store
+from electra_dist.errors import StorageLost, StoreMissing, TornCheckpoint
+from electra_dist.store.interface import Store, in_parallel
 
+FIRST_TRY_S = 20.0  # wait for one of several copies before the next copy is tried
 SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
 # How set-aside.txt begins for a checkpoint that the run itself has given up, so that no repair restores it.
@@ -43,10 +46,6 @@ class Checkpoint:
     def key(self, name: str) -> str:
         """Return the key of one of its files in the store."""
         return f"{self.folder}/{name}"
-
-    def is_copy_of(self, other: Checkpoint) -> bool:
-        """Return whether two checkpoints have the same step and attempt, and so are the same in two stores."""
-        return (self.step, self.attempt) == (other.step, other.attempt)
 
     def manifest(self) -> Manifest:
         """Read and verify the manifest, but no tensor file; repeat a faulty reading.
@@ -114,15 +113,55 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def checkpoints(stores: Iterable[Store]) -> list[Checkpoint]:
+def checkpoints(stores: Sequence[Store]) -> list[Checkpoint]:
     """Return every checkpoint of several stores that has a manifest, newest first; copies in the order of the stores.
-    It costs one listing for each store. No manifest is read, so the checkpoints may be damaged.
+    It costs one listing for each store. No manifest is read, so the checkpoints may be damaged. Stores that are away
+    are waited for at once, because each of them may have the newest checkpoint.
     """
-    found = []
-    for store in stores:
-        for key in store.list("step-"):
-            folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
-            step_and_attempt = parse_folder(folder)
-            if name == MANIFEST and step_and_attempt is not None:
-                found.append(Checkpoint(*step_and_attempt, store))
+    found = itertools.chain.from_iterable(in_parallel(_checkpoints_in, stores))
     return sorted(found, key=lambda checkpoint: (-checkpoint.step, -checkpoint.attempt))
+
+
+def _checkpoints_in(store: Store, prefix: str = "step-") -> list[Checkpoint]:
+    found = []
+    for key in store.list(prefix):
+        folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
+        step_and_attempt = parse_folder(folder)
+        if name == MANIFEST and step_and_attempt is not None:
+            found.append(Checkpoint(*step_and_attempt, store))
+    return found
+
+
+def copies_of_each(found: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
+    """Group neighbouring checkpoints of one step and attempt, which are copies in several stores."""
+    groups = itertools.groupby(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
+    return [list(copies) for _, copies in groups]
+
+
+def tries(copies: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, float]]:
+    """Yield the copies of a checkpoint in the order in which to read them, each with the longest wait in seconds.
+    All come once with a short wait, then with the whole patience of their stores. So a store that is away is waited
+    for only if no other one has a good copy.
+    """
+    if len(copies) > 1:
+        for copy in copies:
+            yield copy, FIRST_TRY_S
+    for copy in copies:
+        yield copy, math.inf
+
+
+def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:
+    """Return the checkpoints of one step, those of the newest start first; copies in the order of the stores.
+    A store that is away is left out, unless no other store has such a checkpoint: then it is waited for.
+    """
+    found: list[Checkpoint] = []
+    away: list[Store] = []
+    for store in stores:
+        try:
+            with store.patience.at_most(FIRST_TRY_S):
+                found += _checkpoints_in(store, f"step-{step:08d}-")
+        except StorageLost:
+            away.append(store)
+    if not found:
+        found = [checkpoint for checkpoint in checkpoints(away) if checkpoint.step == step]
+    return sorted(found, key=lambda checkpoint: -checkpoint.attempt)

@@ -11,7 +11,7 @@ identity.json does not say which corpus it used, so nothing is compared.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 
@@ -35,36 +35,28 @@ def open_targets(config: Config, patience: Patience | None = None) -> list[Store
 
 def check_targets(config: Config, patience: Patience | None = None) -> None:
     """Write an object to each store of `checkpoint.targets` and delete it: a bad store is found before a run begins.
-    Raises UserError if an object appears in two stores: they are one place with two names, as with a bind mount.
+    Raises UserError if two stores hold one object: they are one place with two names, as with a bind mount.
     The default target is not checked: it is inside the run folder. Call it on rank 0 only.
     """
     if not config.checkpoint.targets:
         return
-    written: list[Store] = []
-    for target in open_targets(config, patience):
-        try:
-            target.discard_unfinished(_WRITE_TEST, lambda key: True)  # of a start that was killed here
-            content = secrets.token_bytes(16)
-            target.write(_WRITE_TEST, content)
-            for earlier in written:
-                if _holds(earlier, content):
-                    target.delete(_WRITE_TEST)
-                    raise UserError(
-                        f"checkpoint.targets: {earlier.url} and {target.url} are the same place; name each place "
-                        f"once, because every checkpoint is written to each of them"
-                    )
-            written.append(target)
-        except StoreError as error:
-            raise type(error)(f"checkpoint.targets: {error}") from None
-    for target in written:
-        target.delete(_WRITE_TEST)
-
-
-def _holds(store: Store, content: bytes) -> bool:
+    targets = open_targets(config, patience)
     try:
-        return store.read(_WRITE_TEST) == content
-    except StoreMissing:
-        return False
+        # A start that was killed here has left an unfinished object.
+        in_parallel(lambda target: target.discard_unfinished(_WRITE_TEST, lambda key: True), targets)
+        for target in targets:  # one after another, because two of them may be one place
+            target.write(_WRITE_TEST, secrets.token_bytes(16))
+        contents = in_parallel(lambda target: target.read(_WRITE_TEST, must_exist=True), targets)
+        in_parallel(lambda target: target.delete(_WRITE_TEST), targets)
+    except StoreError as error:
+        raise type(error)(f"checkpoint.targets: {error}") from None
+    for number, content in enumerate(contents):
+        first = contents.index(content)
+        if first != number:
+            raise UserError(
+                f"checkpoint.targets: {targets[first].url} and {targets[number].url} are the same place; name each "
+                f"place once, because every checkpoint is written to each of them"
+            )
 
 
 class OtherRun(UserError):
@@ -95,7 +87,7 @@ class Owner:
                 f"of this run, or correct checkpoint.targets in its config.yaml"
             )
 
-    def check_all(self, targets: Iterable[Store]) -> None:
+    def check_all(self, targets: Sequence[Store]) -> None:
         """Raise OtherRun if another run wrote a checkpoint in these stores; skip damaged manifests."""
         for checkpoint in checkpoints(targets):
             try:

@@ -19,13 +19,19 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
+from electra_dist.checkpoint.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    checkpoints_of_step,
+    copies_of_each,
+    tries,
+)
 from electra_dist.checkpoint.checkpoint_stores import Owner
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.retention import best_first, held_out_score
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
 # Called after each checkpoint that was read, with the number read so far and the number to read.
@@ -39,7 +45,7 @@ class ChosenWeights(NamedTuple):
     state: RunState  # run state of the chosen checkpoint; for a mean, of the newest checkpoint in it
     weights: dict[str, torch.Tensor]  # parameter name -> whole fp32 tensor, on the host
     steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; one step if there is no mean
-    damaged: list[str]  # one line for each checkpoint that was passed over because it is damaged
+    damaged: list[str]  # one line for each checkpoint that was passed over: damaged, or a copy that is away
 
 
 def report_nothing(num_read: int, num_to_read: int) -> None:
@@ -128,20 +134,31 @@ def _steps(found: Iterable[Checkpoint]) -> list[int]:
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
-    Returns run state, weights by parameter name, and a line for each damaged checkpoint, which is passed over. Nothing
-    is written. Earlier `targets` are preferred. Raises UserError if there is no good checkpoint.
+    Returns run state, weights by parameter name, and a line for each checkpoint that was passed over, because it is
+    damaged or could not be read and has a copy. Nothing is written. Earlier `targets` are preferred. Raises UserError
+    if there is no good checkpoint.
     """
-    damaged: list[str] = []
-    for checkpoint in checkpoints(targets):
-        if step is not None and checkpoint.step != step:
-            continue
-        try:
-            state, weights = _read_weights(checkpoint)
-        except (TornCheckpoint, StoreMissing) as error:
-            damaged.append(f"checkpoint {checkpoint.url} is damaged: {error}")
-            continue
-        return state, weights, damaged
-    raise _no_checkpoint_error(targets, step, damaged)
+    damaged: dict[Checkpoint, str] = {}
+    found = checkpoints(targets) if step is None else checkpoints_of_step(targets, step)
+    for copies in copies_of_each(found):
+        unreadable: dict[Checkpoint, StoreError] = {}
+        for copy, limit_s in tries(copies):
+            if copy in damaged or (copy in unreadable and not isinstance(unreadable[copy], StoreAway)):
+                continue  # another try would not help
+            unreadable.pop(copy, None)
+            try:
+                with copy.store.patience.at_most(limit_s):
+                    state, weights = _read_weights(copy)
+            except (TornCheckpoint, StoreMissing) as error:
+                damaged[copy] = f"checkpoint {copy.url} is damaged: {error}"
+            except StoreError as error:
+                unreadable[copy] = error
+            else:
+                lines = [f"checkpoint {other.url} could not be read: {error}" for other, error in unreadable.items()]
+                return state, weights, [*damaged.values(), *lines]
+        for store_error in unreadable.values():
+            raise store_error  # an older checkpoint is not what was asked for
+    raise _no_checkpoint_error(targets, step, list(damaged.values()))
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:

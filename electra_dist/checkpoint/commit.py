@@ -13,7 +13,8 @@ of the checkpoint that the older attempt then commits. The next load finds that 
 one, which still exists because the second check prevented its deletion.
 
 Limits: only rank 0, or a command outside the run, calls these functions. At ZeRO stages 1 and 2, a commit reads the
-header of every file, 16 at a time (docs/cluster.md).
+header of every file, 16 at a time (docs/cluster.md). A start needs every target: if it took no number in one that is
+away, an older start could go on to commit there. All targets are waited for at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, parse_folder
@@ -32,7 +33,7 @@ from electra_dist.errors import OtherNumerics, StoreError, StoreMissing, UserErr
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
 
-FILES_TIMEOUT_S = 1800.0  # how long rank 0 waits for the files of the other ranks
+FILES_TIMEOUT_S = 1800.0  # how long rank 0 waits for the files of the other ranks, besides their waits for storage
 _POLL_S = 0.02  # first pause between two listings; it doubles with each
 _LONGEST_POLL_S = 1.0
 _ATTEMPTS = "attempts/"
@@ -62,12 +63,11 @@ def begin_attempt(
     """
     document = _attempt_document(run)
     for _ in range(_MOST_TRIES):
-        newest_numbers = [newest_attempt(target) for target in targets]
-        for target, newest in zip(targets, newest_numbers):
-            found_document = target.read(_attempt_key(newest)) if newest else document
-            if found_document != document:
+        newest_starts = in_parallel(_newest_start, targets)
+        for target, (_, found_document) in zip(targets, newest_starts):
+            if found_document not in (b"", document):
                 _check_older_run(target, found_document, older_runs, accept_new_numerics)
-        attempt = max(newest_numbers) + 1
+        attempt = 1 + max(number for number, _ in newest_starts)
         # Another start may take the same number at the same time; on each target only one of them creates the file.
         # It may be of another run, so the one that comes too late looks again.
         if _take_number(targets, attempt, document):
@@ -79,13 +79,21 @@ def begin_attempt(
             f"there each time although no listing had shown it; name each place once in checkpoint.targets, and move "
             f"away what is no file of a start in {_ATTEMPTS}"
         )
-    for target in targets:
-        check_exclusive(target, _attempt_key(attempt), document)
-    for target in targets:
+    in_parallel(lambda target: check_exclusive(target, _attempt_key(attempt), document), targets)
+
+    def clean(target: Store) -> None:
         sweep(target, attempt)
         # A start that was killed when it was about to take this number has left its temporary file.
         target.discard_unfinished(_attempt_key(attempt), lambda key: True)
+
+    in_parallel(clean, targets)
     return attempt
+
+
+def _newest_start(target: Store) -> tuple[int, bytes]:
+    """Return the number of the newest start in a target and the content of its file; (0, b"") if there was none."""
+    number = newest_attempt(target)
+    return number, target.read(_attempt_key(number)) if number else b""
 
 
 def _check_older_run(
@@ -194,14 +202,15 @@ def is_older(key: str, attempt: int) -> bool:
     return folder_attempt < attempt
 
 
-def commit(target: Store, state: RunState, saved_at: str) -> None:
+def commit(target: Store, state: RunState, saved_at: str, on_progress: Callable[[], None] = lambda: None) -> None:
     """Commit a checkpoint on one target: wait for the files of all ranks, then create the manifest.
     For rank 0 only, which may call it again after a failure. `saved_at` is UTC in ISO 8601, the same in all targets.
-    Raises Fenced if a newer start exists or another process has written to the folder, TimeoutError after
-    `FILES_TIMEOUT_S` or when the run ends, and TornCheckpoint if the files do not hold every parameter once.
+    `on_progress` is called after each look at the target. Raises Fenced if a newer start exists or another process has
+    written to the folder, TimeoutError if a rank needs longer than `FILES_TIMEOUT_S` and the patience of the target,
+    or when the run ends, and TornCheckpoint if the files do not hold every parameter once.
     """
     checkpoint = Checkpoint(state.step, state.attempt, target)
-    files = _wait_for_files(checkpoint, state.world_size)
+    files = _wait_for_files(checkpoint, state.world_size, on_progress)
     ranges = None if state.is_divided_evenly else _read_ranges(checkpoint, files, state)
     manifest = Manifest(saved_at=saved_at, state=state, files=files, ranges=ranges)
     manifest.check_coverage()
@@ -219,11 +228,12 @@ def _two_writers(checkpoint: Checkpoint, action: str) -> Fenced:
     )
 
 
-def _wait_for_files(checkpoint: Checkpoint, world_size: int) -> tuple[FileEntry, ...]:
+def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callable[[], None]) -> tuple[FileEntry, ...]:
     """Wait until a listing shows the whole file of every rank; return the files in the order of the ranks.
     A shared file system may show an earlier size for a while. Such a file is not yet counted.
     """
-    deadline = time.monotonic() + FILES_TIMEOUT_S
+    limit_s = FILES_TIMEOUT_S + checkpoint.store.patience.limit_s  # the other ranks may wait for their storage first
+    deadline = time.monotonic() + limit_s
     poll_s = _POLL_S
     while True:
         files_of_ranks: dict[int, list[FileEntry]] = defaultdict(list)
@@ -233,13 +243,14 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int) -> tuple[FileEntry,
                 files_of_ranks[file.rank].append(file)
         if any(len(files) > 1 for files in files_of_ranks.values()) or max(files_of_ranks, default=0) >= world_size:
             raise _two_writers(checkpoint, "written its files into this start's folder")
+        on_progress()
         missing_ranks = set(range(world_size)) - set(files_of_ranks)
         if not missing_ranks:
             return tuple(files_of_ranks[rank][0] for rank in range(world_size))
         if time.monotonic() > deadline or checkpoint.store.patience.is_abandoned:
             raise TimeoutError(
                 f"checkpoint {checkpoint.url} was not committed: the file of rank {min(missing_ranks)} was not "
-                f"written within {FILES_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in "
+                f"written within {limit_s:.0f} s, or before the run ended; look for the error of that rank in "
                 f"the output"
             )
         time.sleep(poll_s)

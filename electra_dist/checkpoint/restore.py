@@ -7,11 +7,11 @@ another target (a store that receives every checkpoint), then the next older one
 If there are checkpoints and none is good, the run ends instead of beginning again; only after a rollback that has
 discarded all of them, it begins again at step 0. No pickle is read.
 
-A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
-copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
+A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. A
+target that is away is waited for as long as its patience allows, but not before the copies in all other targets were
+tried. If no copy can be read, the run ends with the store's error instead of losing steps.
 
-Limits: a target that is away is waited for, as long as the patience of its store allows, before its copy in another
-target is tried.
+Limits: the listing at the beginning waits for every target, because one that is away may have the newest checkpoint.
 
 Cost: at stages 1 to 3 the ranks together read the checkpoint once, except that each rank that holds a part of a stored
 tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint.
@@ -19,12 +19,20 @@ tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, WITHDRAWN, Checkpoint, checkpoints
+from electra_dist.checkpoint.checkpoint import (
+    SET_ASIDE,
+    SET_ASIDE_REASON,
+    WITHDRAWN,
+    Checkpoint,
+    checkpoints,
+    copies_of_each,
+    tries,
+)
 from electra_dist.checkpoint.checkpoint_stores import Owner
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
@@ -54,51 +62,80 @@ class _Fault(NamedTuple):
     is_away: bool = False  # whether the store may be readable again within minutes
 
 
+class Loaded(NamedTuple):
+    """What `load_newest` has found, besides the values that it has written into the fragments."""
+
+    state: RunState | None  # None if the run begins at step 0
+    set_aside: list[str]  # a line for the log about each checkpoint that was set aside
+    notes: list[str]  # a line for the log about each target that could not be read and has a copy elsewhere
+
+
 def load_newest(
     targets: Sequence[Store],
     fragments: Sequence[Fragment],
     expected: RunState,
     older_identities: Collection[str] = (),
     stopped: Collection[int] = (),
-) -> tuple[RunState | None, list[str]]:
+) -> Loaded:
     """Load the newest good checkpoint into the views of `fragments`, this rank's part of the state. Collective.
-    Returns its run state, and a line for each checkpoint that was set aside. The state is None, and the run begins at
-    step 0, if there is no checkpoint or a rollback has discarded all. `older_identities` are digests of this run's
-    identity with older numerics (rounding, random draws) that the user has accepted. `stopped` are the skipped steps
-    that the loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other
-    difference in skipped steps is an error.
+    The run begins at step 0 if there is no checkpoint or a rollback has discarded all. `older_identities` are digests
+    of this run's identity with older numerics (rounding, random draws) that the user has accepted. `stopped` are the
+    skipped steps that the loss guard or a rollback chose: a checkpoint that was trained on one is discarded, and any
+    other difference in skipped steps is an error.
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StorageLost, on all ranks, if a later start may read it.
     """
-    rejected: list[tuple[Checkpoint, _Fault]] = []  # each checkpoint that cannot be used, and why
-    unreadable: Checkpoint | None = None
-    unreadable_fault: _Fault | None = None
-    for checkpoint in _candidates(targets):
-        if unreadable is not None and not checkpoint.is_copy_of(unreadable):
-            break  # no further target has a copy; an older checkpoint would lose steps
-        state, own_fault = _read_own_part(checkpoint, fragments, expected, older_identities, stopped)
-        # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
-        own_fields: list[Any] | None = None if own_fault is None else list(own_fault)
-        faults = [_Fault(*fields) for fields in gather(own_fields) if fields is not None]
-        if not faults:
-            assert state is not None
-            return state, [_set_aside(unusable, fault, checkpoint) for unusable, fault in rejected]
-        damages = [fault for fault in faults if fault.proves_damage]
-        if damages:
-            rejected.append((checkpoint, damages[0]))
-        else:
-            unreadable = checkpoint
-            unreadable_fault = faults[0]
-    if unreadable_fault is not None:
-        error_class = StorageLost if unreadable_fault.is_away else StoreError
-        raise error_class(unreadable_fault.text)
-    if not all(fault.is_discarded for _, fault in rejected):
+    rejected: dict[Checkpoint, _Fault] = {}  # damaged or discarded checkpoints
+    for copies in _candidates(targets):
+        unreadable: dict[Checkpoint, _Fault] = {}
+        for copy, limit_s in tries(copies):
+            if copy in rejected or (copy in unreadable and not unreadable[copy].is_away):
+                continue  # another try would not help
+            state, fault = _read(copy, limit_s, fragments, expected, older_identities, stopped)
+            unreadable.pop(copy, None)
+            if fault is None:
+                assert state is not None
+                notes = [
+                    f"{other.url} could not be read: {reason.text}; its copy in {copy.store.url} is used"
+                    for other, reason in unreadable.items()
+                ]
+                set_aside = [_set_aside(unusable, reason, copy) for unusable, reason in rejected.items()]
+                return Loaded(state, set_aside, notes)
+            if fault.proves_damage:
+                rejected[copy] = fault
+            else:
+                unreadable[copy] = fault
+        for fault in sorted(unreadable.values(), key=lambda fault: not fault.is_away):
+            # An older checkpoint would lose steps.
+            error_class = StorageLost if fault.is_away else StoreError
+            raise error_class(fault.text)
+    if not all(fault.is_discarded for fault in rejected.values()):
         raise _none_is_good(rejected)
-    return None, [_set_aside(discarded, fault, None) for discarded, fault in rejected]
+    return Loaded(None, [_set_aside(discarded, fault, None) for discarded, fault in rejected.items()], [])
 
 
-def _candidates(targets: Sequence[Store]) -> list[Checkpoint]:
-    """Return the checkpoints that rank 0 finds in the targets, in the order in which a load tries them. Collective."""
+def _read(
+    checkpoint: Checkpoint,
+    limit_s: float,
+    fragments: Sequence[Fragment],
+    expected: RunState,
+    older_identities: Collection[str],
+    stopped: Collection[int],
+) -> tuple[RunState | None, _Fault | None]:
+    """Read a checkpoint on all ranks; wait for its target at most `limit_s` seconds. Collective.
+    Returns its run state and None, or the fault that all ranks judge it by, a damage before any other.
+    """
+    with checkpoint.store.patience.at_most(limit_s):
+        state, own_fault = _read_own_part(checkpoint, fragments, expected, older_identities, stopped)
+    # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
+    own_fields: list[Any] | None = None if own_fault is None else list(own_fault)
+    faults = [_Fault(*fields) for fields in gather(own_fields) if fields is not None]
+    damages = [fault for fault in faults if fault.proves_damage]
+    return state, next(iter(damages + faults), None)
+
+
+def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
+    """Return the checkpoints that rank 0 finds, newest first, each with its copies in all targets. Collective."""
 
     def find() -> list[list[int]]:
         return [
@@ -106,7 +143,7 @@ def _candidates(targets: Sequence[Store]) -> list[Checkpoint]:
             for checkpoint in checkpoints(targets)
         ]
 
-    return [Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)]
+    return copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)])
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
@@ -198,8 +235,8 @@ def _set_aside(unusable: Checkpoint, fault: _Fault, used: Checkpoint | None) -> 
     return line if fault.is_discarded else f"{line}; check the disk or the storage service if this happens again"
 
 
-def _none_is_good(rejected: Sequence[tuple[Checkpoint, _Fault]]) -> UserError:
-    faults = "; ".join(f"{checkpoint.url}: {fault.text}" for checkpoint, fault in rejected)
+def _none_is_good(rejected: Mapping[Checkpoint, _Fault]) -> UserError:
+    faults = "; ".join(f"{checkpoint.url}: {fault.text}" for checkpoint, fault in rejected.items())
     return UserError(
         f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
         f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "

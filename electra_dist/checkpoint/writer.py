@@ -3,7 +3,8 @@
 Guarantee: if any process is killed at any moment, the newest committed checkpoint in every target is complete. A
 target is a store (a folder or a bucket) that receives every checkpoint. Each target is served by a thread of its own,
 which stores this rank's file and, on rank 0, commits; so a target that is full or away holds up no other.
-`CheckpointWriter.on_commit` is called when all targets have the checkpoint. Another thread then deletes old
+`CheckpointWriter.on_commit` is called when all targets have the checkpoint. Of the errors of several targets, `Fenced`
+is raised first, because it says that this process must not write any more. Another thread then deletes old
 checkpoints; the next save may begin while it does. An error of a deletion hides no error of a save.
 
 Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. At most one
@@ -23,11 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import overload
 
 import torch
+from typing_extensions import override
 
 from electra_dist.checkpoint.checkpoint import Checkpoint
-from electra_dist.checkpoint.commit import commit
+from electra_dist.checkpoint.commit import Fenced, commit
 from electra_dist.checkpoint.manifest import KINDS, RunState
 from electra_dist.checkpoint.retention import HeldOutScore, retain
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
@@ -61,14 +64,15 @@ class CheckpointWriter:
         self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
         """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
         self.before_commit: Callable[[], None] = lambda: None
-        """Called on rank 0 before the commit in each target, by one thread at a time; it waits for its own storage."""
+        """Called on rank 0 once in each save, by its thread, before any commit; it waits for its own storage."""
         self.on_wait: Callable[[float], None] = lambda seconds: None
-        """Called about every second while `wait` waits, with the seconds waited so far."""
+        """Called about every second while `wait` or `close` waits, with the seconds since a piece of a file was taken
+        for its target or rank 0 has last looked for the files of the other ranks."""
         self._buffer: torch.Tensor | None = None
         self._save: _Task | None = None
         self._deletion: _Task | None = None  # of old checkpoints, on rank 0
         self._scores: dict[Checkpoint, HeldOutScore] = {}  # on held-out rows, for `retain`
-        self._one_at_a_time = threading.Lock()  # for `before_commit`
+        self._last_progress = 0.0  # of the save or deletion that goes on, by `time.monotonic`
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
         """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
@@ -93,8 +97,16 @@ class CheckpointWriter:
         tensors = self._copy_to_host(fragments)
         copy_end = time.perf_counter()
         timing = SaveTiming(wait_s=copy_begin - wait_begin, stall_s=copy_end - copy_begin)
+        self._note_progress()
         self._save = _Task(lambda: self._store(state, tensors, timing), "checkpoint")
         return timing
+
+    def _note_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _wait_for(self, task: _Task) -> None:
+        while not task.join(_WAIT_SLICE_S):
+            self.on_wait(time.monotonic() - self._last_progress)
 
     def wait(self) -> None:
         """Wait until no save is in flight. If it has failed, raise its error (once); else that of a failed deletion.
@@ -102,7 +114,7 @@ class CheckpointWriter:
         The deletion of old checkpoints may still go on.
         """
         if self._save is not None:
-            self._save.join(self.on_wait)
+            self._wait_for(self._save)
             self._save.raise_error()
         if self._deletion is not None:
             self._deletion.raise_error()
@@ -118,11 +130,11 @@ class CheckpointWriter:
         save = self._save
         self._save = None  # a second call raises nothing
         if save is not None:
-            save.join(self.on_wait)
+            self._wait_for(save)
         deletion = self._deletion  # the end of the save may have begun it
         self._deletion = None
         if deletion is not None:
-            deletion.join(self.on_wait)
+            self._wait_for(deletion)
         self._buffer = None
         for task in (save, deletion):
             if task is not None:
@@ -161,14 +173,16 @@ class CheckpointWriter:
         file = TensorFile(self._rank, tensors)
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
 
-        def save_to(target: Store) -> None:
-            target.write_pieces(Checkpoint(state.step, state.attempt, target).key(file.entry.name), file.pieces)
-            if self._rank == 0:
-                with self._one_at_a_time:
-                    self.before_commit()
-                commit(target, state, saved_at)
+        if self._rank == 0:
+            self.before_commit()
 
-        in_parallel(save_to, self._targets)
+        def save_to(target: Store) -> None:
+            pieces = _ReportedPieces(file.pieces, self._note_progress)
+            target.write_pieces(Checkpoint(state.step, state.attempt, target).key(file.entry.name), pieces)
+            if self._rank == 0:
+                commit(target, state, saved_at, self._note_progress)
+
+        _in_all(self._targets, save_to)
         if self._rank == 0:
             self.on_commit(state, timing, time.perf_counter() - begin)
             if self._deletion is not None:
@@ -177,10 +191,12 @@ class CheckpointWriter:
             self._deletion = _Task(lambda: self._delete_old(state.attempt), "checkpoint-deletion")
 
     def _delete_old(self, attempt: int) -> None:
+        self._note_progress()
+
         def delete_in(target: Store) -> None:
             retain(target, self._policy, self._rollback_steps, attempt, self._scores)
 
-        in_parallel(delete_in, self._targets)  # a target that is away holds up no other
+        _in_all(self._targets, delete_in)  # a target that is away holds up no other
 
 
 class _Task:
@@ -197,19 +213,53 @@ class _Task:
         except BaseException as error:  # noqa: BLE001  (`raise_error` raises it in the training thread)
             self.error = error
 
-    def join(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
-        """Wait for the end; call `on_wait` about every second with the seconds waited so far."""
-        begin = time.perf_counter()
-        self._thread.join(_WAIT_SLICE_S)
-        while self._thread.is_alive():
-            on_wait(time.perf_counter() - begin)
-            self._thread.join(_WAIT_SLICE_S)
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, at most `timeout_s` seconds (None: without a limit); return whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def raise_error(self) -> None:
         error = self.error
         self.error = None
         if error is not None:
             raise error
+
+
+class _ReportedPieces(Sequence[bytes | memoryview]):
+    """Pieces of a file; calls `on_take` whenever a store takes one of them."""
+
+    def __init__(self, pieces: Sequence[bytes | memoryview], on_take: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._on_take = on_take
+
+    @override
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, number: int) -> bytes | memoryview: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[bytes | memoryview]: ...
+    @override
+    def __getitem__(self, number: int | slice) -> bytes | memoryview | Sequence[bytes | memoryview]:
+        self._on_take()
+        return self._pieces[number]
+
+
+def _in_all(targets: Sequence[Store], function: Callable[[Store], None]) -> None:
+    """Call a function for all targets at once; raise the first error, but `Fenced` before any other."""
+
+    def error_of(target: Store) -> Exception | None:
+        try:
+            function(target)
+        except Exception as error:  # noqa: BLE001  (one of them is raised below)
+            return error
+        return None
+
+    errors = [error for error in in_parallel(error_of, targets) if error is not None]
+    fences = [error for error in errors if isinstance(error, Fenced)]
+    for error in fences + errors:
+        raise error
 
 
 def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:

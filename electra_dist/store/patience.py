@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import random
 import sys
 import threading
@@ -93,6 +94,7 @@ class Patience:
         self._key = key
         self._owner = threading.get_ident()
         self._lock = threading.Lock()
+        self._limits: dict[int, float] = {}  # acting thread -> seconds, in a block of `at_most`
         self._reasons: dict[int, str] = {}  # thread that waits, if that is shown -> first failure of its operation
         self._owners_threads: set[int] = set()  # threads of `_reasons` that the owner waits for
         self._began = 0.0  # when the first of the present waits began
@@ -130,6 +132,20 @@ class Patience:
                     return operation()
                 except Exception as error:  # noqa: BLE001  (it is raised again if no wait helps)
                     outage.wait_after(error)
+
+    @contextlib.contextmanager
+    def at_most(self, limit_s: float) -> Iterator[None]:
+        """Wait at most `limit_s` seconds in a `with` block, in this thread and in those of `in_parallel` for it."""
+        thread = acting_thread()
+        self._limits[thread] = limit_s
+        try:
+            yield
+        finally:
+            del self._limits[thread]
+
+    def limit_now_s(self) -> float:
+        """Return for how many seconds this thread waits at most now."""
+        return min(self.limit_s, self._limits.get(acting_thread(), math.inf))
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
@@ -244,7 +260,7 @@ class Patience:
                 self._began = self._clock()
                 self._last_beat = 0.0
         if is_first:
-            self._note(f"waiting up to {self.limit_s:g} s for storage: {reason}")
+            self._note(f"waiting up to {self.limit_now_s():g} s for storage: {reason}")
         return True
 
     def _end_wait(self, is_back: bool) -> None:
@@ -318,7 +334,7 @@ class Outage:
         # Give up.
         waited_s = patience._clock() - self._since
         has_no_try_left = patience.pace.tries is not None and num_failures >= patience.pace.tries
-        remaining_s = patience.limit_s - waited_s
+        remaining_s = patience.limit_now_s() - waited_s
         if patience.is_abandoned or remaining_s < _LEAST_PAUSE_S or has_no_try_left:
             raise self._lost(waited_s) from None
 
@@ -337,8 +353,9 @@ class Outage:
     def _lost(self, waited_s: float) -> StorageLost:
         patience = self._patience
         text = str(self._first)
-        if patience.limit_s > 0:
-            limit = f" ({patience._key} {patience.limit_s:g})" if patience._key else ""
+        limit_s = patience.limit_now_s()
+        if limit_s > 0:
+            limit = f" ({patience._key} {limit_s:g})" if patience._key and limit_s == patience.limit_s else ""
             text = f"{self._first}; storage was waited for {waited_s:.0f} s{limit}"
         return StorageLost(text, patience, str(self._first))
 

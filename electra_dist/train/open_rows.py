@@ -43,7 +43,7 @@ def open_loader(
         world_size=dist.get_world_size(),
         start_step=state.step,
         skip_steps=state.skips.steps,
-        on_wait=lambda waited_s: monitor.waits_in_silence(waited_s, f"rows of {corpora.url}", _SILENT_READ_S),
+        on_wait=lambda waited_s: monitor.waits_for_thread(waited_s, f"rows of {corpora.url}", _SILENT_READ_S),
     )
 
 

@@ -57,7 +57,7 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
-_SILENT_SAVE_S = 60.0  # a longer wait for the previous checkpoint is reported as a wait for storage
+_SILENT_SAVE_S = 60.0  # a save without progress for longer is reported as a wait for storage
 _SPACE_EVERY_S = 60.0  # seconds between two checks of the disk space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
@@ -102,13 +102,14 @@ class Trainer:
             inputs.accept_new_numerics,
             self.patience,
         )
-        self.checkpointer.writer.on_wait = lambda waited_s: monitor.waits_in_silence(
-            waited_s, "the previous checkpoint", _SILENT_SAVE_S
+        self.checkpointer.writer.on_wait = lambda silent_s: monitor.waits_for_thread(
+            silent_s, "the previous checkpoint", _SILENT_SAVE_S
         )
         monitor.began(self.checkpointer.attempt)
         is_first_round = build_s is not None
         self.schedules = Schedules(config.objective, config.train.num_steps)
-        self.restored, set_aside = self.checkpointer.restore(pristine=is_first_round)
+        loaded = self.checkpointer.restore(pristine=is_first_round)
+        self.restored = loaded.state
         self.state = TrainState.after(self.restored, config.guard, skips)
         setup_s = dict(build_s) if build_s is not None else {}
         setup_s["restore"] = time.perf_counter() - begin
@@ -118,7 +119,7 @@ class Trainer:
         self.reporter: Reporter | None = None  # rank 0 only
         hosts = gather(node_name())
         if dist.get_rank() == 0:
-            self.reporter = self._open_reporter(set_aside, notes, hosts)
+            self.reporter = self._open_reporter(loaded.set_aside, [*notes, *loaded.notes], hosts)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
                 self.patience.call(skips.write)
@@ -232,6 +233,7 @@ class Trainer:
                 if flags.stop:
                     from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
+                    self.monitor.beat("checkpoint", step)
                     self.checkpointer.close()
                     first, stopped = skip_for_rollback(self.config, state.skips)
                     if self.reporter:

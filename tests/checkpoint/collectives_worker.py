@@ -71,7 +71,7 @@ def measure(folder: Path, num_ranks: int) -> dict[str, dict[str, int]]:
     many_ranks.save(service, small.state_at(10, world_size=num_ranks))
     after_save = dict(counts)
     fragments = small.share(small.empty(), 0, num_ranks)
-    found, notes = load_newest([store], fragments, small.state_at(0, world_size=num_ranks))
+    found, notes, _ = load_newest([store], fragments, small.state_at(0, world_size=num_ranks))
     assert found is not None
     assert found.step == 10
     assert notes == []

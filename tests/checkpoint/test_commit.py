@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support import s3_server
 from support.checkpoints import checkpoint_in, committed, folder_name, verify
 
 from electra_dist.checkpoint import commit as commit_module
+from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.retention import retain
@@ -22,6 +24,7 @@ from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 
@@ -31,6 +34,26 @@ def test_attempt_numbers_increase_over_all_targets(two_targets: list[Store]) -> 
     assert begin_attempt(two_targets[1:], RUN) == 2
     assert begin_attempt(two_targets, RUN) == 3
     assert begin_attempt(two_targets[:1], RUN) == 4
+
+
+def test_a_start_waits_for_all_targets_at_once(tmp_path: Path) -> None:
+    """One after another, two targets that are away were waited for twice as long."""
+    both_are_listed = threading.Barrier(2, timeout=30.0)
+
+    class Away(LocalStore):
+        is_first = True
+
+        def list(self, prefix: str = "") -> list[str]:
+            if self.is_first:
+                self.is_first = False
+                both_are_listed.wait()
+            return super().list(prefix)
+
+    targets: list[Store] = [Away(tmp_path / name) for name in ("a", "b")]
+    assert begin_attempt(targets, RUN) == 1
+    for target in targets:
+        target.is_first = True  # type: ignore[attr-defined]
+    assert checkpoints(targets) == []
 
 
 def test_concurrent_starts_get_different_attempt_numbers(target: Store) -> None:
@@ -201,6 +224,28 @@ def test_commit_without_the_file_of_a_rank_fails_naming_the_rank(
     with pytest.raises(TimeoutError, match="the file of rank 1 was not written"):
         writer.close()
     assert committed(target) == []
+
+
+def test_rank_0_waits_for_files_for_as_long_as_other_ranks_wait_for_their_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def store_file_of(rank: int) -> CheckpointWriter:
+        writer = CheckpointWriter([target], rank, small.KEEP_ALL)
+        writer.save(small.state_at(10), small.share(small.content(10), rank, 2))
+        return writer
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 500.0
+        if now == 2500.0:  # FILES_TIMEOUT_S is over
+            store_file_of(1).close()
+
+    monkeypatch.setattr(commit_module, "time", types.SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    target = LocalStore(tmp_path, Patience(900.0))
+    store_file_of(0).close()
+    assert len(committed(target)) == 1
 
 
 def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(target: Store, tmp_path: Path) -> None:

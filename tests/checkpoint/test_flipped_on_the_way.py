@@ -34,7 +34,7 @@ def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     with running_faults(s3.endpoint_url, plan) as proxy:
         far = open_store(target.url, proxy.endpoint_url, Patience(60.0, pace=PAUSES))
         values = small.empty()
-        state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+        state, notes, _ = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 5
     assert notes == []
     assert small.equal(values, small.content(5))
@@ -60,7 +60,7 @@ def test_a_checkpoint_with_the_same_damage_at_every_read_is_set_aside(
     draw = plan.draw
     monkeypatch.setattr(plan, "draw", lambda method, path: (draw(method, path)[0], 0.5))  # always the same byte
     values = small.empty()
-    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    state, notes, _ = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 5
     assert len(notes) == 1 and "step 5 is used instead" in notes[0]
     assert small.equal(values, small.content(5))
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_wrong_in_another_way_at_every_read_is_not_set_asid
         load_newest([far], small.share(small.empty(), 0, 1), small.state_at(0))
     plan.rate = 0.0
     values = small.empty()
-    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    state, notes, _ = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 6
     assert notes == []
     assert small.equal(values, small.content(6))
@@ -93,7 +93,7 @@ def test_a_wrong_body_that_lasts_longer_than_five_immediate_readings_is_waited_f
     timer = threading.Timer(0.3, lambda: setattr(plan, "rate", 0.0))
     timer.start()
     values = small.empty()
-    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    state, notes, _ = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     timer.join()
     assert state is not None and state.step == 6
     assert notes == []

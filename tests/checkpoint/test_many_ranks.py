@@ -133,7 +133,7 @@ def test_a_checkpoint_of_any_number_of_ranks_is_read_whole(world_size: int, tmp_
         writer.close()
     assert {key for key in target.list() if key.endswith(".json")} == {f"{FOLDER}/manifest.json"}
     loaded = small.empty()
-    found, notes = load_newest([target], small.share(loaded, 0, 1), state_of(1, zero_stage, step=0))
+    found, notes, _ = load_newest([target], small.share(loaded, 0, 1), state_of(1, zero_stage, step=0))
     assert found == state_of(world_size, zero_stage)
     assert notes == []
     assert small.equal(loaded, values)
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int,
     small.damage(targets[0], small.file_of(targets[0], 10), at)
     assert len(verify(targets[0], FOLDER)[1]) == 1
     values = small.empty()
-    found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0))
+    found, notes, _ = load_newest(targets, small.share(values, 0, 1), small.state_at(0))
     assert found is not None
     assert found.step == 10
     assert small.equal(values, small.content(10))

@@ -15,17 +15,18 @@ from electra_dist.checkpoint.checkpoint import SET_ASIDE
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import MANIFEST, RunState
 from electra_dist.checkpoint.restore import load_newest, set_all_aside
-from electra_dist.errors import StoreError, StoreExhausted, UserError
+from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 
 
 def load(targets: list[Store], **expected: object) -> tuple[RunState | None, list[str], small.Content]:
     """Load on one rank; return the loaded state, the notes and the values. `expected` replaces fields of the state."""
     values = small.empty()
-    found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0, **expected))
-    return found, notes, values
+    found, set_aside, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0, **expected))
+    return found, [*set_aside, *notes], values
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -151,7 +152,7 @@ def test_checkpoints_that_a_rollback_has_discarded_let_the_run_begin_again_unles
         load_newest(two_targets, fragments, expected, stopped={5, 6})  # the user skips step 7
     for target, manifest, content in zip(two_targets, manifests, contents):
         target.write(manifest, content)
-    found, notes = load_newest(two_targets, fragments, expected, stopped={5, 6, 7})
+    found, notes, _ = load_newest(two_targets, fragments, expected, stopped={5, 6, 7})
     assert found is None and len(notes) == 4 and "so 20 steps are repeated" in notes[0]
     assert [committed(target) for target in two_targets] == [[], []]
 
@@ -169,10 +170,97 @@ def test_checkpoint_that_cannot_be_read_is_taken_from_the_other_target_and_never
     for step in (10, 20):
         small.save([open_store(target.url) for target in targets], step)
     found, notes, _ = load(targets)
-    assert found == small.state_at(20) and notes == []  # read from the other target
+    assert found == small.state_at(20)
+    assert len(notes) == 1
+    assert f"{targets[0].url}/{folder_name(20, 1)} could not be read" in notes[0]
+    assert f"its copy in {targets[1].url} is used" in notes[0]
     with pytest.raises(StoreError, match="failed 30 times"):
         load(targets[:1])
     assert len(committed(targets[0])) == 2  # nothing is set aside
+
+
+class Away(LocalStore):
+    """Store that can be listed, and of which nothing can be read while it is away; it waits then."""
+
+    is_away = True
+    on_read: Callable[[], None] = staticmethod(lambda: None)
+
+    def _wait(self) -> None:
+        def check() -> None:
+            self.on_read()
+            if self.is_away:
+                raise StoreAway(f"{self.url}: no answer in time; check the mount")
+
+        self.patience.call(check)
+
+    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+        self._wait()
+        return super().read(key)
+
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+        self._wait()
+        return super().read_range(key, start, length)
+
+
+@pytest.fixture
+def away_and_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Away, LocalStore]:
+    """A target that is away, with a patience of 10 minutes, and one that answers; both have the steps 10 and 20."""
+    monkeypatch.setattr("electra_dist.checkpoint.checkpoint.FIRST_TRY_S", 0.1)
+    patience = Patience(600.0, lambda line: None)
+    away, good = Away(tmp_path / "away", patience), LocalStore(tmp_path / "good", patience)
+    for step in (10, 20):
+        small.save([LocalStore(tmp_path / "away"), good], step)
+    return away, good
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_target_that_is_away_is_not_waited_for_while_another_has_a_good_copy(
+    away_and_good: tuple[Away, LocalStore],
+) -> None:
+    away, good = away_and_good
+    found, notes, values = load([away, good])
+    assert found == small.state_at(20) and small.equal(values, small.content(20))
+    assert len(notes) == 1 and f"{away.url}/{folder_name(20, 1)} could not be read: {away.url}: no answer" in notes[0]
+    state, _, lines = assemble([away, good])
+    assert state.step == 20 and "could not be read" in lines[0]
+    assert len(committed(away)) == 2  # nothing is set aside
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_target_that_is_away_is_waited_for_if_no_other_copy_is_good(
+    away_and_good: tuple[Away, LocalStore],
+) -> None:
+    """The older step, which is good in the other target, would lose ten steps."""
+    away, good = away_and_good
+    small.damage(good, small.file_of(good, 20), at=-5)
+    num_reads = 0
+
+    def come_back() -> None:
+        nonlocal num_reads
+        num_reads += 1
+        away.is_away = num_reads < 8  # the first try ends sooner
+
+    away.on_read = come_back
+    found, notes, _ = load([away, good])
+    assert found == small.state_at(20)
+    assert len(notes) == 1 and f"{good.url}/{folder_name(20, 1)} is set aside" in notes[0]
+
+
+def test_a_chosen_step_is_read_from_a_target_that_answers(
+    away_and_good: tuple[Away, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which step is the newest is known only when all targets have answered; a chosen step needs one."""
+    away, good = away_and_good
+
+    class Silent(Away):
+        def list(self, prefix: str = "") -> list[str]:
+            self._wait()
+            return super().list(prefix)
+
+    silent = Silent(Path(away.url), Patience(0.5, lambda line: None))
+    assert assemble([silent, good], 10)[0].step == 10
+    with pytest.raises(StorageLost, match="no answer in time"):
+        assemble([silent, good])
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -15,6 +15,7 @@ from support import checkpoints as small
 from support.checkpoints import committed, folder_name, verify
 
 from electra_dist.checkpoint.chosen_weights import assemble
+from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import StorageLost, StoreAway, StoreError
@@ -164,6 +165,57 @@ def test_nothing_is_committed_before_the_metrics_are_on_the_disk(tmp_path: Path)
     can_sync.set()
     writer.close()
     assert committed(target)
+
+
+def test_the_metrics_are_waited_for_once_and_not_for_each_target(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def refuse() -> None:
+        calls.append(1)
+        raise StorageLost("metrics.jsonl: disk full")
+
+    writer = CheckpointWriter([LocalStore(tmp_path / name) for name in ("a", "b")], 0, small.KEEP_ALL)
+    writer.before_commit = refuse
+    writer.save(small.state_at(10, world_size=1), small.share(small.content(10), 0, 1))
+    with pytest.raises(StorageLost, match="disk full"):
+        writer.close()
+    assert calls == [1]
+
+
+def test_a_fence_is_raised_although_another_target_fails_too(tmp_path: Path) -> None:
+    class Failing(LocalStore):
+        def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+            raise StoreError("access refused")
+
+    fenced = LocalStore(tmp_path / "b")
+    fenced.write("attempts/0002.json", b"")
+    with pytest.raises(Fenced, match="start 2 has replaced it"):
+        begin_save([Failing(tmp_path / "a"), fenced]).close()
+
+
+def test_a_save_that_makes_progress_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is reported by the time since the last piece of a file was taken, so that a slow save is no hang."""
+    now = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("electra_dist.checkpoint.writer.time", clock)
+    monkeypatch.setattr("electra_dist.checkpoint.writer._WAIT_SLICE_S", 0.01)
+    silences: list[float] = []
+    num_slow = 0
+
+    class Slow(LocalStore):
+        def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+            nonlocal now, num_slow
+            for _ in pieces:
+                wait_until(lambda: silences[-1:] == [0.0])
+                now += 100.0
+                wait_until(lambda: silences[-1:] == [100.0])
+                num_slow += 1
+            super().write_pieces(key, pieces)
+
+    writer = begin_save([Slow(tmp_path / "target")])
+    writer.on_wait = silences.append
+    writer.close()
+    assert num_slow > 2
 
 
 def test_the_space_for_the_next_checkpoint_is_compared_with_the_free_space(

@@ -243,7 +243,7 @@ def judged_load(case: DamageCase) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = open_store(str(case.folder))
     values = small.empty()
-    state, notes = load_newest([store], small.share(values, rank, world_size), small.state_at(0))
+    state, notes, _ = load_newest([store], small.share(values, rank, world_size), small.state_at(0))
     usable = [(step, attempt) for step, attempt in SAVED if folder_name(step, attempt) not in case.damaged | case.gone]
     best = max(usable)
     if state is None or (state.step, state.attempt) != best:

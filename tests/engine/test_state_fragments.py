@@ -94,7 +94,7 @@ def save(engine: Engine, folder: Path, step: int) -> None:
 def load(engine: Engine, folder: Path) -> tuple[int | None, list[str]]:
     """Load the newest checkpoint into the engine; return its step (None: there is none) and the notes of the load."""
     fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
-    state, notes = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
+    state, notes, _ = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
     if state is None:
         return None, notes
     publish(engine.optimizer)

@@ -229,6 +229,14 @@ def test_the_end_of_a_run_ends_a_wait_in_the_middle_of_a_request() -> None:
         ends(wait, within_s=10.0)
 
 
+def test_the_end_of_a_run_ends_a_first_try_without_an_answer() -> None:
+    """Such as the request that combines the parts of an upload, whose answer may take ten minutes."""
+    patience = Patience(600.0, note=lambda line: None, pace=Pace(rate_window_s=0.5))
+    threading.Timer(0.1, patience.abandon).start()
+    with pytest.raises(requests.Again, match="the run ends"):
+        ends(lambda: requests.call_within(600.0, lambda: time.sleep(30.0), patience), within_s=10.0)
+
+
 def test_a_name_that_is_not_resolved_at_the_start_is_waited_for_and_said(
     bucket: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,17 +118,20 @@ class RankMonitor:
             self._waits_for_storage = False
             self._heartbeat.beat(self._phase, self._step, self._patience.reason)
 
-    def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
+    def waits_for_thread(self, silent_s: float, subject: str, longest_s: float) -> None:
         """Report in the heartbeat that the training thread waits for the thread that reads rows or writes checkpoints.
 
         If the other thread is known to wait for storage, this is reported at once. Otherwise it may hang in a call to
-        storage, so a wait of more than `longest_s` seconds is reported as a wait for storage. `subject` names what the
-        training thread waits for, such as "the previous checkpoint".
+        storage, so `longest_s` seconds without progress are reported as a wait for storage. `silent_s` is the time
+        since its last progress. `subject` names what the training thread waits for, such as "the previous checkpoint".
         """
         if self._patience.reason:
             self.waits_for_storage(self._patience.reason)
-        elif waited_s > longest_s:
-            self.waits_for_storage(f"{subject}: no progress for {waited_s:.0f} s")
+        elif silent_s > longest_s:
+            self.waits_for_storage(f"{subject}: no progress for {silent_s:.0f} s")
+        elif self._phase != "step":  # in that phase, a heartbeat between two steps would shorten the measured time
+            self._waits_for_storage = False
+            self._heartbeat.beat(self._phase, self._step)
 
     @property
     def step_s(self) -> float | None:

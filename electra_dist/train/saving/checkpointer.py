@@ -16,7 +16,7 @@ from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.repair import copy_to_all
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.restore import Loaded, load_newest
 from electra_dist.checkpoint.retention import retain
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.checkpoint.writer import CheckpointWriter, SaveTiming
@@ -156,27 +156,27 @@ class Checkpointer:
         """Number of this start of the run, from 1. A rollback (return to a checkpoint) also counts as a start."""
         return self._state.attempt
 
-    def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
+    def restore(self, *, pristine: bool) -> Loaded:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        Returns the state of the loaded checkpoint (None if there is none) and log lines. There is a line for each
-        checkpoint that is set aside by renaming its manifest, because it is damaged or a rollback discards it.
-        `pristine` says that the engine still holds the weights with which it was built. Raises UserError if there are
-        checkpoints, but none of them can be used.
+        A checkpoint is set aside (its manifest is renamed) if it is damaged or a rollback discards it. `pristine` says
+        that the engine still holds the weights with which it was built. Raises UserError if there are checkpoints, but
+        none of them can be used.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
-        restored, set_aside = load_newest(
+        loaded = load_newest(
             self._targets, fragments, self._state, self._older_identities.values(), self._skips.stopped
         )
         if self._loss_scale is not None:
-            self._loss_scale.restore(restored.loss_scale if restored else None)
-        if restored is None:
-            if pristine and not set_aside:  # where there are checkpoints, the towers are built without `init_from`
-                return None, set_aside
+            self._loss_scale.restore(loaded.state.loss_scale if loaded.state else None)
+        if loaded.state is None:
+            # Where there are checkpoints, the towers are built without `init_from`.
+            if pristine and not loaded.set_aside:
+                return loaded
             self._initialise(fragments)
         publish(self._optimizer)  # copies the masters to the parameters that the forward pass reads
-        return restored, set_aside
+        return loaded
 
     def _initialise(self, fragments: list[Fragment]) -> None:
         """Set the master weights to their initial values and the moments to zero, to begin again at step 0."""

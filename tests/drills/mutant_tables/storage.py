@@ -264,8 +264,8 @@ STORAGE = (
     Mutant(
         name="checkpoint: a service that replaces files is not noticed",
         file="electra_dist/checkpoint/commit.py",
-        original="        check_exclusive(target, _attempt_key(attempt), document)\n",
-        mutated="        pass\n",
+        original="    in_parallel(lambda target: check_exclusive(target, _attempt_key(attempt), document), targets)\n",
+        mutated="",
         test="tests/checkpoint/test_commit.py::test_a_service_that_replaces_files_instead_of_refusing_is_refused",
     ),
     Mutant(
@@ -350,8 +350,8 @@ STORAGE = (
     Mutant(
         name="checkpoint: an older step is loaded while the newest one cannot be read",
         file="electra_dist/checkpoint/restore.py",
-        original="            break  # no further target",
-        mutated="            pass  # no further target",
+        original="            raise error_class(fault.text)",
+        mutated="            break",
         test="tests/checkpoint/test_restore.py::"
         "test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_be_read",
     ),

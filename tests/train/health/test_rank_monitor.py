@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.real_runs import free_port
+
+from electra_dist.config import ClusterConfig
+from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.train.health.rank_monitor import RankMonitor
 
 COLLECTIVES = """
 import os, sys, time, torch, torch.distributed as dist
@@ -61,3 +66,20 @@ def test_a_collective_fails_after_twice_the_limit_of_its_phase(tmp_path: Path, p
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def test_only_a_save_without_progress_is_reported_as_a_wait_for_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow save renews the heartbeat for as long as it takes; a wait for storage counts from its beginning."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monitor = RankMonitor(tmp_path, ClusterConfig())
+    monitor.beat("checkpoint", 5)
+    [first] = read_heartbeats(tmp_path)
+    phases = []
+    for silent_s in (1.0, 61.0, 1.0):
+        monitor.waits_for_thread(silent_s, "the previous checkpoint", 60.0)
+        [beat] = read_heartbeats(tmp_path)
+        phases.append(beat.phase)
+        assert beat.time > first.time
+    assert phases == ["checkpoint", "storage", "checkpoint"]
