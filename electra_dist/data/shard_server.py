@@ -18,7 +18,6 @@ Limits: the transfer is not encrypted.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import re
 import selectors
@@ -34,6 +33,7 @@ from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import lock_file
 
 _HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
 _SILENT_S = 30.0  # seconds after which an answer of which no byte can be sent is given up
@@ -269,8 +269,8 @@ def _answer_request(connection: _Connection, path: str, served: _ServedCache | N
         _send_head(connection.socket, HTTPStatus.SERVICE_UNAVAILABLE)
         return
     with stream:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError):
+            lock_file(stream, shared=True, wait=False)
         _send_head(connection.socket, HTTPStatus.OK, content_bytes=entry.bytes)
         connection.socket.sendfile(stream)
 

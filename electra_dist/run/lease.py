@@ -1,55 +1,130 @@
 """Take and hold the lease of a run folder, so that only one start of a run at a time trains in it.
 
 Guarantee: of all starts in a folder, on any machines and in any containers, one holds the lease; every other start
-is refused in one line that names the owner. A lease is free at once when it was released, or when its owner was killed
-on this machine. From another machine a killed owner cannot be told from a slow one, so the lease is free after the
-owner has not renewed it for `LEASE_S` seconds. An owner notices within `RENEW_S` seconds that another start has taken
-its lease, or that its run folder was deleted or moved, and ends.
+is refused in one line that names the owner. A lease is free when it was released, when its owner was killed on this
+machine and has not renewed it for `LOCAL_LEASE_S` seconds, or when nobody has renewed it for `LEASE_S` seconds. An
+owner notices within `RENEW_S` seconds that another start has taken its lease, or that its run folder was deleted or
+moved, and ends.
 
-How: a process takes a lease by creating the file of the next number (`lease_file.py`), which only one process can do.
-A waiting process measures by its own clock for how long the owner has not renewed its file, so the clocks of two
-machines are never compared. The owner also locks the file. The kernel drops that lock when the process ends, which
-shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is the owner;
-its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor, rank 0 is the
-owner. Imports no torch.
+How: each lease is a file in RUN/lease, such as 000007.json, which describes its owner. A process takes a lease by
+creating the file of the next number, which only one process can do. The content never changes, so no reader sees half
+a renewal: the owner renews its lease by setting the file's modification time, and releases it by renaming the file to
+000007.released. A waiting process measures by its own clock for how long the owner has not renewed its file, so the
+clocks of two machines are never compared. The owner also locks the file. The kernel drops that lock when the process
+ends, which shows on the same machine, also in another container, that it has ended; because a network file system may
+lose a lock, the lease must have gone without a renewal, too. The supervisor of node 0 is the owner; its ranks get the
+token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor, rank 0 is the owner. Imports no
+torch.
 
-Limits: a process that did not run for `LEASE_S` seconds, such as one in a suspended virtual machine, may write for up
-to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then (`checkpoint/commit.py`).
+Limits: a process that did not run for `LEASE_S` seconds, such as one that was stopped or in a suspended virtual
+machine, may write for up to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then
+(`checkpoint/commit.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
+import json
 import os
+import re
+import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from electra_dist.errors import UserError
+from pydantic import TypeAdapter
+
+from electra_dist.errors import StoreError, UserError
 from electra_dist.run.folder import LEASE_DIR, STOP_FILE, is_run_folder
-from electra_dist.run.lease_file import (
-    FoundLease,
-    LeaseOwner,
-    create,
-    find_newest,
-    lease_files,
-    release,
-    renew,
-    write_locked,
-)
-from electra_dist.store.atomic_files import readable
+from electra_dist.run.processes import boot_id, node_name
+from electra_dist.store.atomic_files import is_temporary, lock_file, readable, replacing
+from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.regular_files import read_regular
 
 RENEW_S = 2.0  # between two renewals
-LEASE_S = 30.0  # a lease that was not renewed for this long is free, if its owner may be on another machine
+LEASE_S = 30.0  # a lease that was not renewed for this long is free
+LOCAL_LEASE_S = 5.0  # the same if the owner's lock shows on its machine that it has ended
 TOKEN_VARIABLE = "ELECTRA_DIST_LEASE"  # environment variable by which a supervisor passes its token to its ranks
 
 _POLL_S = 0.2  # between two looks at the lease of another process
 _SAY_AFTER_S = 3.0  # a longer wait is announced
+_LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
+_TRIES = 20  # of reading the newest lease, which may be released or taken over meanwhile
+_LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 
 class LeaseLost(UserError):
     """Error that this process has lost the lease: it must not write into the run folder, and ends without a save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseOwner:
+    """Process that holds the lease of a run folder (the right to train in it), as the lease's file describes it."""
+
+    token: str  # random; no other lease has it
+    holder: str  # "supervisor" or "rank 0"
+    host: str  # name of the node, as in strikes.jsonl
+    pid: int
+    boot_id: str  # of the kernel that runs the owner; "" if unknown
+    since: float  # Unix time at which the lease was taken
+    slurm_job: str  # "" outside Slurm
+
+    @property
+    def description(self) -> str:
+        """Return who the owner is, such as "supervisor on host n1, pid 4711, since 2026-07-01T10:00:00+00:00"."""
+        since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
+        job = f", Slurm job {self.slurm_job}" if self.slurm_job else ""
+        return f"{self.holder} on host {self.host}, pid {self.pid}, since {since}{job}"
+
+
+_OWNER = TypeAdapter(LeaseOwner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLease:
+    """Newest lease of a run folder at one moment. Two readings are equal if nobody renewed the lease in between."""
+
+    number: int  # 0: no lease was ever taken
+    path: Path
+    content: bytes
+    renewed_ns: int  # modification time of the file, Unix time in nanoseconds
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the owner has released the lease; True also if no lease was ever taken."""
+        return self.number == 0 or self.path.suffix == ".released"
+
+    @property
+    def owner(self) -> LeaseOwner | None:
+        """Return the owner that the lease's file describes; None if the file is damaged."""
+        try:
+            owner = validate_json(_OWNER, parse_json_object(self.content))
+        except DamagedJson:
+            return None
+        is_sane = 0 <= owner.since < _LATEST_TIME and 0 < owner.pid < 1 << 31
+        return owner if is_sane else None
+
+    @property
+    def description(self) -> str:
+        """Return who the owner is, for messages, or that the lease's file is damaged."""
+        owner = self.owner
+        return f"an owner whose file {self.path} is damaged" if owner is None else owner.description
+
+    def is_free(self, silent_s: float) -> bool:
+        """Return whether another process may take the lease, which the caller saw without a renewal for `silent_s`."""
+        if self.is_released:
+            return True
+        owner = self.owner
+        is_local = owner is not None and owner.boot_id != "" and owner.boot_id == boot_id()
+        if is_local and _is_unlocked(self.path):
+            age_s = time.time() - self.renewed_ns / 1e9  # by the clock by which the owner has renewed it
+            return max(age_s, silent_s) > LOCAL_LEASE_S
+        return silent_s > LEASE_S
 
 
 class RunLease:
@@ -84,7 +159,9 @@ class RunLease:
     def is_lost(self) -> bool:
         """Return whether the lease is lost, so that this process must stop writing; most calls cost one `stat`."""
         is_due = self._thread is None and time.monotonic() > self._next_look
-        if is_due or _is_missing(self._lease.path):
+        with contextlib.suppress(OSError):  # storage that does not answer says nothing about the lease
+            is_due = is_due or _file_id(self._lease.path) is None
+        if is_due:
             self._look()
         return self._lost != ""
 
@@ -134,7 +211,7 @@ class RunLease:
         # The lease goes on if a person has deleted its file: the owner writes it again.
         was_deleted = newest.number < self._lease.number
         if was_deleted and self._lock is not None:
-            self._lock = write_locked(self._lease.path, lambda has_lock: self._lease.content) or self._lock
+            self._lock = _write_locked(self._lease.path, self._lease.content) or self._lock
         if was_deleted:
             return ""
         return (
@@ -156,12 +233,11 @@ def take_lease(
     patience_s: float = 0.0,
     give_up: Callable[[], bool] = lambda: False,
 ) -> RunLease:
-    """Take the lease of a run folder as soon as its owner has released it, has ended or has stopped renewing it.
+    """Take the lease of a run folder as soon as it is free (`FoundLease.is_free`).
 
-    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. Take a lease that
-    was not renewed for `LEASE_S` seconds, or raise UserError if its owner lives on this machine and `patience_s` is 0.
-    `holder` says who takes the lease, "supervisor" or "rank 0". `say` prints a line about a long wait.
-    KeyboardInterrupt is raised when `give_up` returns True.
+    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. `holder` says who
+    takes the lease, "supervisor" or "rank 0". `say` prints a line about a long wait. KeyboardInterrupt is raised when
+    `give_up` returns True.
     """
     folder = run_dir / LEASE_DIR
     seen: FoundLease | None = None
@@ -171,21 +247,21 @@ def take_lease(
     while True:
         with readable(folder):
             newest = find_newest(folder)
-            has_ended = newest.has_ended
-        now = time.monotonic()
-        if newest != seen:
-            is_at_work = seen is not None and not has_ended
-            if is_at_work and now - begin > patience_s:
-                raise UserError(_refusal(run_dir, newest, "trains in this folder"))
-            seen = newest
-            seen_since = now
-        is_expired = now - seen_since > LEASE_S
-        if is_expired and has_ended is False and patience_s == 0:
-            raise UserError(_refusal(run_dir, newest, f"has this folder and was silent for {LEASE_S:.0f} s"))
-        if has_ended or is_expired:
+            now = time.monotonic()
+            is_renewed = seen is not None and newest != seen
+            if newest != seen:
+                seen = newest
+                seen_since = now
+            is_free = newest.is_free(now - seen_since)
+        if is_free:
             created = create(folder, newest.number + 1, holder)
             if created is not None:
                 return RunLease(run_dir, *created)
+        elif is_renewed and now - begin > patience_s:
+            raise UserError(
+                f"run_dir {run_dir}: another start trains in this folder: {newest.description}; wait until it ends, "
+                f"stop it with `touch {run_dir / STOP_FILE}`, or set another run_dir"
+            )
         elif now - begin > _SAY_AFTER_S and not has_said:
             has_said = True
             say(
@@ -224,13 +300,6 @@ def read_owner(run_dir: Path) -> tuple[LeaseOwner, float] | None:
     return owner, newest.renewed_ns / 1e9
 
 
-def _refusal(run_dir: Path, found: FoundLease, what: str) -> str:
-    return (
-        f"run_dir {run_dir}: another start {what}: {found.description}; wait until it ends, stop it with "
-        f"`touch {run_dir / STOP_FILE}`, or set another run_dir"
-    )
-
-
 def _file_id(path: Path) -> tuple[int, int] | None:
     """Return device and inode of a file or folder; None if it does not exist."""
     try:
@@ -240,19 +309,110 @@ def _file_id(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _is_missing(path: Path) -> bool:
-    """Return whether a file does not exist; False if the storage does not answer."""
-    try:
-        return _file_id(path) is None
-    except OSError:
-        return False
-
-
 def _remove_unused(run_dir: Path) -> None:
     """Remove the released leases from a folder without a run, then the folder, if nothing else is in it."""
     with contextlib.suppress(OSError):  # Another start has begun there, or the folder holds other files.
-        for file in lease_files(run_dir / LEASE_DIR):
+        for file in _files_in(run_dir / LEASE_DIR):
             if file.suffix == ".released":
                 file.unlink()
         (run_dir / LEASE_DIR).rmdir()
         run_dir.rmdir()
+
+
+def find_newest(folder: Path) -> FoundLease:
+    """Return the newest lease in the folder RUN/lease, with number 0 if there is none; OSError if reading fails."""
+    for _ in range(_TRIES):
+        files = _files_in(folder)
+        if not files:
+            return FoundLease(number=0, path=folder, content=b"", renewed_ns=0)
+        path = max(files, key=_number_of)
+        with contextlib.suppress(FileNotFoundError):  # It was released, or taken over, since it was listed.
+            return FoundLease(
+                number=_number_of(path), path=path, content=read_regular(path), renewed_ns=path.stat().st_mtime_ns
+            )
+    raise OSError(errno.ESTALE, "the newest lease is listed and is not there", str(folder))
+
+
+def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
+    """Create the file of a lease for this process, and delete the files of earlier leases and unfinished files.
+
+    `number` is one more than the newest lease's number. Returns the lease, and a file descriptor that keeps the file
+    locked until it is closed or the process ends. Returns None if another process has created the file.
+    """
+    path = folder / f"{number:06d}.json"
+    if path.with_suffix(".released").exists():
+        return None
+    owner = LeaseOwner(
+        token=secrets.token_hex(16),
+        holder=holder,
+        host=node_name(),
+        pid=os.getpid(),
+        boot_id=boot_id(),
+        since=round(time.time(), 3),
+        slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+    )
+    content = json.dumps(dataclasses.asdict(owner)).encode("ascii") + b"\n"
+    lock = _write_locked(path, content)
+    if lock is None:
+        return None
+    for file in folder.iterdir():
+        is_older = _LEASE_NAME.fullmatch(file.name) is not None and _number_of(file) < number
+        if is_older or is_temporary(file.name):
+            with contextlib.suppress(OSError):  # A foreign folder may have such a name.
+                file.unlink()
+    return FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns), lock
+
+
+def _write_locked(path: Path, content: bytes) -> int | None:
+    """Create a file that this process locks before other processes can see it; return the descriptor with the lock.
+
+    Returns None if the file exists.
+    """
+    lock = -1
+    try:
+        with replacing(path, only_new=True) as file:
+            lock = os.dup(file.fileno())  # keeps the lock when `file` is closed
+            lock_file(lock, wait=False)
+            file.write(content)
+    except (FileExistsError, StoreError):
+        if lock >= 0:
+            os.close(lock)
+        if path.exists():
+            return None  # Another process was faster, and may have deleted the unfinished file of this one.
+        raise
+    return lock
+
+
+def renew(path: Path) -> None:
+    """Renew a lease: set the modification time of its file to the present time; raise OSError if it is gone."""
+    now_ns = time.time_ns()
+    if path.stat().st_mtime_ns == now_ns:
+        now_ns += 1000  # A clock that stands still must not make the lease look abandoned.
+    os.utime(path, ns=(now_ns, now_ns))
+
+
+def release(path: Path) -> None:
+    """Mark a lease as released. Ignore a failure, because a lease that is not renewed expires anyway."""
+    with contextlib.suppress(OSError):
+        path.rename(path.with_suffix(".released"))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the lease files in the folder RUN/lease, in any order; [] if the folder does not exist."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if _LEASE_NAME.fullmatch(name)]
+
+
+def _number_of(path: Path) -> int:
+    """Return the number of a lease from its file's name, for example 7 from 000007.json."""
+    return int(path.stem)
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Return whether no process holds the lock of a lease's file; False on a file system without locks."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+        return lock_file(file.fileno(), shared=True, wait=False)
+    return False

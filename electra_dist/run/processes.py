@@ -81,7 +81,7 @@ def this_process() -> ProcessIdentity:
 
 def identity_of(pid: int) -> ProcessIdentity:
     """Return the identity of the process `pid` of this container; `start` is 0 if there is no such process."""
-    return ProcessIdentity(pid=pid, start=_start_of(pid), pid_namespace=_pid_namespace(), boot_id=_boot_id())
+    return ProcessIdentity(pid=pid, start=_start_of(pid), pid_namespace=_pid_namespace(), boot_id=boot_id())
 
 
 def is_running(process: ProcessIdentity) -> bool | None:
@@ -89,16 +89,11 @@ def is_running(process: ProcessIdentity) -> bool | None:
 
     A process of another machine, boot or container cannot be seen, nor one whose boot or container is unknown.
     """
-    is_of_this_boot = process.boot_id != "" and process.boot_id == _boot_id()
+    is_of_this_boot = process.boot_id != "" and process.boot_id == boot_id()
     is_visible = is_of_this_boot and process.pid_namespace != "" and process.pid_namespace == _pid_namespace()
     if not is_visible:
         return None
     return is_alive(process.pid) and _start_of(process.pid) == process.start
-
-
-def is_of_this_machine(process: ProcessIdentity) -> bool:
-    """Return whether a process was started on this machine since it booted, perhaps in another container."""
-    return process.boot_id != "" and process.boot_id == _boot_id()
 
 
 def _start_of(pid: int) -> int:
@@ -116,8 +111,8 @@ def _pid_namespace() -> str:
     return ""
 
 
-def _boot_id() -> str:
-    """Return the kernel's random id of this boot, which all containers of a machine share; "" if there is none."""
+def boot_id() -> str:
+    """Return the kernel's random id of this boot, which all containers of a machine share; "" if it is unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

@@ -10,7 +10,6 @@ locks, a torn line that a killed machine left is not removed and must be deleted
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.records import Number, Record, encode, read_records
-from electra_dist.store.atomic_files import make_folder, sync_folder, writable
+from electra_dist.store.atomic_files import lock_file, make_folder, sync_folder, writable
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
 _MOST_AHEAD_S = 48 * 3600.0  # a strike dated further ahead of this node's clock is ignored
@@ -49,7 +48,7 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
         make_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            is_locked = _lock(descriptor)
+            is_locked = lock_file(descriptor)
             if is_locked:  # Without the lock, a torn line may be one that another node is writing now.
                 _cut_torn_line(descriptor)
             os.write(descriptor, line)
@@ -88,15 +87,6 @@ def excluded_nodes(
     """
     strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
-
-
-def _lock(descriptor: int) -> bool:
-    """Wait for the exclusive lock of an open file; return False if its file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
 
 
 def _cut_torn_line(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Replace local files atomically, compute their digests, and report the operating system's errors in one line.
+"""Replace local files atomically, digest and lock them, and report the operating system's errors in one line.
 
 Guarantee: a file that is written through `replacing` never appears half written. A reader sees the old bytes or the
 new ones, and after a crash the file holds one of the two. Callers use it for every file that another process may read.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -124,6 +125,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(file: int | IO[bytes], *, shared: bool = False, wait: bool = True) -> bool:
+    """Lock an open file by flock until it is closed or the process ends; return False on a file system without locks.
+
+    Without `wait`, BlockingIOError is raised if another process holds the lock.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def disk_problem(folder: Path) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.errors import UserError
-from electra_dist.run import lease_file
+from electra_dist.run import lease
 from electra_dist.run.folder import LEASE_DIR, LEDGER_FILE, METRICS_FILE
 from electra_dist.store.local_store import LocalStore
 from launcher.chaos.victim import Act, Victim, kill_everything
@@ -86,8 +86,8 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
     folder = victim.run_dir / LEASE_DIR
     created = None
     while created is None:  # `create` returns None if another process has taken this number first.
-        number = lease_file.find_newest(folder).number + 1
-        created = lease_file.create(folder, number, "supervisor")
+        number = lease.find_newest(folder).number + 1
+        created = lease.create(folder, number, "supervisor")
     _, lock = created
     os.close(lock)
     return f"lease {number}"
@@ -98,7 +98,7 @@ def return_lease(victim: Victim) -> None:
 
     Call it when the run has ended. The newest lease of the folder, which it releases, is then the stolen one.
     """
-    lease_file.release(lease_file.find_newest(victim.run_dir / LEASE_DIR).path)
+    lease.release(lease.find_newest(victim.run_dir / LEASE_DIR).path)
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:

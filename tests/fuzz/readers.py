@@ -39,8 +39,7 @@ from electra_dist.library.corpus import open_corpus
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.lease import read_owner
-from electra_dist.run.lease_file import find_newest
+from electra_dist.run.lease import find_newest, read_owner
 from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.open_store import open_store
@@ -139,7 +138,7 @@ def _preparation(root: Path) -> None:
 def _lease(root: Path) -> None:
     """Read a lease as the start of a run does when it finds one in the run folder."""
     newest = find_newest(root / "leased" / LEASE_DIR)
-    assert newest.has_ended in (True, False, None)
+    assert newest.is_free(0.0) in (True, False)
     assert newest.description
     read_owner(root / "leased")
 

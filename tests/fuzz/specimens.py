@@ -30,7 +30,7 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.scores import Measured
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
-from electra_dist.run.lease_file import create
+from electra_dist.run.lease import create
 from electra_dist.run.ledger import append_job
 from electra_dist.run.records import JsonlFile
 from electra_dist.run.strikes import Strike, add_strike

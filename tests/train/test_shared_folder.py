@@ -13,9 +13,10 @@ from typing import NamedTuple
 import pytest
 from support.real_runs import kill_session, quick_command, session_pids, step_records, wait_until
 
-from electra_dist.run import lease_file
+from electra_dist.run import lease
 from electra_dist.run.folder import IDENTITY_FILE
 from electra_dist.run.lease import read_owner
+from electra_dist.run.processes import node_name
 
 MakeConfig = Callable[..., Path]
 LONG = {"train.num_steps": 100_000, "checkpoint.every_steps": 50_000, "data.heldout": None}
@@ -76,10 +77,10 @@ def test_all_ranks_of_a_start_whose_folder_was_taken_end_with_78_and_one_line(
     run_dir = tmp_path / "run"
     with begun(tiny_config("run", **LONG), run_dir, ranks=2) as run:
         ledger = (run_dir / "ledger.jsonl").read_bytes()
-        assert lease_file.create(run_dir / "lease", 2, "supervisor") is not None
+        assert lease.create(run_dir / "lease", 2, "supervisor") is not None
         assert run.process.wait(60) == 78
         (line,) = run.error_lines()
-        assert f"taken over by another start: supervisor on host {lease_file.node_name()}, pid {os.getpid()}" in line
+        assert f"taken over by another start: supervisor on host {node_name()}, pid {os.getpid()}" in line
         assert (run_dir / "ledger.jsonl").read_bytes() == ledger  # it belongs to the other start now
 
 

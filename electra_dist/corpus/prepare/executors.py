@@ -11,7 +11,6 @@ submitted.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import io
 import multiprocessing
@@ -36,6 +35,7 @@ from electra_dist.corpus.prepare.slurm_submission import directive, environment_
 from electra_dist.corpus.prepare.stages import Stage
 from electra_dist.corpus.workers import WorkerKilled, WorkerPool
 from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import lock_file
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
@@ -205,7 +205,7 @@ def _only_process(work: Path) -> Iterator[None]:
     """Lock a work folder while the block runs; raise UserError if another process of this machine has locked it."""
     with (work / _LOCK_FILE).open("ab") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(stream, wait=False)
         except BlockingIOError:
             raise UserError(
                 f"{work}: another preparation uses this folder; wait for it, or set another `work`"

@@ -9,7 +9,6 @@ from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.goodput import goodput
 from electra_dist.run.history import Link, links, since_submission
 from electra_dist.run.number_formats import format_duration
-from electra_dist.run.processes import is_running
 from launcher.cli.run_status.explanation import next_commands, reason_of_state
 from launcher.cli.run_status.ranks import hung_rank_lines, storage_lines
 from launcher.cli.run_status.snapshot import RunSnapshot
@@ -95,13 +94,12 @@ def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _owner_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line on the process that holds the run folder's lease, even if it has ended; [] if nobody holds it."""
+    """Return a line on the process that holds the run folder's lease, or has ended without a release; [] otherwise."""
     if snapshot.owner is None:
         return []
     owner, renewed = snapshot.owner
     age = format_duration(max(0.0, snapshot.now - renewed))
-    gone = ", which has ended" if is_running(owner.process) is False else ""
-    return [f"  owner       {owner.description}{gone}; last renewed {age} ago"]
+    return [f"  owner       {owner.description}; last renewed {age} ago"]
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:

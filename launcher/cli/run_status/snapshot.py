@@ -15,8 +15,7 @@ from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR
 from electra_dist.run.heartbeat import Beat, Hung, hang_limits, read_heartbeats
 from electra_dist.run.history import STARTS, RunEvidence, State, links, run_state
-from electra_dist.run.lease import read_owner
-from electra_dist.run.lease_file import LeaseOwner
+from electra_dist.run.lease import LeaseOwner, read_owner
 from electra_dist.run.ledger import JobRecord, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes

@@ -264,8 +264,8 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="run: the lease of an owner on another host is taken at once",
         file="electra_dist/run/lease.py",
-        original="if has_ended or is_expired:",
-        mutated="if has_ended is not False or is_expired:",
+        original="        return silent_s > LEASE_S",
+        mutated="        return True",
         test="tests/run/test_run_lease.py::"
         "test_an_owner_on_another_host_of_the_same_name_is_waited_for_and_then_replaced",
     ),
@@ -293,8 +293,8 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="run: a lease expires although it is renewed",
         file="electra_dist/run/lease.py",
-        original="is_expired = now - seen_since > LEASE_S",
-        mutated="is_expired = now - begin > LEASE_S",
+        original="newest.is_free(now - seen_since)",
+        mutated="newest.is_free(now - begin)",
         test="tests/run/test_run_lease.py::"
         "test_a_lease_expires_after_its_last_renewal_and_not_after_the_begin_of_the_wait",
     ),
