@@ -87,7 +87,7 @@ class CountingStore(LocalStore):
         """Return None, so that the cache fetches objects instead of reading them in place."""
         return None
 
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         """Copy an object, and count it."""
         self.num_fetched += 1
         with replacing(destination) as out, super().local_path(key).open("rb") as stream:
@@ -101,7 +101,7 @@ class LinkedStore(CountingStore):
         super().__init__(folder)
         self._port = port
 
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         """Copy an object over HTTP."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONGEST_S)
         with contextlib.closing(connection), replacing(destination) as out:

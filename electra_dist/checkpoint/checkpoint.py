@@ -54,7 +54,7 @@ class Checkpoint:
         key = self.key(MANIFEST)
 
         def read_once() -> tuple[Manifest | TornCheckpoint, str]:
-            data = self.store.read(key, must_exist=True)
+            data = self.store.read(key)
             try:
                 return Manifest.parse(data), ""
             except TornCheckpoint as error:
@@ -78,7 +78,7 @@ class Checkpoint:
 
         def read_once() -> tuple[bytes, str]:
             try:
-                header = bytes(self.store.read_range(key, 0, file.header_bytes, must_exist=True))
+                header = bytes(self.store.read_range(key, 0, file.header_bytes))
             except StoreMissing:
                 return b"", missing(file.name)
             found_sha256 = hashlib.sha256(header).hexdigest()

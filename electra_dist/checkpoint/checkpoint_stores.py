@@ -46,7 +46,7 @@ def check_targets(config: Config, patience: Patience | None = None) -> None:
         in_parallel(lambda target: target.discard_unfinished(_WRITE_TEST, lambda key: True), targets)
         for target in targets:  # one after another, because two of them may be one place
             target.write(_WRITE_TEST, secrets.token_bytes(16))
-        contents = in_parallel(lambda target: target.read(_WRITE_TEST, must_exist=True), targets)
+        contents = in_parallel(lambda target: target.read(_WRITE_TEST), targets)
         in_parallel(lambda target: target.delete(_WRITE_TEST), targets)
     except StoreError as error:
         raise type(error)(f"checkpoint.targets: {error}") from None

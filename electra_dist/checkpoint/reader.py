@@ -153,7 +153,7 @@ class CheckpointReader:
 
         def read_once() -> tuple[list[str], str]:
             try:
-                data = self._store.read_range(key, first_byte, request.size_bytes, must_exist=True)
+                data = self._store.read_range(key, first_byte, request.size_bytes)
             except StoreMissing:
                 return [missing(request.file)], missing(request.file)
             faults = []

@@ -241,5 +241,5 @@ def _copy(source: Store, destination: Store, key: str) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "file"
-        source.fetch(key, path, must_exist=True)
+        source.fetch(key, path)
         destination.upload(path, key)

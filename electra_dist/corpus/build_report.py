@@ -14,17 +14,18 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from electra_dist.config import Section
 from electra_dist.corpus.counts import LENGTH, SKIP_REASONS, SKIPPED, SKIPPED_BYTES, Counts, skipped_documents
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
-from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import DamagedJson, first_fault, parse_json, parse_json_object, validate_json
+from electra_dist.store.json_file import (
+    find_document,
+)
 from electra_dist.store.open_store import open_store
 
 REPORT_KEY = "build.json"
@@ -168,19 +169,7 @@ def read_report(store: Store) -> BuildReport | None:
 
     Raises UserError if build.json is damaged or of another version of the format.
     """
-    if not store.exists(REPORT_KEY):
-        return None
-
-    def parse(data: bytes) -> BuildReport:
-        try:
-            return BuildReport.model_validate(parse_json(data))
-        except (DamagedJson, ValidationError) as error:
-            reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
-            raise UserError(
-                f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
-            ) from None
-
-    return read_verified(store, REPORT_KEY, parse)
+    return find_document((store, REPORT_KEY), BuildReport, "delete the file, which no run needs")
 
 
 def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
@@ -256,25 +245,19 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
 
 def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
     """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json."""
-    store = open_store(folder, endpoint_url)
-    if not store.exists(_PREPARE_KEY):
-        return None
-    return read_verified(store, _PREPARE_KEY, lambda data: _parse_preparation(data, f"{store.url}/{_PREPARE_KEY}"))
+    place = (open_store(folder, endpoint_url), _PREPARE_KEY)
+    return find_document(place, _PREPARATION, "run `electra-dist corpus prepare` again, or delete the file")
 
 
-def _parse_preparation(data: bytes, url: str) -> PreparedText:
-    try:
-        tree = parse_json_object(data)
-        counts = {
-            "sources": {
-                name: {key: source.get(key) for key in PreparedSource.model_fields}
-                for name, source in tree.get("sources", {}).items()
-            },
-            "dropped": tree.get("dropped"),
-        }
-        return validate_json(TypeAdapter(PreparedText), counts)
-    except (DamagedJson, AttributeError) as error:
-        raise UserError(
-            f"{url}: not the report of a preparation ({error}); run `electra-dist corpus "
-            "prepare` again, or delete the file"
-        ) from None
+def _used_fields(tree: object) -> object:
+    """Return the fields of a prepare.json that PreparedText has; leave it to pydantic to refuse another tree."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("sources"), dict):
+        return tree
+    sources = {
+        name: {key: source.get(key) for key in PreparedSource.model_fields} if isinstance(source, dict) else source
+        for name, source in tree["sources"].items()
+    }
+    return {"sources": sources, "dropped": tree.get("dropped")}
+
+
+_PREPARATION = TypeAdapter(Annotated[PreparedText, BeforeValidator(_used_fields)])

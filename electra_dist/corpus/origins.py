@@ -39,16 +39,15 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from electra_dist.config import Section
 from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.inputs.text_decoding import DocumentNames
 from electra_dist.data.manifest import CorpusManifest, Sha256
-from electra_dist.data.verified_read import read_verified, reread
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+from electra_dist.store.json_file import find_document
 
 SCHEMA = pyarrow.schema(
     [
@@ -195,10 +194,10 @@ class Origins:
     def table(self, shard: str) -> pyarrow.Table:
         """Return the table in a shard's origin file (`SCHEMA`); ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
-        return reread(self._store, entry.name, lambda: self._read(entry))
+        return self._store.verified(entry.name, lambda: self._read(entry))
 
     def _read(self, entry: OriginFile) -> pyarrow.Table:
-        data = self._store.read(entry.name, must_exist=True)
+        data = self._store.read(entry.name)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ManifestMismatch(
                 f"{self._store.url}/{entry.name}: damaged: its SHA-256 is not that of {ORIGINS_KEY}; {_NEXT_STEP}"
@@ -216,20 +215,12 @@ def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
 
     Raises ManifestMismatch if origins.json is damaged or belongs to another corpus.
     """
-    if not store.exists(ORIGINS_KEY):
+    origins = find_document((store, ORIGINS_KEY), OriginsManifest, _NEXT_STEP, ManifestMismatch)
+    if origins is None:
         return None
-    url = f"{store.url}/{ORIGINS_KEY}"
-
-    def parse(data: bytes) -> OriginsManifest:
-        try:
-            return OriginsManifest.model_validate(parse_json(data))
-        except (DamagedJson, ValidationError) as error:
-            reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
-            raise ManifestMismatch(f"{url}: damaged ({reason}); {_NEXT_STEP}") from None
-
-    origins = read_verified(store, ORIGINS_KEY, parse)
     entries = {file.shard: file for file in origins.files}
     if origins.corpus != manifest.fingerprint or entries.keys() != {shard.name for shard in manifest.shards}:
+        url = f"{store.url}/{ORIGINS_KEY}"
         raise ManifestMismatch(f"{url}: belongs to another corpus (fingerprint {origins.corpus}); {_NEXT_STEP}")
     return Origins(store, entries)
 

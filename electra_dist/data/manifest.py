@@ -19,13 +19,12 @@ from collections import Counter
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from electra_dist.config import Positive, Section, canonical_json
-from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
-from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+from electra_dist.store.json_file import find_document
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 MANIFEST_KEY = "corpus.json"
@@ -164,25 +163,16 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     Error messages name the corpus by its config key `key`. Raises StoreMissing if `store` has no finished corpus.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
-    try:
-        manifest = read_verified(store, MANIFEST_KEY, lambda text: _parse_manifest(text, url))
-    except StoreMissing:
+    next_step = "restore corpus.json or build the corpus again"
+    manifest = find_document((store, MANIFEST_KEY), CorpusManifest, next_step, ManifestMismatch)
+    if manifest is None:
         raise StoreMissing(
             f"{url}: no finished corpus; build it with `electra-dist corpus build --output "
             f"{store.url}`, or correct {key}"
-        ) from None
+        )
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")
     return manifest
-
-
-def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
-    try:
-        return CorpusManifest.model_validate(parse_json(text))
-    except DamagedJson as error:
-        raise ManifestMismatch(f"{url}: damaged: {error}; restore corpus.json or build the corpus again") from None
-    except ValidationError as error:
-        raise ManifestMismatch(f"{url}: {first_fault(error)}; restore corpus.json or build the corpus again") from None
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
@@ -243,4 +233,4 @@ def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) 
 
     Wrong content from S3 is read again a few times.
     """
-    return read_verified(store, key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))
+    return store.read_verified(key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))

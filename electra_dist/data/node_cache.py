@@ -127,7 +127,7 @@ class NodeCache:
                 has_arrived = peers is not None and peers.fetch(entry, unverified)
                 peers = None  # If the bytes are wrong, the next attempt asks the store at once.
                 if not has_arrived:
-                    store.fetch(entry.name, unverified, must_exist=True)
+                    store.fetch(entry.name, unverified)
                 if file_sha256(unverified) == entry.sha256:
                     # A file that changes its name while another process adds up the sizes would not be counted there.
                     with self._locked("eviction"):

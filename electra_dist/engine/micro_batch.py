@@ -40,7 +40,7 @@ from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import read_json_as
+from electra_dist.store.json_file import find_document
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 _LEAST_MEASURED_ROWS = 16  # on a GPU, for the larger of the two measurements, if they fit
@@ -104,9 +104,7 @@ def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, l
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
     """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} if none."""
     file = run_dir / MICRO_BATCH_FILE
-    if not file.exists():
-        return {}
-    return read_json_as(file, _KNOWN_SIZES, "delete it, and the next start measures again")
+    return find_document(file, _KNOWN_SIZES, "delete it, and the next start measures again") or {}
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:

@@ -12,11 +12,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from electra_dist.store.atomic_files import file_sha256, readable, replacing
 from electra_dist.store.interface import check_key
-from electra_dist.store.json_file import read_json_as
+from electra_dist.store.json_file import find_document
 from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest, check_digest
 
@@ -55,9 +55,7 @@ def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
 def read_pretraining_record(folder: Path) -> PretrainingRecord | None:
     """Return the content of FOLDER/pretraining.json; None if there is no such file, as in models of other programs."""
     file = folder / PRETRAINING_FILE
-    if not file.exists():
-        return None
-    return read_json_as(file, TypeAdapter(PretrainingRecord), "export the model again, or delete the file")
+    return find_document(file, PretrainingRecord, "export the model again, or delete the file")
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
 
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.checkpoint.chosen_weights import (
@@ -26,10 +25,10 @@ from electra_dist.checkpoint.chosen_weights import (
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.data.manifest import TokenizerEntry
-from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.errors import ManifestMismatch
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run, read_identity
 from electra_dist.store.atomic_files import readable
-from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+from electra_dist.store.json_file import parse_document
 from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
 
@@ -61,22 +60,13 @@ def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     settings with the vocabulary, except whether the tokenizer lower-cases.
     """
     file = run_dir / TOKENIZER_FILE
-    try:
+    next_step = "copy it from a backup of this run, or start the run once more, which writes it again from the corpus"
+    with readable(file):
         data = read_regular(file)
-        expected = named_digest(run_dir, TOKENIZER_FILE)
-        if expected is not None:
-            check_digest(data, str(file), expected)
-        return TokenizerEntry.model_validate(parse_json(data))
-    except OSError as error:
-        reason = error.strerror
-    except DamagedJson as error:
-        reason = str(error)
-    except ValidationError as error:
-        reason = first_fault(error)
-    raise UserError(
-        f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
-        f"of this run, or start the run once more, which writes it again from the corpus"
-    )
+    expected = named_digest(run_dir, TOKENIZER_FILE)
+    if expected is not None:
+        check_digest(data, str(file), expected)
+    return parse_document(data, file, TokenizerEntry, next_step)
 
 
 def read_run_vocabulary(run_dir: Path) -> Vocabulary:

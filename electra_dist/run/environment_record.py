@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import NodeError
@@ -34,7 +34,7 @@ from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.run.records import Count, Number, Record
 from electra_dist.store.atomic_files import PRIVATE, replacing
-from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
+from electra_dist.store.json_file import find_document
 from electra_dist.version import DEEPSPEED, VERSION
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
@@ -296,13 +296,6 @@ def write_environment(
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
     """Return the content of the run folder's environment.json; empty if the file does not exist."""
-    path = Path(run_dir) / ENVIRONMENT_FILE
-    if not path.exists():
-        return {}
     next_step = "move it away; the next start of the run writes it again"
-    content = read_json_object(path, next_step)
-    try:
-        validate_json(TypeAdapter(_Environment), content)
-    except DamagedJson as error:
-        raise damaged_file(path, error, next_step) from None
-    return content
+    content = find_document(Path(run_dir) / ENVIRONMENT_FILE, _Environment, next_step)
+    return {} if content is None else content.fields()

@@ -17,13 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
-from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, is_temporary, readable, replacing, writable
-from electra_dist.store.json_file import read_json_as, read_json_object
+from electra_dist.store.atomic_files import (
+    PRIVATE,
+    SHARED,
+    disk_problem,
+    is_temporary,
+    nearest_folder,
+    readable,
+    replacing,
+    writable,
+)
+from electra_dist.store.json_file import find_document, first_difference
 from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest
 
@@ -57,12 +66,18 @@ LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
-_DIGEST_BY_INPUT = TypeAdapter(dict[str, str])
 _OF_PREFLIGHT = re.compile(r"preflight-(?:[0-9a-f]{8}){1,2}")
 _OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer
 # Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
+
+
+class _Identity(BaseModel, strict=True, extra="allow"):
+    """Content of identity.json, as far as this version relies on it."""
+
+    numerics: int
+    corpus_fingerprint: str
 
 
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
@@ -115,16 +130,9 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
     """Return what identity.json says about the run in a folder (`run_identity`); empty if no run was begun there."""
-    identity_file = run_dir / IDENTITY_FILE
-    if not identity_file.exists():
-        return {}
     next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
-    identity = read_json_object(identity_file, next_step)
-    if not isinstance(identity.get("numerics"), int):
-        raise UserError(f"{identity_file}: damaged, because `numerics` is not a whole number; {next_step}")
-    if not isinstance(identity.get("corpus_fingerprint"), str):
-        raise UserError(f"{identity_file}: damaged, because `corpus_fingerprint` is not a text; {next_step}")
-    return identity
+    identity = find_document(run_dir / IDENTITY_FILE, _Identity, next_step)
+    return {} if identity is None else identity.model_dump()
 
 
 def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
@@ -167,10 +175,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     The error names the first key that differs. If only the version of random draws and rounding differs, OtherNumerics
     is raised, or nothing if `accept_new_numerics` is True.
     """
-    # The run folder is created later, in its nearest parent that exists: that one must be writable.
-    nearest = run_dir
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = nearest_folder(run_dir)  # the run folder is created in it, so it must be writable
     problem = disk_problem(nearest)
     if problem:
         raise StoreAway(f"run_dir {run_dir}: {problem}; check the disk of {nearest}, or set another run_dir")
@@ -185,13 +190,14 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     digests: dict[str, None] = dict.fromkeys(("phase_fingerprints", "corpus_fingerprint", "numerics"))
     identity_of_folder = read_identity(run_dir)
     config_of_folder = {key: value for key, value in identity_of_folder.items() if key not in digests}
-    difference = _first_difference(
+    difference = first_difference(
         {**config_of_folder, **digests, **identity_of_folder, "numerics": None},
         {**digests, **identity, "numerics": None},
     )
     if difference:
         raise UserError(
-            f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
+            f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, is "
+            f"{difference.new}); "
             f"set another run_dir, or restore the old value to continue that run"
         )
     check_numerics(run_dir, identity["numerics"], accept_new_numerics)
@@ -203,11 +209,8 @@ def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
     Such inputs lie outside the run folder, may be read again at a later start, and are not part of the run's identity.
     An input's name is its config key and its place, such as "data.heldout s3://bucket/heldout".
     """
-    file = run_dir / INPUTS_FILE
-    if not file.exists():
-        return {}
     next_step = "move it away if these are the inputs that the run has used, and the next start writes it again"
-    return read_json_as(file, _DIGEST_BY_INPUT, next_step)
+    return find_document(run_dir / INPUTS_FILE, dict[str, str], next_step) or {}
 
 
 def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
@@ -304,22 +307,3 @@ def move_records_aside(run_dir: Path) -> list[str]:
         for name in existing:
             (run_dir / name).rename(folder / name)
     return [f"{run_dir / name} is now {folder / name}" for name in existing]
-
-
-def _first_difference(old: object, new: object, key: str = "") -> str:
-    """Return "KEY was OLD, is NEW" for the first (dotted) key that differs between two JSON trees; "" if none does.
-
-    Keys come in the order of `old`, then those that only `new` has; a key that one tree lacks has the value None
-    there.
-    """
-    if isinstance(old, dict) and isinstance(new, dict):
-        names_only_in_new = [name for name in new if name not in old]
-        for name in [*old, *names_only_in_new]:
-            nested_key = f"{key}.{name}" if key else str(name)
-            difference = _first_difference(old.get(name), new.get(name), nested_key)
-            if difference:
-                return difference
-        return ""
-    if old == new:
-        return ""
-    return f"{key} was {old}, is {new}"

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from electra_dist.errors import StoreError
+from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.store.patience import Patience, act_for, acting_thread
 
 Item = TypeVar("Item")
@@ -30,9 +30,8 @@ class Store(ABC):
 
     A store can be used from several threads. Every method waits while storage is full or away, with the `Patience` of
     the store, and raises StorageLost when that ends; any other StoreError (access refused) is raised at once. Reading
-    an object that does not exist raises StoreMissing. `must_exist=True` says that the caller knows that the object
-    exists, for example because a manifest lists it: S3's answer "not found" is then retried a few times before it is
-    believed.
+    an object that does not exist raises StoreMissing, on S3 only after a few tries, because a reader knows that the
+    object exists, for example from a manifest. `read_or_none` is for an object that may be missing.
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
@@ -43,16 +42,47 @@ class Store(ABC):
         """Read an object, or a part of it, again while its bytes are wrong, as `Patience.reread` does."""
         return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
 
+    def verified(self, key: str, read: Callable[[], Result]) -> Result:
+        """Return what `read` reads from an object; it raises UserError, but no StoreError, for wrong content.
+
+        Wrong content is read again (`reread`), because a service or a proxy may send another body, such as an error
+        document with status 200.
+        """
+
+        def read_once() -> tuple[Result | UserError, str]:
+            try:
+                return read(), ""
+            except StoreError:
+                raise
+            except UserError as error:
+                return error, str(error)
+
+        content, _ = self.reread(key, read_once)
+        if isinstance(content, UserError):
+            raise content
+        return content
+
+    def read_verified(self, key: str, parse: Callable[[bytes], Result]) -> Result:
+        """Read an object and return `parse(its bytes)`; `parse` raises UserError for wrong content (`verified`)."""
+        return self.verified(key, lambda: parse(self.read(key)))
+
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
         """Return the path of an object's file, which need not exist; None if the store is not a local folder."""
 
     @abstractmethod
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
         """Return all bytes of an object."""
 
+    def read_or_none(self, key: str) -> bytes | None:
+        """Return all bytes of an object; None if it does not exist."""
+        try:
+            return self.read(key)
+        except StoreMissing:
+            return None
+
     @abstractmethod
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         """Return the bytes [start, start + length) of an object in new, writable memory; fewer at the object's end."""
 
     @abstractmethod
@@ -64,7 +94,7 @@ class Store(ABC):
         """Return the size of an object in bytes."""
 
     @abstractmethod
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         """Copy an object to a local file, which appears or changes only when the copy is complete and synced."""
 
     @abstractmethod

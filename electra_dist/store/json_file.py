@@ -1,5 +1,8 @@
 """Read JSON. Every reader of a JSON file or of a line of JSON uses this module, which reports all damage alike.
 
+`read_document` and `find_document` read a whole file, local or in a store, as the type of its content. An object of a
+store that is wrong is read again first, because a service or a proxy may have sent another body (`Store.reread`).
+
 Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
 
 Guarantee: bytes that are not valid JSON end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
@@ -12,15 +15,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import readable
+from electra_dist.store.interface import Store
 from electra_dist.store.regular_files import read_regular
 
 T = TypeVar("T")
+
+_OBJECT = TypeAdapter(dict[str, Any])
 
 _MAX_DEPTH = 100  # of lists and objects within one another; a recursive function over them stays far from its limit
 _TOO_DEEP = "it is not JSON of this project (nested too deeply)"
@@ -74,31 +80,102 @@ def first_fault(error: ValidationError) -> str:
     return f"the value of `{key}` is wrong: {reason}" if key else reason
 
 
-def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
-    """Return the JSON object in a local file; raise UserError for damage, StoreMissing for a missing file.
+def read_document(
+    place: Path | tuple[Store, str],
+    kind: type[T] | TypeAdapter[T],
+    next_step: str,
+    error_class: type[UserError] = UserError,
+) -> T:
+    """Return the JSON object in a local file, or in an object of a store (store and key), as the type of `kind`.
 
-    `next_step` ends the message about a damaged file: what the user can do, as an imperative.
+    Raises StoreMissing for a missing file, `error_class` for a damaged one. `next_step` ends the message about a
+    damaged file: what the user can do, as an imperative.
     """
-    with readable(path):
-        data = read_regular(path)
+    if isinstance(place, Path):
+        with readable(place):
+            data = read_regular(place)
+        return parse_document(data, place, kind, next_step, error_class)
+    store, key = place
+    return store.read_verified(
+        key, lambda data: parse_document(data, f"{store.url}/{key}", kind, next_step, error_class)
+    )
+
+
+def find_document(
+    place: Path | tuple[Store, str],
+    kind: type[T] | TypeAdapter[T],
+    next_step: str,
+    error_class: type[UserError] = UserError,
+) -> T | None:
+    """Do what `read_document` does, but return None if there is no such file."""
+    if isinstance(place, Path):
+        return read_document(place, kind, next_step, error_class) if place.exists() else None
+    store, key = place
+
+    def read() -> T | None:
+        data = store.read_or_none(key)
+        if data is None:
+            return None
+        return parse_document(data, f"{store.url}/{key}", kind, next_step, error_class)
+
+    return store.verified(key, read)
+
+
+def parse_document(
+    data: bytes,
+    place: Path | str,
+    kind: type[T] | TypeAdapter[T],
+    next_step: str,
+    error_class: type[UserError] = UserError,
+) -> T:
+    """Return the JSON object in the bytes of the file `place` as the type of `kind`; see `read_document`."""
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
-        return parse_json_object(data)
+        return validate_json(adapter, parse_json_object(data))
     except DamagedJson as error:
-        raise damaged_file(path, error, next_step) from None
+        raise damaged_file(place, error, next_step, error_class) from None
 
 
-def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
-    """Read a local JSON file as the type of `kind`, such as a dataclass; raise the errors of `read_json_object`."""
-    tree = read_json_object(path, next_step)
-    try:
-        return validate_json(kind, tree)
-    except DamagedJson as error:
-        raise damaged_file(path, error, next_step) from None
+def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
+    """Return the JSON object in a local file, whatever its keys are; see `read_document`."""
+    return read_document(path, _OBJECT, next_step)
 
 
-def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
+def damaged_file(
+    place: Path | str, error: DamagedJson, next_step: str, error_class: type[UserError] = UserError
+) -> UserError:
     """Return the error to raise for a damaged JSON file. `next_step` tells the user what to do."""
-    return UserError(f"{place}: damaged, because {error}; {next_step}")
+    return error_class(f"{place}: damaged, because {error}; {next_step}")
+
+
+class Difference(NamedTuple):
+    """First value in which two JSON trees differ."""
+
+    key: str  # dotted, such as "model.encoder.layers" or "sources.0.path"
+    old: object  # None if the first tree lacks the key
+    new: object
+
+
+def first_difference(old: object, new: object, key: str = "") -> Difference | None:
+    """Return the first value in which two JSON trees differ; None if they are equal.
+
+    Keys come in the order of `old`, then those that only `new` has. Lists of objects are compared object by object,
+    other lists as a whole.
+    """
+    if _has_objects(old) and _has_objects(new):
+        old = dict(enumerate(cast(list[object], old)))
+        new = dict(enumerate(cast(list[object], new)))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            difference = first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+            if difference is not None:
+                return difference
+        return None
+    return None if old == new else Difference(key, old, new)
+
+
+def _has_objects(tree: object) -> bool:
+    return isinstance(tree, list) and any(isinstance(child, dict) for child in tree)
 
 
 def _is_deep(tree: object) -> bool:

@@ -2,7 +2,7 @@
 
 How: `atomic_files.py` writes and syncs a temporary file, then renames it. `write_new` makes a hard link to the
 temporary file instead of renaming it, because a link fails if the name is taken. So exactly one of several
-simultaneous writers succeeds. A missing file is never retried, whatever `must_exist` says.
+simultaneous writers succeeds. A missing file is never retried.
 
 Limits: a symbolic link inside the folder is followed, so that data sets can be linked into place. A shared file system
 must offer atomic rename and link, as Lustre, GPFS, WekaFS and NFSv3 or newer do.
@@ -68,14 +68,14 @@ class LocalStore(Store):
 
     @override
     @_waiting
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
         path = self.local_path(key)
         with readable(path):
             return read_regular(path, _MOST_READ_BYTES)
 
     @override
     @_waiting
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         path = self.local_path(key)
         data = memoryview(bytearray(length))
         num_read = 0
@@ -102,7 +102,7 @@ class LocalStore(Store):
 
     @override
     @_waiting
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         source = self.local_path(key)
         with readable(source):
             stream = open_regular(source)

@@ -25,7 +25,7 @@ from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
 from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.tensorboard import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import find_document
 from electra_dist.tracking.background_tracker import BackgroundTracker
 
 Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
@@ -145,10 +145,8 @@ class MlflowService:
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:
     """Return the content of tracking.json: name of a service -> id of the run there; {} without the file."""
-    file = run_dir / TRACKING_FILE
-    if not file.exists():
-        return {}
-    return read_json_object(file, "delete it, and the next start begins a new record at the services")
+    next_step = "delete it, and the next start begins a new record at the services"
+    return find_document(run_dir / TRACKING_FILE, dict[str, Any], next_step) or {}
 
 
 def _remember_id(run_dir: Path, service: str, run_id: str) -> None:

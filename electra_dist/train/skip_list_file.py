@@ -12,13 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import read_json_as
+from electra_dist.store.json_file import read_document
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,6 @@ class _Stored:
     steps: list[Count]  # skipped because of a bad loss
     rollbacks: Count  # returns to an earlier checkpoint so far
     streak: list[Count]  # the newest stopped steps that follow one another without a gap
-
-
-_STORED = TypeAdapter(_Stored)
 
 
 class SkipList:
@@ -48,7 +43,7 @@ class SkipList:
 
     def _read(self) -> None:
         next_step = "restore it from the events stopped_step and rollback in ledger.jsonl"
-        stored = read_json_as(self._file, _STORED, next_step)
+        stored = read_document(self._file, _Stored, next_step)
         first = stored.streak[0] if stored.streak else 0
         is_in_a_row = stored.streak == list(range(first, first + len(stored.streak)))
         if not is_in_a_row or not set(stored.streak) <= set(stored.steps):

@@ -112,7 +112,7 @@ def _try_target(store: Store) -> None:
     store.write_new(key, content)
     try:
         check_exclusive(store, key, content)
-        if store.read(key, must_exist=True) != content:
+        if store.read(key) != content:
             raise UserError(f"{store.url}: {key} reads back other bytes than were written; check the storage service")
     finally:
         store.delete(key)

@@ -41,9 +41,9 @@ class Recorder(LocalStore):
         super().__init__(folder)
         self.ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         self.ranges[key].append((start, start + length))
-        return super().read_range(key, start, length, must_exist=must_exist)
+        return super().read_range(key, start, length)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

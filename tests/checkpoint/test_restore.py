@@ -160,7 +160,7 @@ def test_checkpoints_that_a_rollback_has_discarded_let_the_run_begin_again_unles
 class Unreadable(LocalStore):
     """Store in which every read of a range fails."""
 
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         raise StoreExhausted(f"{self.url}/{key}: failed 30 times in a row; check the service, then start again")
 
 
@@ -193,11 +193,11 @@ class Away(LocalStore):
 
         self.patience.call(check)
 
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
         self._wait()
         return super().read(key)
 
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         self._wait()
         return super().read_range(key, start, length)
 

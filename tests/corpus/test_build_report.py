@@ -268,7 +268,7 @@ def test_the_lengths_of_documents_are_summed_up_by_powers_of_two(
 def test_a_damaged_report_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "build.json").write_text('{"format": 1}')
 
-    with pytest.raises(UserError, match=r"build\.json: not a report of a build .*; delete the file") as error:
+    with pytest.raises(UserError, match=r"build\.json: damaged, .*; delete the file") as error:
         read_report(open_store(str(tmp_path)))
 
     assert "\n" not in str(error.value)

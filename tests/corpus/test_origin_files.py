@@ -334,7 +334,7 @@ def test_licences_come_from_the_config_and_of_prepared_text_from_its_report(
     assert recorded[given[1]] == {"tokens": report.sources[given[1]].tokens, "licence": "cc0-1.0"}
     assert find_preparations([str(prepared)], None).keys() == {given[0]}
     (prepared / "prepare.json").write_text(json.dumps({"sources": {"web": {"license": 3}}}))
-    with pytest.raises(UserError, match=r"prepare\.json: not the report of a preparation"):
+    with pytest.raises(UserError, match=r"prepare\.json: damaged, .*; run .* again, or delete the file"):
         find_preparations(given, None)
 
 

@@ -40,12 +40,12 @@ class WrongAtFirst(CountingStore):
         self._readings[place] += 1
         return self._readings[place] <= self._num_wrong
 
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        data = super().read(key, must_exist=must_exist)
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
         return ERROR_DOCUMENT if self._is_wrong(key) else data
 
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        data = super().read_range(key, start, length, must_exist=must_exist)
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        data = super().read_range(key, start, length)
         return memoryview(bytearray(ERROR_DOCUMENT[:length])) if self._is_wrong(key, start, length) else data
 
 

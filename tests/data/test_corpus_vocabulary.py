@@ -155,8 +155,8 @@ def test_a_shard_that_arrives_with_wrong_bytes_is_fetched_again(
     class WrongOnce(Remote):
         num_wrong = 1
 
-        def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-            super().fetch(key, destination, must_exist=must_exist)
+        def fetch(self, key: str, destination: Path) -> None:
+            super().fetch(key, destination)
             if self.fetched.count(key) <= self.num_wrong:
                 destination.write_bytes(ERROR_DOCUMENT)
 
@@ -227,7 +227,7 @@ class WrongAtFirst(Remote):
         self.num_wrong = num_wrong
         self.readings: dict[str, int] = {}
 
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
         self.readings[key] = self.readings.get(key, 0) + 1
         is_wrong = self.readings[key] <= self.num_wrong
         return ERROR_DOCUMENT if is_wrong else (Path(self.url) / key).read_bytes()

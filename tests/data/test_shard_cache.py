@@ -53,10 +53,10 @@ class Late(Remote):
         self.late = late
         self.may_arrive = threading.Event()
 
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         if key == self.late:
             assert self.may_arrive.wait(30)
-        super().fetch(key, destination, must_exist=must_exist)
+        super().fetch(key, destination)
 
 
 def rows_through(cache: ShardCache) -> np.ndarray:

@@ -17,7 +17,7 @@ import pytest
 from support import s3_server
 from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.errors import StorageLost, StoreError, StoreMissing, UserError
+from electra_dist.errors import StorageLost, StoreError, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
@@ -33,7 +33,7 @@ def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store
     store.write("x", DATA)
     # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
     plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
-    assert store.read("x", must_exist=True) == DATA
+    assert store.read("x") == DATA
     assert plan.counts[fault] >= 3
     assert store.patience.retries >= 3
     assert store.patience.retry_wait_s > 0
@@ -46,7 +46,7 @@ def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable
     store.write("x", DATA)
     # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
     plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
-    assert store.read_range("x", 100_001, 700_000, must_exist=True) == DATA[100_001:800_001]
+    assert store.read_range("x", 100_001, 700_000) == DATA[100_001:800_001]
     assert plan.counts[fault] >= 3
 
 
@@ -61,8 +61,8 @@ def test_mixed_faults_of_uploads_and_downloads_are_survived_and_counted(
     for number in range(8):
         data = DATA[number * 1000 :]
         store.write(f"k{number}", data)
-        assert store.read(f"k{number}", must_exist=True) == data
-        store.fetch(f"k{number}", tmp_path / "f", must_exist=True)
+        assert store.read(f"k{number}") == data
+        store.fetch(f"k{number}", tmp_path / "f")
         assert (tmp_path / "f").read_bytes() == data
     assert plan.counts.total() >= 10
     # A replaced object may cost two retries: one for the broken body, one for the refused range of the old version.
@@ -171,7 +171,7 @@ def test_a_fault_that_persists_fails_naming_the_object_and_the_next_step(
     store.write("shard.tar", DATA[:1000])  # smaller than a chunk: a broken body makes no progress
     plan.rate, plan.faults, plan.in_a_row, plan.stall_s = 1.0, (fault,), 10**9, 1.0
     with pytest.raises(StorageLost, match=r"/prefix/shard.tar at 127.0.0.1:\d+: .*; storage was waited for \d s") as e:
-        store.read("shard.tar", must_exist=True)
+        store.read("shard.tar")
     assert "\n" not in str(e.value)
     assert re.search("check the object|restore the object|renew them", str(e.value))
 
@@ -246,15 +246,14 @@ def test_final_answers_are_explained_without_retry_and_without_the_services_text
     assert store.patience.retries == 0
 
 
-def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[..., Store]) -> None:
+def test_a_missing_object_is_asked_for_again_unless_it_may_be_missing(faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
     plan.rate, plan.faults = 1.0, ("missing",)
-    with pytest.raises(StoreMissing):
-        store.read("x")
+    assert store.read_or_none("x") is None
     assert store.patience.retries == 0
-    assert store.read("x", must_exist=True) == b"1"
+    assert store.read("x") == b"1"
 
 
 def test_credentials_are_read_again_when_they_expire(

@@ -82,7 +82,7 @@ class CountingStore(Store):
         """Return None, because the objects are no files; nothing is counted."""
         check_key(key)
 
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
         """Return the content of an object, and count a GET; raise StoreMissing if there is no such object."""
         data = self._service.objects.get(key)
         self._count("GET", len(data or b""))
@@ -90,7 +90,7 @@ class CountingStore(Store):
             raise StoreMissing(f"{self.url}/{key}: no such object")
         return data
 
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         """Return `length` bytes of an object from byte `start` on, and count a GET; raise StoreMissing as `read`."""
         data = self._service.objects.get(key)
         if data is None:
@@ -110,9 +110,9 @@ class CountingStore(Store):
         self._count("GET")
         return len(self._service.objects[key])
 
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         """Write the content of an object into a file, and count a GET; raise StoreMissing as `read`."""
-        destination.write_bytes(self.read(key, must_exist=must_exist))
+        destination.write_bytes(self.read(key))
 
     def write(self, key: str, data: bytes) -> None:
         """Create or replace an object, and count a PUT."""

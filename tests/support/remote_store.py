@@ -23,7 +23,7 @@ class Remote(LocalStore):
     def local_path(self, key: str) -> None:  # type: ignore[override]
         return None
 
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         self.fetched.append(key)
         data = super().local_path(key).read_bytes()
         with replacing(destination) as out:

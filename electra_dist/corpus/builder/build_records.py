@@ -47,10 +47,9 @@ from electra_dist.data.manifest import (
     write_corpus_vocabulary,
 )
 from electra_dist.data.shard_format import parse_array
-from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store, in_parallel
-from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
+from electra_dist.store.json_file import DamagedJson, damaged_file, first_difference, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Keys of the section `corpus` that affect neither the shards nor corpus.json, or that repeat what the vocabulary says.
@@ -205,7 +204,7 @@ class BuildRecords:
             raise UserError(
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
             )
-        return read_verified(self._store, _BUILD_KEY, self._parse_parameters)
+        return self._store.read_verified(_BUILD_KEY, self._parse_parameters)
 
     def _parse_parameters(self, data: bytes) -> dict[str, Any]:
         try:
@@ -295,7 +294,7 @@ class BuildRecords:
             except ValueError as error:
                 raise self._damaged(key, error) from None
 
-        return read_verified(self._store, key, parse)
+        return self._store.read_verified(key, parse)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
         """Return the table that names the documents of a bucket's held-out rows; the build must write origin files."""
@@ -306,7 +305,7 @@ class BuildRecords:
                 raise self._damaged(key, "its SHA-256 is not the recorded one")
             return table_from_bytes(data)
 
-        return read_verified(self._store, key, parse)
+        return self._store.read_verified(key, parse)
 
     def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
         return ManifestMismatch(
@@ -352,7 +351,7 @@ class BuildRecords:
                     f"{_FOLDER} in this folder and start the build again"
                 ) from None
 
-        return read_verified(self._store, key, parse)
+        return self._store.read_verified(key, parse)
 
     def _refuse_foreign_shards(self) -> None:
         """Raise UserError if another program wrote shards here, which a build would overwrite."""
@@ -364,13 +363,14 @@ class BuildRecords:
 
     def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
         """Raise ManifestMismatch if a given parameter differs from the stored one, or is not stored."""
-        for key, value in json.loads(canonical_json(given)).items():
-            stored_value = stored.get(key)
-            if stored_value != value:
-                raise ManifestMismatch(
-                    f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
-                    f"{key} = {value}; delete that corpus or choose another --output"
-                )
+        given = json.loads(canonical_json(given))
+        difference = first_difference({key: stored.get(key) for key in given}, given)
+        if difference is not None:
+            key, stored_value, value = difference
+            raise ManifestMismatch(
+                f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
+                f"{key} = {value}; delete that corpus or choose another --output"
+            )
 
 
 def read_output_vocabulary(store: Store) -> Vocabulary:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from electra_dist.corpus.builder.document_order import NUM_CELLS, cell_of
 from electra_dist.corpus.inputs.text_decoding import RawDocument
-from electra_dist.data.verified_read import reread
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store, in_parallel
 
@@ -63,7 +62,7 @@ class SpillFile:
         self._store = store
         self._name = name
         self._size = size
-        self._offsets = reread(store, name, self._read_table)
+        self._offsets = store.verified(name, self._read_table)
 
     @property
     def is_remote(self) -> bool:
@@ -71,7 +70,7 @@ class SpillFile:
         return self._store.local_path(self._name) is None
 
     def _read_table(self) -> NDArray[np.int64]:
-        table = self._store.read_range(self._name, 0, _TABLE_BYTES, must_exist=True)
+        table = self._store.read_range(self._name, 0, _TABLE_BYTES)
         if len(table) != _TABLE_BYTES:
             raise self._damaged()
         offsets = np.frombuffer(table, "<u8").astype(np.int64)
@@ -83,14 +82,14 @@ class SpillFile:
     def documents(self, cells: range) -> Iterator[RawDocument]:
         """Yield the documents of some cells (key ranges), sorted by key; raise ManifestMismatch for a damaged file."""
         if cells and self._offsets[cells.stop] > self._offsets[cells.start]:
-            for data in reread(self._store, self._name, lambda: self._read_cells(cells)):
+            for data in self._store.verified(self._name, lambda: self._read_cells(cells)):
                 yield from _split_documents(data)
 
     def _read_cells(self, cells: range) -> list[bytes]:
         """Return the documents of each cell that has some, decompressed."""
         start = int(self._offsets[cells.start])
         length = int(self._offsets[cells.stop]) - start
-        content = self._store.read_range(self._name, start, length, must_exist=True)
+        content = self._store.read_range(self._name, start, length)
         if len(content) != length:
             raise self._damaged()
         decompressor = zstandard.ZstdDecompressor()

@@ -115,7 +115,7 @@ def local_path(file: InputFile, endpoint_url: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="electra-input-") as folder:
         path = Path(folder) / "input"
         store = _store_of_inputs(file.location.removesuffix(f"/{file.name}"), endpoint_url)
-        store.fetch(file.name, path, must_exist=True)
+        store.fetch(file.name, path)
         yield path
 
 

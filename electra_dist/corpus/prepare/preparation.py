@@ -26,11 +26,10 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_file
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
-from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.atomic_files import make_folder
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
+from electra_dist.store.json_file import find_document
 from electra_dist.store.open_store import open_store
 
 # Key of a file -> what it is, and where it comes from.
@@ -103,21 +102,14 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
     """
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
-    if not store.exists(REPORT_FILE):
+    next_step = "delete it and run the same command again, or set another `output`"
+    report = find_document((store, REPORT_FILE), REPORT, next_step)
+    if report is None:
         return None
-    place = f"{config.output}/{REPORT_FILE}"
-
-    def parse(data: bytes) -> PrepareReport:
-        try:
-            return validate_json(REPORT, parse_json_object(data))
-        except DamagedJson as error:
-            advice = "delete it and run the same command again, or set another `output`"
-            raise damaged_file(place, error, advice) from None
-
-    report = read_verified(store, REPORT_FILE, parse)
     if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
         raise UserError(
-            f"{place}: is the result of another preparation; set another `output`, or delete the files in this folder"
+            f"{store.url}/{REPORT_FILE}: is the result of another preparation; set another `output`, or delete the "
+            f"files in this folder"
         )
     return report
 

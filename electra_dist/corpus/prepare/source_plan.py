@@ -11,15 +11,15 @@ import heapq
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
+from electra_dist.store.json_file import first_difference, read_document
 
 PLAN_FILE = "plan.json"
 _FORMAT = 1
@@ -42,7 +42,11 @@ class SourcePlan(NamedTuple):
         return [self.files[index] for index in self.tasks[rank]]
 
 
-_PLAN = TypeAdapter(SourcePlan)
+def _without_format(tree: object) -> object:
+    return {key: value for key, value in tree.items() if key != "format"} if isinstance(tree, dict) else tree
+
+
+_PLAN = TypeAdapter(Annotated[SourcePlan, BeforeValidator(_without_format)])
 
 
 def make_plan(config: PrepareConfig) -> SourcePlan:
@@ -107,25 +111,19 @@ def write_plan(plan: SourcePlan, work: Path) -> None:
 
 def read_plan(work: Path) -> SourcePlan:
     """Return the plan of a preparation from plan.json in its work folder."""
-    path = work / PLAN_FILE
-    next_step = f"delete {work} and prepare again"
-    tree = read_json_object(path, next_step)
-    try:
-        return validate_json(_PLAN, {key: value for key, value in tree.items() if key != "format"})
-    except DamagedJson as error:
-        raise damaged_file(path, error, next_step) from None
+    return read_document(work / PLAN_FILE, _PLAN, f"delete {work} and prepare again")
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
     """Raise UserError with the first difference between the stored plan and the new one, if they differ."""
-    stored_values = {"output": stored.output, **_leaves(stored.identity)}
-    values = {"output": plan.output, **_leaves(plan.identity)}
     advice = f"set another `work`, or delete {path.parent} and prepare again"
-    for key in sorted(stored_values | values):
-        if stored_values.get(key) != values.get(key):
-            raise UserError(
-                f"{path}: holds a preparation with {key} {stored_values.get(key)!r}, not {values.get(key)!r}; {advice}"
-            )
+    difference = first_difference(
+        {"output": stored.output, **stored.identity}, {"output": plan.output, **plan.identity}
+    )
+    if difference is not None:
+        raise UserError(
+            f"{path}: holds a preparation with {difference.key} {difference.old!r}, not {difference.new!r}; {advice}"
+        )
     for stored_file, file in zip(stored.files, plan.files, strict=False):
         if stored_file != file:
             raise UserError(f"{path}: holds a preparation of other files (first: {file.location}); {advice}")
@@ -136,17 +134,3 @@ def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None
         )
     if stored.tasks != plan.tasks:
         raise UserError(f"{path}: damaged, because its files are divided among the tasks in another way; {advice}")
-
-
-def _leaves(tree: object, prefix: str = "") -> dict[str, Any]:
-    """Flatten a tree of dicts and lists to dotted key -> value: {"a": {"b": [5]}} gives {"a.b.0": 5}."""
-    if isinstance(tree, dict):
-        items = list(tree.items())
-    elif isinstance(tree, list):
-        items = list(enumerate(tree))
-    else:
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for key, value in items:
-        leaves |= _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves

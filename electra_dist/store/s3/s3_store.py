@@ -70,16 +70,26 @@ class S3Store(Store):
         check_key(key)
 
     @override
-    def read(self, key: str, *, must_exist: bool = False) -> bytes:
+    def read(self, key: str) -> bytes:
+        return self._read(key, must_exist=True)
+
+    @override
+    def read_or_none(self, key: str) -> bytes | None:
+        try:
+            return self._read(key, must_exist=False)
+        except StoreMissing:
+            return None
+
+    def _read(self, key: str, *, must_exist: bool) -> bytes:
         sink = io.BytesIO()
         self._requests.download(key, sink, must_exist=must_exist)
         return sink.getvalue()
 
     @override
-    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
         sink = io.BytesIO()
         if length:
-            self._requests.download(key, sink, must_exist=must_exist, span=Span(start=start, end=start + length))
+            self._requests.download(key, sink, must_exist=True, span=Span(start=start, end=start + length))
         return sink.getbuffer()
 
     @override
@@ -95,9 +105,9 @@ class S3Store(Store):
         return self._requests.object_info(key).size
 
     @override
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+    def fetch(self, key: str, destination: Path) -> None:
         with replacing(destination) as out:
-            self._requests.download(key, out, must_exist=must_exist)
+            self._requests.download(key, out, must_exist=True)
 
     @override
     def write(self, key: str, data: bytes) -> None:
