@@ -29,7 +29,7 @@ from types import MappingProxyType
 from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, parse_folder
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Range, RunState, ranges_of_tensors
 from electra_dist.config import canonical_json
-from electra_dist.errors import OtherNumerics, StoreError, StoreMissing, UserError
+from electra_dist.errors import OtherNumerics, StoreError, UserError
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
 
@@ -150,9 +150,10 @@ def newest_attempt(target: Store) -> int:
 
 def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
     """Return the digests that start `attempt` recorded to identify its run; None if the file is missing or damaged."""
+    data = target.read_or_none(_attempt_key(attempt))
     try:
-        document = parse_json(target.read(_attempt_key(attempt)))
-    except (StoreMissing, DamagedJson):
+        document = None if data is None else parse_json(data)
+    except DamagedJson:
         return None
     names = ("identity_sha256", "corpus_fingerprint")
     is_known = isinstance(document, dict) and all(isinstance(document.get(name), str) for name in names)

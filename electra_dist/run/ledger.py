@@ -21,7 +21,7 @@ from typing import Any, Literal
 from electra_dist.errors import StoreAway
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, read_records
-from electra_dist.store.patience import Patience
+from electra_dist.store.patience import Patience, waiting
 
 Event = Literal[
     "start",
@@ -139,8 +139,7 @@ class Ledger:
     def append_once(self, event: Event, step: int, **details: Any) -> None:
         """Append an event as `append_soon` does, unless the ledger has an event of this kind and step already."""
         find = functools.partial(has_event, self._run_dir, event, step)
-        is_recorded = find() if self._patience is None else self._patience.call(find)
-        if not is_recorded:
+        if not waiting(self._patience, find):
             self.append_soon(event, step, **details)
 
     def _append(self, event: Event, step: int, details: dict[str, Any]) -> None:
@@ -162,11 +161,18 @@ class Ledger:
         self._file.discard()
 
 
-def read_ledger(path: Path) -> list[LedgerEvent]:
-    """Return the events of a ledger.jsonl, oldest first; [] without a file. `path` is the file or its run folder."""
+def read_ledger(path: Path, patience: Patience | None = None) -> list[LedgerEvent]:
+    """Return the events of a ledger.jsonl, oldest first; [] without a file. `path` is the file or its run folder.
+
+    A disk that is away is waited for with `patience` (None: not at all).
+    """
     path = Path(path)
-    file = path / LEDGER_FILE if path.is_dir() else path
-    return list(read_records(file, LedgerEvent.model_validate))
+
+    def read() -> list[LedgerEvent]:
+        file = path / LEDGER_FILE if path.is_dir() else path
+        return list(read_records(file, LedgerEvent.model_validate))
+
+    return waiting(patience, read)
 
 
 def has_event(run_dir: Path, event: Event, step: int) -> bool:

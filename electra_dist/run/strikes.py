@@ -19,6 +19,7 @@ from pathlib import Path
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.records import Number, Record, encode, read_records
 from electra_dist.store.atomic_files import lock_file, make_folder, sync_folder, writable
+from electra_dist.store.patience import Patience, waiting
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
 _MOST_AHEAD_S = 48 * 3600.0  # a strike dated further ahead of this node's clock is ignored
@@ -37,13 +38,17 @@ class Strike(Record):
     by: str  # the part that found it: "preflight", "supervise", ...
 
 
-def add_strike(run_dir: Path, strike: Strike) -> None:
+def add_strike(run_dir: Path, strike: Strike, patience: Patience | None = None) -> None:
     """Append a strike to the run's strikes.jsonl; it is on the disk on return.
 
-    Texts are shortened to one line: 300 characters for the reason, 64 for each other field.
+    Texts are shortened to one line: 300 characters for the reason, 64 for each other field. A disk that is full or
+    away is waited for with `patience` (None: not at all).
     """
     line = _encode_strike(strike)
-    path = Path(run_dir) / STRIKES_FILE
+    waiting(patience, lambda: _append(Path(run_dir) / STRIKES_FILE, line))
+
+
+def _append(path: Path, line: bytes) -> None:
     with writable(path):
         make_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -72,9 +77,9 @@ def _encode_strike(strike: Strike) -> bytes:
     return line
 
 
-def read_strikes(run_dir: Path) -> list[Strike]:
-    """Return all strikes of a run, oldest first, also expired ones; [] if there is no file."""
-    return list(read_records(Path(run_dir) / STRIKES_FILE, Strike.model_validate))
+def read_strikes(run_dir: Path, patience: Patience | None = None) -> list[Strike]:
+    """Return all strikes of a run, oldest first, also expired ones; [] if there is no file. `patience`: as above."""
+    return waiting(patience, lambda: list(read_records(Path(run_dir) / STRIKES_FILE, Strike.model_validate)))
 
 
 def excluded_nodes(

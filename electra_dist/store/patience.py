@@ -282,6 +282,11 @@ def _unpickle(limit_s: float, pace: Pace, key: str) -> Patience:
     return Patience(limit_s, pace=pace, key=key)
 
 
+def waiting(patience: Patience | None, operation: Callable[[], T]) -> T:
+    """Call an operation with a patience, or once if that is None; for functions whose callers need not wait."""
+    return operation() if patience is None else patience.call(operation)
+
+
 def command_patience() -> Patience:
     """Return a new patience for a command, which has no config key for it."""
     return Patience(COMMAND_PATIENCE_S, key="")

@@ -213,7 +213,7 @@ def _train(
     monitor = RankMonitor(run_dir, config.cluster, patience, lease)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
-    skips = SkipList(run_dir, config.train.skip_steps)
+    skips = SkipList(run_dir, config.train.skip_steps, patience)
     build_s: dict[str, float] | None = {"import": import_s, "build": time.perf_counter() - begin}
     exit_code: int | None = None
     while exit_code is None:

@@ -17,6 +17,7 @@ from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_document
+from electra_dist.store.patience import Patience, waiting
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class _Stored:
 class SkipList:
     """The steps that a run skips. All ranks make the same changes to their copies; rank 0 writes the file."""
 
-    def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
+    def __init__(self, run_dir: Path, configured: Iterable[int], patience: Patience | None = None) -> None:
+        """Read the file, if there is one; `write` waits for the disk with `patience` (None: not at all)."""
+        self._patience = patience
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
@@ -89,8 +92,12 @@ class SkipList:
     def write(self) -> None:
         """Write this list, without the steps of `train.skip_steps`, to skipped_steps.json. Call it on rank 0 only."""
         tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
-        with replacing(self._file) as file:
-            file.write(json.dumps(tree).encode() + b"\n")
+
+        def write() -> None:
+            with replacing(self._file) as file:
+                file.write(json.dumps(tree).encode() + b"\n")
+
+        waiting(self._patience, write)
 
     def below(self, step: int) -> tuple[int, ...]:
         """Return the skipped steps before `step`, ascending, for the checkpoint of `step` to record.

@@ -12,7 +12,6 @@ alike, because they judge the same all-reduced numbers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Sequence
 
@@ -122,9 +121,9 @@ class Trainer:
             self.reporter = self._open_reporter(loaded.set_aside, [*notes, *loaded.notes], hosts)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
-                self.patience.call(skips.write)
+                skips.write()
             self.checkpointer.writer.on_commit = self._committed
-            self.checkpointer.writer.before_commit = functools.partial(self.patience.call, self.reporter.before_commit)
+            self.checkpointer.writer.before_commit = self.reporter.before_commit
         self._next_look_at_space = time.monotonic()
         self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
@@ -238,7 +237,7 @@ class Trainer:
                     first, stopped = skip_for_rollback(self.config, state.skips)
                     if self.reporter:
                         self.reporter.rolled_back(first, stopped)
-                        self.patience.call(state.skips.write)
+                        state.skips.write()
                     return None
             if evaluator and (is_last or _is_due(state.step, self.config.log.eval_every_steps)):
                 self._evaluate(evaluator)
@@ -367,7 +366,7 @@ class Trainer:
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.reporter.stopped_step(batch.step, fault, suspect)
-            self.patience.call(self.state.skips.write)  # before the run goes on, so that a restart skips the step, too
+            self.state.skips.write()  # before the run goes on, so that a restart skips the step, too
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -192,7 +192,7 @@ class Supervisor:
         return None
 
     def _read_ledger(self) -> list[LedgerEvent]:
-        return self._patience.call(lambda: read_ledger(self._run_dir))
+        return read_ledger(self._run_dir, self._patience)
 
     def _must_not_start(self) -> bool:
         return bool(self._signals.number or self._meeting.taken_over())
@@ -200,7 +200,7 @@ class Supervisor:
     def _run_start(self, port: int) -> StartOutcome:
         """Start the ranks once, watch them until they end or must be killed, and return how this start ended."""
         num_events_before = len(self._read_ledger())
-        num_strikes_before = len(self._patience.call(lambda: read_strikes(self._run_dir)))
+        num_strikes_before = len(read_strikes(self._run_dir, self._patience))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
         token = self._lease.token if self._lease is not None else ""
         environment = {TOKEN_VARIABLE: token, **self._job_end.environment()}
@@ -243,7 +243,7 @@ class Supervisor:
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return what is known about the end of the ranks: exit codes, new ledger events, and new faults of nodes."""
-        new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
+        new_strikes = read_strikes(self._run_dir, self._patience)[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         # The only node of a run is always at fault.
         is_only_node = self._placement.num_nodes == 1
@@ -262,7 +262,7 @@ class Supervisor:
             return ""
         strike = strike_of(findings, node, time.time())
         assert strike is not None  # An unhealthy finding about this node gives a strike.
-        self._patience.call(lambda: add_strike(self._run_dir, strike))
+        add_strike(self._run_dir, strike, self._patience)
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:

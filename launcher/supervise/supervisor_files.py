@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +10,7 @@ from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.run.folder import MEETING_DIR, supervise_log
 from electra_dist.run.processes import node_name
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import lock_file, writable
 
 
 class Log:
@@ -51,12 +50,10 @@ def lock_node(run_dir: Path, node: int) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     except BlockingIOError:
         raise UserError(
             f"{path}: another supervisor of this run is active on this node; wait until it ends, or stop it with "
             f"`touch {run_dir}/stop`"
         ) from None
-    except OSError:  # The file system has no locks.
-        pass
     return descriptor

@@ -85,6 +85,10 @@ def test_requests_of_a_save(world_size: int, tmp_path: Path, zero_stage: int) ->
 def test_a_commit_of_1024_ranks_sends_fewer_requests_in_a_row_than_with_merged_entries(tmp_path: Path) -> None:
     """Rank 0 sent 9 requests in a row at stage 3 when each rank stored an entry and leaders of groups merged them."""
     counts = many_ranks.save(Service(), state_of(1024, zero_stage=3))
+    print(
+        f"requests of a save at 1,024 ranks: rank 0 sends {counts.commit.num_serial} in a row, "
+        f"{counts.commit.requests.total()} in all, and every other rank {counts.member.requests.total()}"
+    )
     assert counts.commit.num_serial == 5
 
 

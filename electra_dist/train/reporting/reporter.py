@@ -237,12 +237,12 @@ class Reporter:
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
-        """Sync metrics and ledger to the disk before a checkpoint is committed; raise StoreAway if the disk refuses.
+        """Sync metrics and ledger to the disk before a checkpoint is committed; wait for a disk that refuses.
 
         A restart from the checkpoint does not repeat earlier steps, so their records must be on the disk by then.
         """
-        self._metrics.sync()
-        self._ledger.sync()
+        self._patience.call(self._metrics.sync)
+        self._patience.call(self._ledger.sync)
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed: all its files are in every checkpoint store.

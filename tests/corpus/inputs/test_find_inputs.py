@@ -240,13 +240,14 @@ def test_an_object_with_a_known_ending_is_no_folder_and_a_missing_one_is_an_erro
 
 def test_inputs_on_s3_are_found_by_one_request_for_each_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service()
-    service.objects = {f"wiki/{number:05d}.jsonl": bytes(number % 7) for number in range(2500)}
+    service.objects = {f"wiki/{number:05d}.jsonl": bytes(number % 7) for number in range(100_000)}
     store = CountingStore(service)
     monkeypatch.setattr(module, "open_store", lambda url, endpoint_url: store)
 
     found = find_inputs(["s3://bucket/texts"])
 
+    print(f"requests of a listing of 100,000 inputs: {dict(store.requests)}")
     assert [(file.name, file.size) for file in found] == [
-        (f"wiki/{number:05d}.jsonl", number % 7) for number in range(2500)
+        (f"wiki/{number:05d}.jsonl", number % 7) for number in range(100_000)
     ]
-    assert store.requests == {"LIST": 3}
+    assert store.requests == {"LIST": 100}
