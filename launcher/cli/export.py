@@ -118,7 +118,7 @@ def _check_local_checkpoints(run: Path) -> None:
         return  # a report is made of the records alone, also without a config that this version can read
     owner = owner_of(config, read_identity(run))
     if owner is not None:
-        owner.check_all(open_store(url) for url in config.checkpoint_urls if not url.startswith("s3://"))
+        owner.check_all([open_store(url) for url in config.checkpoint_urls if not url.startswith("s3://")])
 
 
 def report(
