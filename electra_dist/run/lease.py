@@ -24,9 +24,7 @@ machine, may write for up to `RENEW_S` seconds after another one has taken its l
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import json
 import os
 import re
 import secrets
@@ -36,14 +34,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, Field
 
 from electra_dist.errors import StoreError, UserError
 from electra_dist.run.folder import LEASE_DIR, STOP_FILE, is_run_folder
 from electra_dist.run.processes import boot_id, node_name
 from electra_dist.store.atomic_files import is_temporary, lock_file, readable, replacing
-from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.json_file import parse_document
 from electra_dist.store.regular_files import read_regular
 
 RENEW_S = 2.0  # between two renewals
@@ -55,23 +54,21 @@ _POLL_S = 0.2  # between two looks at the lease of another process
 _SAY_AFTER_S = 3.0  # a longer wait is announced
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
 _TRIES = 20  # of reading the newest lease, which may be released or taken over meanwhile
-_LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 
 class LeaseLost(UserError):
     """Error that this process has lost the lease: it must not write into the run folder, and ends without a save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeaseOwner:
+class LeaseOwner(BaseModel, frozen=True):
     """Process that holds the lease of a run folder (the right to train in it), as the lease's file describes it."""
 
     token: str  # random; no other lease has it
     holder: str  # "supervisor" or "rank 0"
     host: str  # name of the node, as in strikes.jsonl
-    pid: int
+    pid: Annotated[int, Field(gt=0, lt=1 << 31)]
     boot_id: str  # of the kernel that runs the owner; "" if unknown
-    since: float  # Unix time at which the lease was taken
+    since: Annotated[float, Field(ge=0, lt=1e11)]  # Unix time at which the lease was taken
     slurm_job: str  # "" outside Slurm
 
     @property
@@ -80,9 +77,6 @@ class LeaseOwner:
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
         job = f", Slurm job {self.slurm_job}" if self.slurm_job else ""
         return f"{self.holder} on host {self.host}, pid {self.pid}, since {since}{job}"
-
-
-_OWNER = TypeAdapter(LeaseOwner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +96,9 @@ class FoundLease:
     @property
     def owner(self) -> LeaseOwner | None:
         """Return the owner that the lease's file describes; None if the file is damaged."""
-        try:
-            owner = validate_json(_OWNER, parse_json_object(self.content))
-        except DamagedJson:
-            return None
-        is_sane = 0 <= owner.since < _LATEST_TIME and 0 < owner.pid < 1 << 31
-        return owner if is_sane else None
+        with contextlib.suppress(UserError):
+            return parse_document(self.content, self.path, LeaseOwner, "")
+        return None
 
     @property
     def description(self) -> str:
@@ -134,7 +125,7 @@ class RunLease:
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Renew the lease in a thread if `lock` (descriptor of its locked file) is given; otherwise only watch it."""
+        """Watch the lease in a thread, and renew it if `lock` is given, the descriptor of its locked file."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -142,11 +133,8 @@ class RunLease:
         self._lost = ""
         self._looking = threading.Lock()
         self._ends = threading.Event()
-        self._next_look = time.monotonic() + RENEW_S
-        self._thread: threading.Thread | None = None
-        if lock is not None:
-            self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
 
     @property
     def token(self) -> str:
@@ -157,12 +145,10 @@ class RunLease:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the lease is lost, so that this process must stop writing; most calls cost one `stat`."""
-        is_due = self._thread is None and time.monotonic() > self._next_look
+        """Return whether the lease is lost, so that this process must stop writing; the call costs one `stat`."""
         with contextlib.suppress(OSError):  # storage that does not answer says nothing about the lease
-            is_due = is_due or _file_id(self._lease.path) is None
-        if is_due:
-            self._look()
+            if _file_id(self._lease.path) is None:
+                self._look()
         return self._lost != ""
 
     def check(self) -> None:
@@ -176,7 +162,7 @@ class RunLease:
         Remove a run folder in which no run was begun, unless it holds other files. Calling it twice is fine.
         """
         self._ends.set()
-        if self._thread is None or self._lock is None:
+        if self._lock is None:
             return
         self._thread.join()
         if not self._lost:
@@ -193,13 +179,12 @@ class RunLease:
     def _look(self) -> None:
         """Renew an owned lease; if the lease is lost, set `_lost` to the reason. Errors of the storage are ignored."""
         with self._looking, contextlib.suppress(OSError):
-            self._next_look = time.monotonic() + RENEW_S
             newest = find_newest(self._lease.path.parent)
             is_held = newest.path == self._lease.path and newest.content == self._lease.content
-            if is_held and self._thread is not None:
-                renew(self._lease.path)
-            elif not is_held:
+            if not is_held:
                 self._lost = self._find_loss(newest)
+            elif self._lock is not None:
+                renew(self._lease.path)
 
     def _find_loss(self, newest: FoundLease) -> str:
         """Return how the lease was lost, in one line; "" if only its file was deleted, which is then restored."""
@@ -325,11 +310,10 @@ def find_newest(folder: Path) -> FoundLease:
         files = _files_in(folder)
         if not files:
             return FoundLease(number=0, path=folder, content=b"", renewed_ns=0)
-        path = max(files, key=_number_of)
+        path = max(files, key=lambda file: int(file.stem))
         with contextlib.suppress(FileNotFoundError):  # It was released, or taken over, since it was listed.
-            return FoundLease(
-                number=_number_of(path), path=path, content=read_regular(path), renewed_ns=path.stat().st_mtime_ns
-            )
+            content = read_regular(path)
+            return FoundLease(number=int(path.stem), path=path, content=content, renewed_ns=path.stat().st_mtime_ns)
     raise OSError(errno.ESTALE, "the newest lease is listed and is not there", str(folder))
 
 
@@ -351,12 +335,12 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
         since=round(time.time(), 3),
         slurm_job=os.environ.get("SLURM_JOB_ID", ""),
     )
-    content = json.dumps(dataclasses.asdict(owner)).encode("ascii") + b"\n"
+    content = owner.model_dump_json().encode() + b"\n"
     lock = _write_locked(path, content)
     if lock is None:
         return None
     for file in folder.iterdir():
-        is_older = _LEASE_NAME.fullmatch(file.name) is not None and _number_of(file) < number
+        is_older = _LEASE_NAME.fullmatch(file.name) is not None and int(file.stem) < number
         if is_older or is_temporary(file.name):
             with contextlib.suppress(OSError):  # A foreign folder may have such a name.
                 file.unlink()
@@ -404,11 +388,6 @@ def _files_in(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in names if _LEASE_NAME.fullmatch(name)]
-
-
-def _number_of(path: Path) -> int:
-    """Return the number of a lease from its file's name, for example 7 from 000007.json."""
-    return int(path.stem)
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -49,7 +48,7 @@ def forge(run_dir: Path, renewed: float | None = None, **fields: object) -> Path
     os.close(lock)
     owner = lease.owner
     assert owner is not None
-    lease.path.write_text(json.dumps({**dataclasses.asdict(owner), **fields}))
+    lease.path.write_text(json.dumps({**owner.model_dump(), **fields}))
     if renewed is not None:
         os.utime(lease.path, (renewed, renewed))
     return lease.path
