@@ -85,7 +85,7 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
 
 
 def write_counts(file: Path, count_V: np.ndarray, patience: Patience | None = None) -> None:
-    """Write the counts of all tokens to `file`, from which later starts read them; wait for the disk with `patience`."""
+    """Write the counts of all tokens to `file`, from which later starts read them; `patience` waits for the disk."""
     content = io.BytesIO()
     np.save(content, count_V)
 
