@@ -137,11 +137,12 @@ class Patience:
     def at_most(self, limit_s: float) -> Iterator[None]:
         """Wait at most `limit_s` seconds in a `with` block, in this thread and in those of `in_parallel` for it."""
         thread = acting_thread()
-        self._limits[thread] = limit_s
+        outer_limit_s = self._limits.get(thread, math.inf)
+        self._limits[thread] = min(limit_s, outer_limit_s)
         try:
             yield
         finally:
-            del self._limits[thread]
+            self._limits[thread] = outer_limit_s
 
     def limit_now_s(self) -> float:
         """Return for how many seconds this thread waits at most now."""
