@@ -79,7 +79,10 @@ def start_holder(run_dir: Path) -> tuple[Any, Connection]:
     return process, receiver
 
 
-def test_of_six_starts_at_once_one_gets_the_lease_and_the_others_name_it(tmp_path: Path) -> None:
+def test_of_six_starts_at_once_one_gets_the_lease_and_the_others_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "LEASE_S", FOREVER_S)
     holders = [start_holder(tmp_path) for _ in range(6)]
     answers = [connection.recv() for _, connection in holders]
     for process, _ in holders:
@@ -125,8 +128,9 @@ def test_a_stopped_owner_keeps_the_lease_for_as_long_as_one_of_another_machine_a
         process.join()
 
 
-def test_a_lost_lock_is_no_proof_that_the_owner_has_ended(tmp_path: Path) -> None:
+def test_a_lost_lock_is_no_proof_that_the_owner_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may lose the lock of an owner that goes on."""
+    monkeypatch.setattr(run_lease, "LOCAL_LEASE_S", FOREVER_S)
     lease = take(tmp_path)
     assert lease._lock is not None
     os.close(lease._lock)
@@ -275,7 +279,8 @@ def test_a_folder_that_is_deleted_or_moved_ends_the_lease_and_is_not_created_aga
     assert not run_dir.exists()
 
 
-def test_a_lease_file_that_a_person_deleted_is_written_again(tmp_path: Path) -> None:
+def test_a_lease_file_that_a_person_deleted_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lease, "LEASE_S", FOREVER_S)
     lease = take(tmp_path)
     shutil.rmtree(tmp_path / "lease")
     lease.check()
