@@ -219,6 +219,7 @@ def test_commit_without_the_file_of_a_rank_fails_naming_the_rank(
     target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_module, "FILES_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(target, "patience", Patience(0.0))  # which is waited for, too
     writer = CheckpointWriter([target], 0, small.KEEP_ALL)
     writer.save(small.state_at(10), small.share(small.content(10), 0, 2))
     with pytest.raises(TimeoutError, match="the file of rank 1 was not written"):
