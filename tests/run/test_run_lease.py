@@ -120,9 +120,10 @@ def test_a_stopped_owner_keeps_the_lease_for_as_long_as_one_of_another_machine_a
     try:
         stopped = find_newest(tmp_path / "lease")
         assert not stopped.is_free(0.6) and stopped.is_free(0.7)
-        take(tmp_path)
+        lease = take(tmp_path)
         os.kill(process.pid, signal.SIGCONT)
         assert "taken over by another start" in connection.recv()
+        lease.release()
     finally:
         process.kill()
         process.join()
