@@ -69,16 +69,17 @@ class Trace:
     def _function(self, code: CodeType) -> Function | None:
         """Return the function of a code object; None if it is not this project's, or is not counted."""
         if code not in self._functions:
-            self._functions[code] = self._find(code)
+            self._functions[code] = function_of(code)
         return self._functions[code]
 
-    @staticmethod
-    def _find(code: CodeType) -> Function | None:
-        path = Path(code.co_filename)
-        if not path.is_relative_to(ROOT) or code.co_name.startswith("<"):
-            return None
-        file = path.relative_to(ROOT).as_posix()
-        return (file, code.co_qualname) if file.split("/")[0] in FOLDERS else None
+
+def function_of(code: CodeType) -> Function | None:
+    """Return the function of a code object; None if it is not this project's, or a comprehension, lambda or module."""
+    path = Path(code.co_filename)
+    if not path.is_relative_to(ROOT) or code.co_name.startswith("<"):
+        return None
+    file = path.relative_to(ROOT).as_posix()
+    return (file, code.co_qualname) if file.split("/")[0] in FOLDERS else None
 
 
 def figures(calls: Counter[Function]) -> dict[str, int]:
