@@ -91,6 +91,7 @@ setup(
     package_data={
         "electra_dist": ["py.typed"],
         "electra_dist.configs": ["*.yaml", "*/*.yaml"],
+        "electra_dist.report": ["templates/*"],
         "electra_kernels": ["py.typed"],
         "electra_kernels.native": ["*.cu"],
         "launcher": ["py.typed"],
@@ -125,6 +126,7 @@ setup(
         "typer>=0.12",
         "tensorboard>=2.16",
         "matplotlib>=3.8",
+        "jinja2>=3.1",  # torch needs it, too
         "psutil>=5.9",
     ],
     extras_require=EXTRAS,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from electra_dist.config.keys import flattened
 from electra_dist.errors import UserError
-from electra_dist.escapes import html_text, printable
+from electra_dist.escapes import printable
 from electra_dist.report.curve_points import RunCurves
-from electra_dist.report.html_parts import curves, now, page, percent, table, write_page
+from electra_dist.report.pages import draw_diagrams, percent, render, write_page
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
@@ -60,37 +60,25 @@ def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
 
 def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Return a page that compares runs, as HTML text, without writing it."""
-    chips = ""
-    for number, name in enumerate(names, start=1):
-        chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html_text(name)}</span>'
-    run_curves = []
-    for run, name in zip(runs, names, strict=True):
-        run_curves.append(RunCurves(name=name, columns=run.metrics.columns))
-    note = (
-        "Over optimizer steps. Curves of training steps are smoothed; points are evaluations on held-out rows; dashed "
-        "grey: what a guess reaches. Move the pointer over a diagram to read the values of all runs."
+    run_curves = [RunCurves(name=name, columns=run.metrics.columns) for run, name in zip(runs, names, strict=True)]
+    return render(
+        "overlay.html",
+        names=list(names),
+        figures=_figures(runs),
+        diagrams=draw_diagrams(run_curves),
+        differences=_differences(runs),
     )
-    body = "".join(
-        [
-            f"<header><h1>{len(runs)} runs</h1><p>This page was written {now()} UTC.</p></header>\n",
-            f'<p class="chips">{chips}</p>\n',
-            f"<h2>Figures</h2>\n{_figures(runs, names)}",
-            curves(run_curves, note),
-            _differences(runs, names),
-        ]
-    )
-    return page(f"{len(runs)} runs", body)
 
 
-def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the table of figures, such as losses: one column for each run, a row for each figure that any run has."""
+def _figures(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return a row for each figure that any run has, such as a loss: its name, then its value in each run."""
     columns = [_figures_of(run) for run in runs]
     rows = []
     for figure in columns[0]:
         values = [column[figure] for column in columns]
         if any(value != _NONE for value in values):
             rows.append([figure, *values])
-    return table(rows, ["", *names])
+    return rows
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
@@ -131,8 +119,8 @@ def _decimals(value: float | None) -> str:
     return f"{value:.4f}" if value is not None and math.isfinite(value) else _NONE
 
 
-def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the table of the config keys whose values differ between the runs, or a note that none does."""
+def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return a row for each config key whose values differ between the runs: the key, then its value in each run."""
     trees = [flattened(run.config_tree) for run in runs]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     rows = []
@@ -140,6 +128,4 @@ def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         values = [str(tree.get(key, _NONE)) for tree in trees]
         if key != "run_dir" and len(set(values)) > 1:
             rows.append([key, *values])
-    if not rows:
-        return '<p class="note">The configurations of the runs are equal.</p>\n'
-    return f"<h2>Keys of the configuration that differ</h2>\n{table(rows, ['key', *names])}"
+    return rows

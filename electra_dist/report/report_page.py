@@ -6,38 +6,33 @@ file system), readable on a phone, in light and in dark mode. It is derived from
 of a missing file is left out), so it can be written again at any time, on any machine. It is written atomically. It
 names no host and no command, although environment.json does, so it may be passed on.
 
+How: this module chooses the figures, `templates/run.html` lays them out.
+
 Limits: the page shows the state at the time of writing. While a run goes on, rank 0 has it written again every
 `log.report_every_minutes`.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from electra_dist.config import TowerConfig
 from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
-from electra_dist.escapes import html_text
-from electra_dist.report.curves import write_curves_png
-from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table, write_page
+from electra_dist.report.pages import draw_diagrams, minute, percent, render, write_page
 from electra_dist.report.run_record import RunRecord, read_run
-from electra_dist.report.run_tiles import tiles
-from electra_dist.report.samples_section import samples_section
+from electra_dist.report.run_tiles import run_tiles
 from electra_dist.run.folder import REPORT_FILE
-from electra_dist.run.goodput import Goodput
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.run.metrics import EvalRecord
-
-__all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
+from electra_dist.run.metrics import CONTINUATION, EvalRecord, Samples
 
 MAX_EVENTS = 40  # the newest events that the table of events shows
 MAX_EVALUATIONS = 12  # the newest evaluations that the table of evaluations shows
@@ -53,6 +48,23 @@ _EVALUATION_HEAD = (
     "recall",
     "rows",
 )
+_MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replaced; text stays readable on it
+
+
+class _Token(NamedTuple):
+    """Token of a held-out text as the discriminator read it."""
+
+    text: str
+    tag: str  # "u" if the token was replaced, else "span"
+    probability: float  # of the discriminator, that the token was replaced
+    opacity_percent: int  # of the background
+
+
+class _Word(NamedTuple):
+    """Word of a held-out text."""
+
+    tokens: list[_Token]
+    original: str  # the word of the corpus, if one of the tokens was replaced, else ""
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
@@ -69,109 +81,102 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
 
 def report_page(run: RunRecord) -> str:
     """Return the report of a run as HTML text, without writing it. What the run did not record is left out."""
-    name = html_text(run.name)
-    body = "".join(
-        [
-            _header(name, run),
-            tiles(run),
-            curves([run.curves], _curves_note(run)),
-            samples_section(run.samples),
-            _evaluations(run.metrics.evals),
-            _events(run.ledger, run.account),
-            _run_and_environment(run),
-            _config(run.config_tree),
-        ]
-    )
-    return page(name, body)
-
-
-def _header(name: str, run: RunRecord) -> str:
-    state, text = run.state()
-    period = ""
-    if run.ledger:
-        period = f" &middot; {minute(run.ledger[0].time)} to {minute(run.ledger[-1].time)} UTC"
-    written = f" &middot; this page was written {now()} UTC"
-    return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{period}{written}</p></header>\n'
-
-
-def _curves_note(run: RunRecord) -> str:
-    has_resumed = any(event.event == "resume" for event in run.ledger)
-    dotted = "; dotted: resumed from a checkpoint" if has_resumed else ""
-    return (
-        f"Over optimizer steps. Faint: every record, bold: smoothed, dashed grey: what a guess reaches{dotted}. "
-        f"Move the pointer over a diagram to read its values."
+    state, state_text = run.state()
+    events = [event for event in run.ledger if event.event not in ("checkpoint", "eval")]
+    return render(
+        "run.html",
+        run=run,
+        state=state,
+        state_text=state_text,
+        figures=run_tiles(run),
+        diagrams=draw_diagrams([run.curves]),
+        has_resumed=any(event.event == "resume" for event in run.ledger),
+        samples=_sample_words(run.samples),
+        evaluation_head=_EVALUATION_HEAD,
+        evaluations=[_evaluation_row(record) for record in run.metrics.evals[-MAX_EVALUATIONS:]],
+        num_evaluations=len(run.metrics.evals),
+        events=[_event_row(event) for event in events[-MAX_EVENTS:]],
+        num_events=len(events),
+        checkpoints=_checkpoints(run.ledger),
+        described=_run_and_environment(run),
+        # It escapes what is not printable ASCII itself.
+        config_text=yaml.safe_dump(run.config_tree, sort_keys=False, width=100) if run.config_tree else "",
     )
 
 
-def _evaluations(evals: Sequence[EvalRecord]) -> str:
-    """Return the table of the newest 12 evaluations on held-out rows, oldest first; empty if there was none."""
-    if not evals:
-        return ""
-    shown = evals[-MAX_EVALUATIONS:]
-    rows = [
-        (
-            f"{record.step:,}",
-            f"{record.mlm_loss:.4f}",
-            percent(record.mlm_accuracy),
-            f"{record.rtd_loss:.4f}",
-            f"{record.auc:.4f}",
-            _context_auc(record),
-            percent(record.accuracy),
-            percent(record.precision),
-            percent(record.recall),
-            f"{record.rows:,}",
+def _sample_words(samples: Samples | None) -> list[list[_Word]]:
+    """Return the words of each text of an evaluation; a token that begins with "##" continues a word."""
+    if samples is None:
+        return []
+    texts = []
+    for text in samples.texts:
+        words: list[list[tuple[str, str, float]]] = []
+        for token in zip(text.original, text.shown, text.replaced_probability):
+            if token[1].startswith(CONTINUATION) and words:
+                words[-1].append(token)
+            else:
+                words.append([token])
+        texts.append([_word(tokens) for tokens in words])
+    return texts
+
+
+def _word(tokens: Sequence[tuple[str, str, float]]) -> _Word:
+    """Make a word of its tokens: (token of the corpus, token that the discriminator read, its P(replaced))."""
+    shown_tokens = []
+    for original, shown, probability in tokens:
+        shown_tokens.append(
+            _Token(
+                text=shown.removeprefix(CONTINUATION),
+                tag="u" if shown != original else "span",
+                probability=probability,
+                opacity_percent=round(_MAX_OPACITY_PERCENT * probability),
+            )
         )
-        for record in shown
+    original_word = "".join(original.removeprefix(CONTINUATION) for original, _shown, _probability in tokens)
+    is_replaced = any(shown != original for original, shown, _probability in tokens)
+    return _Word(tokens=shown_tokens, original=original_word if is_replaced else "")
+
+
+def _evaluation_row(record: EvalRecord) -> list[str]:
+    return [
+        f"{record.step:,}",
+        f"{record.mlm_loss:.4f}",
+        percent(record.mlm_accuracy),
+        f"{record.rtd_loss:.4f}",
+        f"{record.auc:.4f}",
+        f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
+        percent(record.accuracy),
+        percent(record.precision),
+        percent(record.recall),
+        f"{record.rows:,}",
     ]
-    older_note = omitted(len(evals) - len(shown), "evaluations")
-    return f"<h2>Held-out evaluations</h2>\n{table(rows, _EVALUATION_HEAD)}{older_note}"
 
 
-def _events(ledger: Sequence[LedgerEvent], account: Goodput) -> str:
-    """Return the section "How the run went": the newest 40 events, where the time went, and the checkpoints."""
-    if not ledger:
-        return ""
-    events = [event for event in ledger if event.event not in ("checkpoint", "eval")]
-    shown = events[-MAX_EVENTS:]
-    rows = [(minute(event.time), event.event, f"{event.step:,}", _details(event)) for event in shown]
-    event_table = table(rows, ("time (UTC)", "event", "step", ""), left=True)
-    older_note = omitted(len(events) - len(shown), "events")
-    account_note = f'<p class="note">Where the time went: {account.described()}.</p>\n'
-    return f"<h2>How the run went</h2>\n{event_table}{older_note}{account_note}{_checkpoint_note(ledger)}"
-
-
-def _details(event: LedgerEvent) -> str:
-    """Return the fields of a ledger event other than time, event and step, such as "attempt 3, ranks 8"."""
+def _event_row(event: LedgerEvent) -> list[str]:
+    """Return time, name and step of an event, and its other fields, such as "attempt 3, ranks 8"."""
     details = []
     for key, value in event.fields().items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
-            details.append(f"{key.replace('_', ' ')} {_shown(value)}")
-    return ", ".join(details)
+            shown = f"{value:.3g}" if isinstance(value, float) else str(value)
+            details.append(f"{key.replace('_', ' ')} {shown}")
+    return [minute(event.time), event.event, f"{event.step:,}", ", ".join(details)]
 
 
-def _checkpoint_note(ledger: Sequence[LedgerEvent]) -> str:
-    """Return a note on the checkpoints: their number, newest step and median stop of training; "" without any."""
+def _checkpoints(ledger: Sequence[LedgerEvent]) -> dict[str, Any]:
+    """Return the number of checkpoints, the newest step and the median stop of training; empty without any."""
     saves = [event for event in ledger if event.event == "checkpoint"]
     if not saves:
-        return ""
+        return {}
     stall_s = statistics.median(event.stall_s for event in saves)
-    return (
-        f'<p class="note">{len(saves):,} checkpoints, the newest of step {saves[-1].step:,}, each held the training '
-        f"up for {stall_s:.2f} s (median).</p>\n"
-    )
+    return {"number": len(saves), "newest": saves[-1].step, "stall_s": stall_s}
 
 
-def _run_and_environment(run: RunRecord) -> str:
-    tables = ""
-    run_rows = describe_run(run)
-    if run_rows:
-        tables += table(run_rows, left=True)
+def _run_and_environment(run: RunRecord) -> list[list[tuple[str, str]]]:
+    """Return the tables of the run, the hardware and the versions; those without rows are left out."""
+    tables = [describe_run(run)]
     if run.environment:
-        tables += table(_hardware_rows(run.environment), left=True)
-        tables += table(list(run.environment["versions"].items()), left=True)
-    if not tables:
-        return ""
-    return f'<h2>Model, corpus, hardware and versions</h2>\n<div class="pair">\n{tables}</div>\n'
+        tables += [_hardware_rows(run.environment), list(run.environment["versions"].items())]
+    return [rows for rows in tables if rows]
 
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
@@ -253,24 +258,6 @@ def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("GPUs of a node", f"{count} x {name}{memory}"))
     rows.append(("driver", str(gpus["driver"])))
     return rows
-
-
-def _config(tree: dict[str, Any]) -> str:
-    """Return the section with the text of config.yaml, which the reader can unfold; "" for an empty tree."""
-    if not tree:
-        return ""
-    text = yaml.safe_dump(tree, sort_keys=False, width=100)  # it escapes what is not printable ASCII itself
-    inner = f"<details><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>"
-    return f'<h2>Resolved configuration</h2>\n<div class="card">{inner}</div>\n'
-
-
-def _context_auc(record: EvalRecord) -> str:
-    return f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-"
-
-
-def _shown(value: Any) -> str:
-    """Return a value of a ledger event as text; a float is rounded to three significant figures, such as 0.0123."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def main(run_dir: str) -> int:

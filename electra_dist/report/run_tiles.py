@@ -1,4 +1,4 @@
-"""Build the tiles of the report: small boxes that show one figure of the run each."""
+"""Choose the figures of a run that the report shows in tiles: small boxes, each with name, value and remark."""
 
 from __future__ import annotations
 
@@ -6,37 +6,23 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.escapes import html_text
-from electra_dist.report.html_parts import percent
+from electra_dist.report.pages import Tile, percent
 from electra_dist.report.panels import guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.goodput import Goodput
 from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.number_formats import format_count, format_duration
 
-Tile = tuple[str, str, str]  # name, value, remark
 
-
-def tiles(run: RunRecord) -> str:
-    """Return the HTML section with the tiles of a run; "" if the run recorded nothing."""
-    all_tiles = [
+def run_tiles(run: RunRecord) -> list[Tile]:
+    """Return the tiles of a run; none if the run recorded nothing."""
+    return [
         *_evaluation_tiles(run.metrics.evals),
         *_training_tiles(run.metrics),
         *_size_tiles(run),
         *_time_tiles(run.account),
         *_energy_tiles(run),
     ]
-    return tile_section(all_tiles) if all_tiles else ""
-
-
-def tile_section(all_tiles: Sequence[Tile]) -> str:
-    """Return the HTML section that shows the tiles. Values and remarks are escaped here, but names are not."""
-    cells = (
-        f'<div class="tile"><span class="name">{name}</span><span class="value">{html_text(value)}</span>'
-        f'<span class="more">{html_text(remark).replace(" %", "&nbsp;%")}</span></div>\n'
-        for name, value, remark in all_tiles
-    )
-    return f'<section class="tiles">\n{"".join(cells)}</section>\n'
 
 
 def _evaluation_tiles(evals: Sequence[EvalRecord]) -> list[Tile]:

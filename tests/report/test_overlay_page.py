@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.report import html_parts
+from electra_dist.report import pages
 from electra_dist.report.overlay_page import unique_names, write_overlay
 from electra_dist.report.panels import PANELS
 from electra_dist.report.report_page import write_report
@@ -92,7 +92,7 @@ def test_the_command_writes_one_page_for_one_run_and_one_for_several(
 ):
     """With one diagram in place of all, which takes less time."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(html_parts, "PANELS", PANELS[:1])
+    monkeypatch.setattr(pages, "PANELS", PANELS[:1])
 
     one = CliRunner().invoke(app, ["report", str(runs[0])])
     both = CliRunner().invoke(app, ["report", *map(str, runs)])

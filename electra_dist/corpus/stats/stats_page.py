@@ -28,12 +28,10 @@ from electra_dist.corpus.origins import open_origins
 from electra_dist.corpus.stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.escapes import html_text
-from electra_dist.report.curves import svg_for_page
-from electra_dist.report.hover_values import SIZE_INCHES
-from electra_dist.report.html_parts import now, page, percent, table, write_page
+from electra_dist.report.curves import SIZE_INCHES, svg_for_page
 from electra_dist.report.overlay_page import shortest_endings
+from electra_dist.report.pages import Tile, now, page, percent, table, tile_section, write_page
 from electra_dist.report.plot_style import SERIES, svg_style
-from electra_dist.report.run_tiles import Tile, tile_section
 from electra_dist.run.number_formats import format_count
 from electra_dist.store.interface import Store
 

@@ -294,9 +294,9 @@ RESULTS = (
     ),
     Mutant(
         name="report: names of runs are written into the page as HTML",
-        file="electra_dist/report/html_parts.py",
-        original='f"<td>{html_text(cell)}</td>"',
-        mutated='f"<td>{cell}</td>"',
+        file="electra_dist/report/templates/parts.html",
+        original="<td>{{ cell }}</td>",
+        mutated="<td>{{ cell|safe }}</td>",
         test="tests/corpus/stats/test_stats_page.py::test_the_page_needs_no_other_file_and_escapes_names",
     ),
     Mutant(

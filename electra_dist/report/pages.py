@@ -1,0 +1,112 @@
+"""Make the report pages from the templates in `templates/`: the page itself, tables, tiles, curves and small formats.
+
+Guarantee: a page needs no other file; its style sheet and its script, `page.css` and `page.js`, become part of it.
+Every value is escaped, so that none of it is markup and every character of it can be seen (`escapes.html_text`).
+
+How: a template is rendered by jinja2. Style: light or dark by the reader's preference, one column on a phone. The
+script shows the values of a diagram's curves at the step under the pointer: each diagram is followed by a JSON element
+with the positions of its axes and the points of its curves (`curves.DrawnPanel.hover`). Without scripts, the page
+shows everything except these values.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from electra_dist.escapes import html_text, printable
+from electra_dist.report.curve_points import RunCurves
+from electra_dist.report.curves import DrawnPanel, draw_panel
+from electra_dist.report.panels import PANELS
+from electra_dist.store.atomic_files import replacing
+
+Tile = tuple[str, str, str]  # name, value, remark
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the page of a file in `templates/` as HTML text."""
+    return _ENVIRONMENT.get_template(template).render(now=now(), **values)
+
+
+def page(title: str, body: str) -> str:
+    """Return a page of parts that are HTML already: `title` (of the window) and `body` (in <main>)."""
+    return render("parts_only.html", title=Markup(title), body=Markup(body))
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
+    """Return an HTML table that scrolls sideways on a narrow screen; the text of the cells is escaped here.
+    With `left`, all columns are aligned to the left, otherwise only the first column.
+    """
+    return str(_PARTS.table(list(rows), head, left))
+
+
+def tile_section(tiles: Sequence[Tile]) -> str:
+    """Return the HTML section that shows tiles; their texts are escaped here."""
+    return str(_PARTS.tiles(tiles))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write an HTML page atomically; create a missing folder, and replace an existing file."""
+    with replacing(path) as file:
+        file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
+
+
+def draw_diagrams(runs: Sequence[RunCurves]) -> list[DrawnPanel]:
+    """Draw all diagrams of one or several runs for which there is a value."""
+    drawn = (draw_panel(panel, runs) for panel in PANELS)
+    return [diagram for diagram in drawn if diagram is not None]
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage with one decimal: "12.5 %" for 0.125."""
+    return f"{100 * fraction:.1f} %"
+
+
+def minute(time: str) -> str:
+    """Return an ISO 8601 time for display, without its seconds and time zone, such as 2026-01-31 09:05."""
+    return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")
+
+
+def now() -> str:
+    """Return the present time in UTC for display, such as 2026-01-31 09:05."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _shown(value: Any) -> Any:
+    """Return a value with an escape in place of every character that cannot be seen; jinja2 then escapes markup."""
+    return value if hasattr(value, "__html__") else printable(str(value))
+
+
+def _unbroken(text: str) -> Markup:
+    """Return a text whose percentages stay on one line."""
+    return Markup(html_text(text).replace(" %", "&nbsp;%"))
+
+
+def _values(tree: dict[str, Any]) -> Markup:
+    """Return JSON for a script element; "<" is written as an escape, so that no text can end the element."""
+    return Markup(json.dumps(tree, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _lines(text: str) -> Markup:
+    """Return a text of several lines whose characters can all be seen, such as that of `yaml.safe_dump`."""
+    return Markup(html.escape(text))
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    finalize=_shown,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=False,
+)
+_ENVIRONMENT.filters |= {"minute": minute, "unbroken": _unbroken, "values": _values, "lines": _lines}
+_PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
