@@ -196,7 +196,8 @@ def _run_all(
 ) -> None:
     """Run the cases of both campaigns with a progress bar."""
     end = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    # The bar is drawn by a thread: without a file of its own it would write into the stderr of a case.
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         for campaign, number, selected in zip(campaigns, numbers, (targets, of_commands(targets))):
             if not selected or not number:
                 continue
