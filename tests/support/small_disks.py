@@ -223,11 +223,10 @@ def watch(
 
 def _storage_lines(run_dir: Path) -> list[str]:
     """Return the lines about storage of `electra-dist status`, without the seconds; none before the run has begun."""
-    from launcher.cli.run_status.ranks import waits_for_storage
-    from launcher.cli.run_status.snapshot import take_snapshot
+    from launcher.cli.status import gather, waits_for_storage
 
     with contextlib.suppress(Exception):  # a file is being written, or there is no run yet
-        seen = take_snapshot(run_dir)
+        seen = gather(run_dir)
         waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
         return [f"{'the run folder' if wait['rank'] is None else wait['rank']}: {wait['reason']}" for wait in waits]
     return []

@@ -368,9 +368,9 @@ LAUNCHING = (
     ),
     Mutant(
         name="cli: the remaining time of a run is that of all its steps",
-        file="launcher/cli/run_status/snapshot.py",
-        original="max(0, self.config.train.num_steps - self.steps_done)",
-        mutated="self.config.train.num_steps",
+        file="launcher/cli/status.py",
+        original="max(0, seen.config.train.num_steps - step)",
+        mutated="seen.config.train.num_steps",
         test="tests/launcher/cli/test_status.py::"
         "test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodput",
     ),
@@ -383,7 +383,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="cli: status shows the ranks of older starts",
-        file="launcher/cli/run_status/ranks.py",
+        file="launcher/cli/status.py",
         original="return [beat for beat in beats if beat.attempt == newest_attempt]",
         mutated="return [beat for beat in beats if beat.attempt <= newest_attempt]",
         test="tests/launcher/cli/test_status.py::test_ranks_of_an_earlier_start_are_neither_silent_nor_waiting",

@@ -86,7 +86,7 @@ def test_a_keyboard_interrupt_ends_every_program_with_75_and_without_a_traceback
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "take_snapshot", interrupted)
+    monkeypatch.setattr(status, "gather", interrupted)
     assert CliRunner().invoke(app, ["status", "run"]).exit_code == EXIT_STOPPED
     monkeypatch.setattr(pretrain, "_pretrain", interrupted)
     assert pretrain.main(["--config", str(tiny_config())]) == EXIT_STOPPED

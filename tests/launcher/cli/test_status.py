@@ -26,12 +26,9 @@ from electra_dist.run.metrics import EvalRecord
 from electra_dist.run.processes import node_name
 from electra_dist.run.records import Record, encode
 from electra_dist.run.strikes import Strike, add_strike
+from launcher.cli import status
 from launcher.cli.main import app
-from launcher.cli.run_status import snapshot
-from launcher.cli.run_status.json_object import json_object
-from launcher.cli.run_status.page import page_lines
-from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
-from launcher.cli.run_status.snapshot import take_snapshot
+from launcher.cli.status import facts, gather, hung_ranks, lines, waits_for_storage
 from launcher.slurm.slurm import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
@@ -52,9 +49,9 @@ def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(folder / "slurm" / "jobs.jsonl", [event("begin", job="7", restart=0, nodes="n1,n2", ledger_events=0)])
     write(folder / "metrics.jsonl", [STEP_12])
     ledger(folder)
-    monkeypatch.setattr(snapshot, "queue_view", lambda name: None)
+    monkeypatch.setattr(status, "queue_view", lambda name: None)
     monkeypatch.setattr(
-        snapshot, "time", SimpleNamespace(time=lambda: NOW)
+        status, "time", SimpleNamespace(time=lambda: NOW)
     )  # so that ages do not depend on the machine's speed
     return folder
 
@@ -92,7 +89,7 @@ def commands(page: list[str]) -> list[str]:
 
 def queue(monkeypatch: pytest.MonkeyPatch, *jobs: QueuedJob, out: tuple[NodeOut, ...] = ()) -> None:
     """Let Slurm answer with these jobs and unused nodes."""
-    monkeypatch.setattr(snapshot, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
+    monkeypatch.setattr(status, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
 
 
 def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodput(
@@ -151,8 +148,8 @@ def test_ranks_without_a_recent_heartbeat_in_a_running_job_are_listed(run: Path,
         beat = Heartbeat(run, rank, attempt=1)
         for step in range(12):
             beat.beat("step", step)
-    later = dataclasses.replace(take_snapshot(run), now=time.time() + 1000)
-    silent = [line for line in page_lines(later) if line.startswith("  silent")]
+    later = dataclasses.replace(gather(run), now=time.time() + 1000)
+    silent = [line for line in lines(later) if line.startswith("  silent")]
     assert [line.split()[2] for line in silent] == ["0", "1"]
     assert "step 11, 1000 s" in silent[0]
 
@@ -217,9 +214,9 @@ def test_a_resumed_run_that_compiles_its_first_step_lives(run: Path):
     """Until its first step a start may be silent for `hang_setup_s`, although earlier starts have trained."""
     ledger(run, event("resume", 0, step=10, attempt=2))
     Heartbeat(run, 0, attempt=2).beat("step", 10)
-    assert dataclasses.replace(take_snapshot(run), now=time.time() + 200).state == "living"
+    assert dataclasses.replace(gather(run), now=time.time() + 200).state == "living"
     Heartbeat(run, 0, attempt=2).beat("step", 11)
-    assert dataclasses.replace(take_snapshot(run), now=time.time() + 200).state == "dead"
+    assert dataclasses.replace(gather(run), now=time.time() + 200).state == "dead"
 
 
 def test_a_run_that_ended_before_its_first_record_has_all_its_steps(run: Path):
@@ -289,14 +286,14 @@ def test_a_rank_that_waits_for_storage_is_shown_with_its_reason_and_the_run_live
     beats = [Heartbeat(run, rank, attempt=2) for rank in (0, 1)]
     beats[0].beat("storage", 12, "/data/metrics.jsonl: disk full; free space there")
     beats[1].beat("step", 12, "/data/checkpoints: read-only file system")
-    later = dataclasses.replace(take_snapshot(run), now=time.time() + 300)
-    page = page_lines(later)
+    later = dataclasses.replace(gather(run), now=time.time() + 300)
+    page = lines(later)
     assert page[0].endswith(": living")
     waiting, training = [line for line in page if line.startswith("  storage")]
     assert "rank 0 on " in waiting and "waits for 5m" in waiting and "at most 10m" in waiting
     assert waiting.endswith(": /data/metrics.jsonl: disk full; free space there")
     assert "rank 1 on " in training and training.endswith("trains on: /data/checkpoints: read-only file system")
-    waits = json_object(later)["waiting_for_storage"]
+    waits = facts(later)["waiting_for_storage"]
     assert [(wait["rank"], wait["is_training"]) for wait in waits] == [(0, False), (1, True)]
     assert not [line for line in page if line.startswith("  silent")]
 
@@ -313,9 +310,9 @@ def test_ranks_of_an_earlier_start_are_neither_silent_nor_waiting(tmp_path: Path
 
 
 def test_a_run_folder_that_takes_no_records_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(snapshot, "disk_problem", lambda folder: "read-only file system")
+    monkeypatch.setattr(status, "disk_problem", lambda folder: "read-only file system")
     ledger(run, event("resume", 60, step=10, attempt=2))
-    page = page_lines(dataclasses.replace(take_snapshot(run), now=time.time() + 300))
+    page = lines(dataclasses.replace(gather(run), now=time.time() + 300))
     assert page[0].endswith(": living")
     assert f"  storage     the run folder takes no records: {run}: read-only file system" in page
 
@@ -359,7 +356,7 @@ def test_every_link_is_shown_with_its_verdict_and_a_waiting_run_with_the_last_on
         "  link        8: ended without a verdict: its first node failed, or the job was killed",
         "  link        9: later: storage stayed full or away at step 12",
     ]
-    verdicts = [link["verdict"] for link in json_object(take_snapshot(run))["links"]]
+    verdicts = [link["verdict"] for link in facts(gather(run))["links"]]
     assert verdicts == ["next", None, "later"]
 
 
@@ -387,7 +384,7 @@ def test_one_step_that_waited_for_storage_does_not_set_the_remaining_time(run: P
     pulse._step_times.extend([2.0] * 20)
     pulse.beat("step", 12)
     assert "eta 16s" in next(line for line in shown(run) if line.startswith("  step"))
-    assert json_object(take_snapshot(run))["eta_s"] == pytest.approx(16.0)
+    assert facts(gather(run))["eta_s"] == pytest.approx(16.0)
 
 
 def test_text_of_others_reaches_the_terminal_escaped_and_on_the_line_that_it_is_in(
