@@ -59,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
         if is_first_rank:
             # Imported only for a dry run, so that training starts sooner.
-            from electra_dist.planning.plan_tables import print_plan
+            from electra_dist.planning.plan import make_plan
+            from electra_dist.planning.plan_page import print_plan
 
-            print_plan(config)
+            print_plan(make_plan(config))
         return EXIT_DONE
 
     is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"

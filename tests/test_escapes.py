@@ -107,7 +107,7 @@ def test_a_text_is_only_text_of_an_html_element_and_of_an_attribute(text: str) -
 OWN_OUTPUT = (
     "electra_dist/config/reference.py",
     "electra_dist/corpus/prepare/prepare_config.py",
-    "electra_dist/planning/plan_layout.py",
+    "electra_dist/planning/plan_page.py",
     "launcher/chaos/__main__.py",
     "launcher/cli/config.py",
     "launcher/cli/console.py",

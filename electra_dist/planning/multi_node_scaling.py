@@ -5,14 +5,18 @@ collectives of real steps. Step times measured at limited bandwidths differed by
 
 How: a step consists of compute, communication and the update, one after another. With `engine.overlap_communication`
 the exchange of gradients is hidden behind the backward pass of the last micro-batch, as far as that is long enough.
-`step_parts.py` predicts the time of the update, and the least time of a micro-batch, in which the host can launch its
-operators. Collectives are rings, which are as fast as their slowest link. On one node that is the link between GPUs.
-On several nodes it may be the network: only one edge of the ring leaves each node, and it is assumed to use the
-bandwidth of all network links of the node together.
+The host launches the operators of a micro-batch one after another, so a micro-batch takes at least as long as these
+launches, however few rows it has. The update is limited by the memory bandwidth of the GPU; the host launches it only
+after it has read the norm from the device, which is taken to be idle during these launches. Collectives are rings,
+which are as fast as their slowest link. On one node that is the link between GPUs. On several nodes it may be the
+network: only one edge of the ring leaves each node, and it is assumed to use the bandwidth of all network links of the
+node together.
 
-Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted, so that a real step can take
-longer; where the assumed launches, bandwidths or throughput are too pessimistic, it takes less. The result is no bound
-in either direction. The constant `ASSUMPTIONS` states all this, and the printed plan shows it.
+Limits: the time of a launch and the share of a bandwidth that is reached are assumed, not measured on a GPU. A
+compiled model is treated like an eager one, and the update of ZeRO stages 2 and 3 like that of stage 1. Latency,
+stragglers, checkpoints, evaluations and data stalls are not counted, so that a real step can take longer; where the
+assumed launches, bandwidths or throughput are too pessimistic, it takes less. The result is no bound in either
+direction. The constant `ASSUMPTIONS` states all this, and the printed plan shows it.
 """
 
 from __future__ import annotations
@@ -25,15 +29,31 @@ from typing import Literal
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.flops import peak_flops
-from electra_dist.planning import step_parts
 from electra_dist.planning.budget import make_budget
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
+LAUNCH_S = 10e-6  # time in which the host launches one operator; assumed
+BANDWIDTH_SHARE = 0.8  # share of the nominal bandwidth of a link or a memory that is reached; assumed
+BACKWARD_SHARE = 2 / 3  # share of a micro-batch's time: a backward pass has twice the products of a forward pass
+
+# tests/rehearsal/recorded.json: 2,883 operators of a micro-batch of ELECTRA-Large, which has 48 layers in both towers.
+_OPERATORS_PER_LAYER = 60
+_OPERATORS_OF_UPDATE = 80  # after the read of the norm; tests/engine/test_step_counts.py counts fewer
+
+# Bytes per second of the memory of a GPU, from the vendors' data sheets.
+_MEMORY_BYTES_PER_S = {"A100": 2.0e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "GB200": 8e12}
+
+# Bytes of memory traffic for each parameter.
+_BYTES_OF_A_SUM = 4 + 4 + 2  # in a micro-batch: fp32 sum read and written, bf16 gradient read
+_BYTES_OF_AN_EXCHANGE = 8 + 4 + 4  # in a step: division by the ranks, norm, setting the sum to zero
+_BYTES_OF_AN_UPDATE = 8 + 4 + 24 + 2  # clipping, gradient read, master and moments read and written, bf16 weight
+
 ASSUMPTIONS = (
     "compute, then communication, then the update: nothing of one is hidden behind another, except gradients behind "
     "the backward pass with engine.overlap_communication",
-    *step_parts.ASSUMPTIONS,
+    f"the host starts an operator in {1e6 * LAUNCH_S:g} us, which bounds small micro-batches",
+    f"links and memories reach {BANDWIDTH_SHARE:.0%} of their nominal bandwidth",
     "ring collectives; --fabric is the bandwidth of all of a node's links together",
     "latency, stragglers, checkpoints, evaluation and data stalls are not counted",
 )
@@ -95,6 +115,41 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
     DeepSpeed gathers these tensors only once per step, however many micro-batches the step has.
     """
     return sum(size for size in sizes if size < _PERSISTENT)
+
+
+def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
+    """Return the seconds of one micro-batch, forward and backward: to compute it or to launch it, if that is longer.
+
+    `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
+    """
+    tokens = config.train.micro_batch * config.data.seq_len
+    return max(tokens / gpu_tokens_per_s, launch_seconds(config))
+
+
+def launch_seconds(config: Config) -> float:
+    """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
+
+    The time is proportional to the number of layers, with the generator's layers if the objective runs a generator.
+    """
+    model = config.model
+    num_layers = model.discriminator.num_layers
+    if config.objective.runs_generator:
+        num_layers += model.generator.num_layers
+    return _OPERATORS_PER_LAYER * num_layers * LAUNCH_S
+
+
+def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
+    """Return the seconds of a step that are spent neither in the model nor in collectives.
+
+    In this time the GPU reads and writes memory (to add up gradients per micro-batch, for the norm and the update), or
+    waits for the host, which launches the update only after it has read the norm. From ZeRO stage 1 on, each rank
+    updates only its share of the parameters. `gpu` is a key of `_MEMORY_BYTES_PER_S`, such as "H100".
+    """
+    num_updated = num_parameters / ranks if stage > 0 else num_parameters
+    gradient_bytes = num_parameters * (_BYTES_OF_A_SUM * micro_batches + _BYTES_OF_AN_EXCHANGE)
+    num_bytes = gradient_bytes + num_updated * _BYTES_OF_AN_UPDATE
+    wait_s = _OPERATORS_OF_UPDATE * LAUNCH_S
+    return num_bytes / (BANDWIDTH_SHARE * _MEMORY_BYTES_PER_S[gpu]) + wait_s
 
 
 def parse_fabric(text: str) -> float:
@@ -225,19 +280,17 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
     slowest_link = _NODE_LINK[gpu_model]
     if nodes > 1:
         slowest_link = min(slowest_link, cluster.fabric_bytes_per_s)
-    bytes_per_s = step_parts.BANDWIDTH_SHARE * slowest_link
-    micro_batch_s = step_parts.micro_batch_seconds(config, gpu_tokens_per_s)
+    bytes_per_s = BANDWIDTH_SHARE * slowest_link
+    micro_batch_s = micro_batch_seconds(config, gpu_tokens_per_s)
     compute_s = micro_batches * micro_batch_s
     communication_s = wire_bytes / bytes_per_s
     if config.engine.overlap_communication:
         # Only the exchange of gradients can be hidden. The all-gather of the bf16 parameters follows the update.
         parameter_bytes = _ring_pass_bytes(budget.parameters.total, 2, ranks)
         gradient_s = (wire_bytes - parameter_bytes) / bytes_per_s
-        last_backward_s = step_parts.BACKWARD_SHARE * micro_batch_s
+        last_backward_s = BACKWARD_SHARE * micro_batch_s
         communication_s -= min(gradient_s, last_backward_s)
-    update_s = step_parts.update_seconds(
-        budget.parameters.total, config.engine.zero_stage, micro_batches, ranks, gpu_model
-    )
+    update_s = update_seconds(budget.parameters.total, config.engine.zero_stage, micro_batches, ranks, gpu_model)
     step_s = compute_s + communication_s + update_s
     tokens_per_s = budget.tokens_per_step / step_s
     peak = peak_flops(gpu_model, config.train.precision)

@@ -1,4 +1,4 @@
-"""Compute the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's method and by that of MFU.
+"""Count training FLOPs by the ELECTRA paper's method: its table of models from ELMo to T5, and the run of a config.
 
 Guarantee: the first count of each model is that of google-research/electra's published script, flops_computation.py,
 written as the sum of what a token costs. The second count is the one that MFU uses (`model/flops.py`): the matrix
@@ -19,6 +19,11 @@ ELECTRA-Small: 1.4e18 against 1.29e18; with a generator of half the width, not a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from electra_dist.config import Config, TowerConfig
+from electra_dist.model.flops import run_flops
+from electra_dist.run.folder import is_run_folder, open_run
 
 # Operations per feature (for softmax: per score) as the paper's script counts them.
 GELU = 8
@@ -224,3 +229,53 @@ TABLE = (
     PaperFlops(name="ELECTRA-400K", printed="7.1e20", networks=_LARGE, rows=2048 * 400_000),
     PaperFlops(name="ELECTRA-1.75M", printed="3.1e21", networks=_LARGE, rows=2048 * 1_750_000),
 )
+
+
+def run_flops_by_paper(config: Config) -> float | None:
+    """Return the training FLOPs of a whole run as the ELECTRA paper counts; None if its method does not cover the run.
+
+    The method covers `mlm` (one network) and `rtd` (the discriminator, and the generator if it is trained), but not
+    `model.architecture: modern`, other objectives, a frozen generator, two-stage training and joint MLM.
+    """
+    model = config.model
+    objective = config.objective
+    is_plain_rtd = objective.name == "rtd" and objective.generator != "frozen"
+    if model.architecture == "modern":
+        return None
+    has_more_parts = objective.generator_only_steps > 0 or objective.discriminator_mlm_weight > 0
+    discriminator = _network(config, model.discriminator, model.embedding_size)
+    if objective.name == "mlm":
+        networks = [discriminator]
+    elif is_plain_rtd and not has_more_parts:
+        networks = [replace(discriminator, detects=True)]
+        if objective.generator == "trained":
+            networks.append(_network(config, model.generator, model.generator_embedding_width))
+    else:
+        return None
+    rows = config.train.global_batch * config.train.num_steps
+    return PaperFlops(name=config.run_dir, printed="", networks=tuple(networks), rows=rows).paper()
+
+
+def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
+    """Return one network with a head over the vocabulary; `embedding_size` is the width of its embedding tables."""
+    return Network(
+        hidden=tower.hidden_size,
+        layers=tower.num_layers,
+        seq_len=config.data.seq_len,
+        vocab=config.model.vocab_size,
+        embedding=embedding_size,
+        intermediate=tower.intermediate_size,
+        heads=tower.num_heads,
+    )
+
+
+def generator_training(config: Config) -> tuple[str, str]:
+    """Return two texts: the FLOPs that a frozen generator's own training took, and where this number comes from.
+
+    All steps of the run that trained the generator are counted. For a Hugging Face folder the number is "not known".
+    """
+    folder = Path(config.train.init_generator_from or "")
+    if not is_run_folder(folder):
+        return "not known", f"not in the run's FLOP; {folder} is not a run folder"
+    source = open_run(folder)
+    return f"{run_flops(source):.2e} FLOP", f"not in the run's FLOP; {source.train.num_steps:,} steps of {folder}"

@@ -41,8 +41,8 @@ def plan(
     With --nodes, also estimate the time on 1, 2, 4, ... nodes. Nothing is run or written.
     """
     from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
-    from electra_dist.planning.plan_json import plan_json
-    from electra_dist.planning.plan_tables import print_plan
+    from electra_dist.planning.plan import make_plan
+    from electra_dist.planning.plan_page import print_plan
 
     config = load_config(file, overrides or ())
     if not is_run_folder(Path(config.run_dir)):
@@ -57,7 +57,8 @@ def plan(
             gpu_tokens_per_s=step_tokens_per_s,
             gpu_hour_price=gpu_hour_price,
         )
+    planned = make_plan(config, cluster=cluster)
     if as_json:
-        print_json(plan_json(config, cluster))
+        print_json(planned.as_json())
     else:
-        print_plan(config, cluster=cluster)
+        print_plan(planned)

@@ -19,7 +19,8 @@ from electra_dist.config.schedule import Schedule
 from electra_dist.config.sections.training import PhaseConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
-from electra_dist.planning.plan_tables import print_plan
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import print_plan
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 VALUES = ("0", "1", "-1", str(2**31), str(2**63), str(2**64), "1.0e+308", ".nan", ".inf", "-.inf", "9" * 60)
@@ -95,7 +96,7 @@ def test_a_number_that_is_accepted_can_be_planned(key: str) -> None:
     for value in VALUES:
         config = loaded(key.replace("#", value))
         if config is not None:
-            print_plan(config, stream=io.StringIO())
+            print_plan(make_plan(config), io.StringIO())
 
 
 def test_not_a_number_infinity_and_numbers_without_a_limit_are_refused_everywhere(quickly_loaded: None) -> None:

@@ -16,7 +16,8 @@ from electra_dist.config.load import dump_yaml, load_config, sources
 from electra_dist.config.schedule import Schedule, describe, largest_value, mean_value, value_at
 from electra_dist.errors import UserError
 from electra_dist.model.flops import token_flops
-from electra_dist.planning.plan_tables import plan_sections
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import plan_sections
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BASE = CONFIGS / "compare_cpu_base.yaml"  # without schedules
@@ -171,14 +172,14 @@ def test_a_schedule_is_written_and_read_back_and_its_source_is_known() -> None:
 
 def test_the_plan_shows_schedules_and_needs_memory_for_the_largest_share_of_masked_tokens() -> None:
     config = load_config(BASE, [FAST_ELECTRA, "objective.mask_prob={from: 0.3, to: 0.15, shape: linear}"])
-    tables = {section.title: section for section in plan_sections(config)}
+    tables = {section.title: section for section in plan_sections(make_plan(config))}
     mask_row, temperature_row = tables["Schedules"].rows
     assert temperature_row[:3] == ["objective.temperature", "exponential", "4"]
     assert temperature_row[-1] == f"{1 + 3 * np.exp(-1 / 0.15):.4g}"
     assert mask_row == ["objective.mask_prob", "linear", "0.3", "0.2925", "0.285", "0.2625", "0.225", "0.1875", "0.15"]
     assert any("30 to 15 % masked" in cell for row in tables["Data"].rows for cell in row)
     plain = load_config(BASE, ["objective.mask_prob=0.3"])
-    titles = {section.title: section for section in plan_sections(plain)}
+    titles = {section.title: section for section in plan_sections(make_plan(plain))}
     assert "Schedules" not in titles
     limits = [[section.rows for title, section in plan.items() if "micro-batch" in title] for plan in (tables, titles)]
     assert limits[0] == limits[1]

@@ -19,7 +19,8 @@ from electra_dist.planning.multi_node_scaling import (
     persistent_parameters,
     scale,
 )
-from electra_dist.planning.plan_tables import print_plan
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import print_plan
 
 WORKER = Path(__file__).parent / "wire_worker.py"
 LARGE_CONFIG = REPOSITORY / "configs" / "large_25pct_mask.yaml"
@@ -179,7 +180,7 @@ def test_a_cluster_that_cannot_share_the_batch_or_has_unknown_links_is_refused()
 def test_the_printed_plan_states_the_assumptions_of_the_scaling_model() -> None:
     stream = io.StringIO()
 
-    print_plan(load_config(LARGE_CONFIG), stream=stream, cluster=h200_cluster(gpu_hour_price=2.0))
+    print_plan(make_plan(load_config(LARGE_CONFIG), cluster=h200_cluster(gpu_hour_price=2.0)), stream)
 
     text = stream.getvalue()
     assert "Scaling on H200, 400 Gb/s a node" in text

@@ -11,8 +11,9 @@ import pytest
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.planning.paper_count import run_flops_by_paper
-from electra_dist.planning.plan_tables import print_plan
+from electra_dist.planning.paper_flops import run_flops_by_paper
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import print_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper"
@@ -42,7 +43,7 @@ GLUE_OF_PARTLY_TRAINED = {"50pct": "79.0", "25pct": "77.7", "12pct": "76.0", "6p
 def flops_of_dry_run(config: Config) -> str:
     """Return the FLOPs by the paper's count that `--dry-run` prints, in the paper's two digits, as in 1.4e18."""
     output = io.StringIO()
-    print_plan(config, stream=output)
+    print_plan(make_plan(config), output)
     (figure,) = re.findall(r"paper's count\s+(\S+) FLOP", output.getvalue())
     return f"{float(figure):.1e}".replace("e+", "e")
 

@@ -11,7 +11,8 @@ import pytest
 from support.real_runs import go_back, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble
-from electra_dist.planning.plan_tables import plan_sections
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import plan_sections
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.pretrained.frozen_generator import with_generator_digest
 from electra_dist.run.folder import open_run
@@ -104,7 +105,7 @@ def test_a_run_with_a_frozen_generator_repeats_bit_for_bit_and_is_bound_to_its_w
     assert not any("generator" in name for name in (*weights, *state.shapes))
     resolved = open_run(run_dir)
     assert len(resolved.objective.generator_sha256 or "") == 64
-    plan = [row for section in plan_sections(resolved) for row in section.rows]
+    plan = [row for section in plan_sections(make_plan(resolved)) for row in section.rows]
     assert any(row[0] == "generator's training" and "12 steps of" in row[2] for row in plan)
 
     # An export has the same weights, so the same digest; weights that changed are refused.

@@ -1,33 +1,32 @@
-"""Print the plan of a run, which is what the run would take, for `--dry-run` and `electra-dist plan`.
+"""Print the plan of a run as tables, for `--dry-run` and `electra-dist plan`.
 
-Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is written, and
-nothing is read except the config of the run that a frozen generator comes from. No GPU is needed and torch is not
-imported. On a terminal the plan is printed as tables, on any other stream as aligned plain text, with the same words
-and numbers.
-
-Limits: the docstrings of budget.py and activation_memory.py name what the numbers leave out.
+On a terminal the tables are framed, on any other stream they are aligned plain text, with the same words and numbers.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
 from electra_dist.config import Config, TowerConfig
-from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.schedule import Schedule, schedules_of, value_at
-from electra_dist.data.corpora import steps_of_phases
-from electra_dist.data.manifest import CorpusManifest
+from electra_dist.console import Console
 from electra_dist.engine.learning_rate import peak_learning_rate
-from electra_dist.engine.state_layout import PARTS, state_layout
+from electra_dist.engine.state_layout import PARTS
+from electra_dist.escapes import printable
 from electra_dist.model.flops import GPUS_WITHOUT_BF16
 from electra_dist.model.parameter_counts import frozen_generator_parameters
 from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
-from electra_dist.planning.budget import Budget, make_budget
-from electra_dist.planning.frozen_generator_cost import generator_training
-from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
-from electra_dist.planning.paper_count import run_flops_by_paper
-from electra_dist.planning.plan_layout import PlanSection, print_sections
+from electra_dist.planning.budget import Budget
+from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled
+from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
+from electra_dist.planning.plan import Plan
 from electra_dist.run.number_formats import format_count, format_duration
 
 _SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
@@ -35,46 +34,47 @@ _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
 _LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some must be left out
 
 
-def print_plan(
-    config: Config,
-    corpus: CorpusManifest | None = None,
-    stream: TextIO | None = None,
-    cluster: Cluster | None = None,
-) -> None:
-    """Print what a run would take, as tables, to `stream` (None: stdout). Epochs are shown only if `corpus` is given.
+@dataclass(frozen=True)
+class PlanSection:
+    """Table of a plan, with a title and cells of text; printed as a rich table or as aligned plain text."""
 
-    `cluster` adds a table of how the run scales over its nodes. Raises UserError if the GPU is not known, or if the
-    nodes cannot share the global batch.
-    """
-    sections = plan_sections(config, corpus)
-    if cluster:
-        sections.append(scaling_section(config, cluster))
-    print_sections(sections, sys.stdout if stream is None else stream)
+    title: str
+    rows: list[list[str]]  # equally many cells in every row, and in the header
+    header: list[str] | None = None
+    mark: int | None = None  # index of the row that the config selects; it is highlighted
+    note: str = ""  # printed below the table
+    prose: bool = True  # the last column is text (aligned to the left), not numbers
 
 
-def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """Return the plan of a run as tables, in the order of printing. Epochs are shown only if `corpus` is given."""
-    budget = make_budget(config, corpus)
+def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
+    """Print a plan to `stream` (None: stdout)."""
+    print_sections(plan_sections(plan), sys.stdout if stream is None else stream)
+
+
+def plan_sections(plan: Plan) -> list[PlanSection]:
+    """Return a plan as tables, in the order of printing."""
     return [
-        _model(config, budget),
-        _data(config, budget, corpus),
-        *_schedules(config),
-        _memory(config, budget),
-        _largest_micro_batch(config),
-        _compute(config, budget),
-        _world_sizes(config, budget),
-        *_without_effect(config),
+        _model(plan),
+        _data(plan),
+        *_schedules(plan.config),
+        _memory(plan),
+        _largest_micro_batch(plan.config),
+        _compute(plan.config, plan.budget),
+        _world_sizes(plan.config, plan.budget),
+        *_without_effect(plan),
+        *([_scaling(plan, plan.cluster)] if plan.cluster else []),
     ]
 
 
-def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """Return the table that predicts the run on 1, 2, 4, ... and `cluster.nodes` nodes; a price adds the costs."""
+def _scaling(plan: Plan, cluster: Cluster) -> PlanSection:
+    """Return the table of the predictions for 1, 2, 4, ... nodes; a price adds the costs."""
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
     header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
         header.append("cost")
-    rows = [_scaling_row(prediction, cluster.gpu_hour_price) for prediction in scale(config, cluster)]
+    rows = [_scaling_row(prediction, cluster.gpu_hour_price) for prediction in plan.scaling]
 
+    config = plan.config
     if cluster.gpu_tokens_per_s:
         gpu_rate = f"{format_count(cluster.gpu_tokens_per_s)} tok/s a GPU, given"
     else:
@@ -87,7 +87,7 @@ def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
 
 
 def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
-    """Return the cells of one row of the scaling table, in the order of the header in `scaling_section`."""
+    """Return the cells of one row of the scaling table, in the order of the header in `_scaling`."""
     cells = [
         str(prediction.nodes),
         str(prediction.ranks),
@@ -108,9 +108,10 @@ def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
     return cells
 
 
-def _model(config: Config, budget: Budget) -> PlanSection:
+def _model(plan: Plan) -> PlanSection:
+    config = plan.config
     model = config.model
-    counts = budget.parameters
+    counts = plan.budget.parameters
     discriminator_sizes = f"{_shape(model.discriminator)}; with embeddings and head"
     generator_row = ["generator only", _millions(counts.generator_only), _shape(model.generator)]
     if config.objective.generator == "frozen":
@@ -132,8 +133,9 @@ def _shape(tower: TowerConfig) -> str:
     )
 
 
-def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
+def _data(plan: Plan) -> PlanSection:
     """Return the table of steps, rows, tokens and epochs; with `data.phases`, each corpus's tokens replace epochs."""
+    config, budget, corpus = plan.config, plan.budget, plan.corpus
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -144,7 +146,7 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
         ["tokens in all", format_count(budget.tokens), f"{budget.tokens:,} positions of rows"],
     ]
     if config.data.phases:
-        rows += _phase_rows(config)
+        rows += _phase_rows(plan)
     elif corpus is None or budget.epochs is None:
         rows.append(["epochs", "-", f"corpus {config.data.corpus} was not read"])
     else:
@@ -153,17 +155,15 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
     return PlanSection("Data", rows)
 
 
-def _phase_rows(config: Config) -> list[list[str]]:
-    global_batch = config.train.global_batch
-    corpora = config.data.training_corpora()
-    steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
+def _phase_rows(plan: Plan) -> list[list[str]]:
+    num_steps, rows_per_step = plan.config.train.num_steps, plan.budget.rows_per_step
     return [
         [
-            f"tokens from step {corpus.from_step:,}",
-            format_count(num_steps * global_batch * config.data.seq_len),
-            f"{num_steps / config.train.num_steps:.1%}, in {num_steps * global_batch:,} rows of {corpus.url}",
+            f"tokens from step {phase.from_step:,}",
+            format_count(phase.tokens),
+            f"{phase.steps / num_steps:.1%}, in {phase.steps * rows_per_step:,} rows of {phase.corpus}",
         ]
-        for corpus, num_steps in zip(corpora, steps, strict=True)
+        for phase in plan.phases
     ]
 
 
@@ -205,18 +205,18 @@ def _schedules(config: Config) -> list[PlanSection]:
     return [PlanSection("Schedules", rows, header=header, note="values after shares of the run's steps", prose=False)]
 
 
-def _without_effect(config: Config) -> list[PlanSection]:
-    rows = [[key, reason] for key, reason in keys_without_effect(config).items()]
+def _without_effect(plan: Plan) -> list[PlanSection]:
+    rows = [[key, reason] for key, reason in plan.keys_without_effect.items()]
     return [PlanSection("Keys without effect", rows)] if rows else []
 
 
-def _memory(config: Config, budget: Budget) -> PlanSection:
+def _memory(plan: Plan) -> PlanSection:
     """Return the table of the training state per GPU at each ZeRO stage; the config's stage is marked.
 
     The state is weights, gradients, fp32 master copy and Adam's moments, without activations and buffers.
     """
-    world_size = config.plan.num_gpus
-    num_parameters = budget.parameters.total
+    config = plan.config
+    num_parameters = plan.budget.parameters.total
     if num_parameters > 50e6:
         unit_bytes = 1e9
         unit_name = "GB"
@@ -225,9 +225,8 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
         unit_name = "MB"
 
     rows = []
-    for stage in range(4):
-        layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
-        part_bytes = [layout.bytes_per_gpu(part, num_parameters, world_size) for part in PARTS]
+    for stage, layout in enumerate(plan.layouts):
+        part_bytes = plan.state_bytes(stage).values()
         part_cells = [f"{size / unit_bytes:.2f}" for size in part_bytes]
         sum_cell = f"{sum(part_bytes) / unit_bytes:.2f}"
         rows.append([f"ZeRO-{stage}", *part_cells, sum_cell, layout.formula()])
@@ -237,7 +236,7 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
         notes.append("master and moments in host memory")
     notes.append("activations and buffers come on top: see the next table")
     return PlanSection(
-        f"State per GPU in {unit_name}, {config.train.precision} on W = {world_size} GPUs",
+        f"State per GPU in {unit_name}, {config.train.precision} on W = {config.plan.num_gpus} GPUs",
         rows,
         header=["", *PARTS, "sum", "bytes"],
         mark=config.engine.zero_stage,
@@ -334,3 +333,80 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
+
+
+def print_sections(sections: Sequence[PlanSection], stream: TextIO) -> None:
+    """Print tables: framed ones on a terminal, plain text with an empty line between them on any other stream."""
+    if stream.isatty():
+        tables = [_rich_table(section) for section in sections]
+        Console(file=stream).print(Group(*tables))
+    else:
+        plain_texts = [_plain(section) for section in sections]
+        print("\n\n".join(plain_texts), file=stream, flush=True)
+
+
+def _widths(section: PlanSection) -> list[int]:
+    lines = list(section.rows)
+    if section.header:
+        lines.append(section.header)
+    columns = zip(*lines, strict=True)
+    return [max(len(cell) for cell in column) for column in columns]
+
+
+def _plain(section: PlanSection) -> str:
+    """Return a section as aligned text; the row that the config selects starts with ">"."""
+    widths = _widths(section)
+    lines = [section.title]
+    if section.header:
+        lines.append(_plain_line(section, section.header, widths, marker="  "))
+    for number, row in enumerate(section.rows):
+        marker = "> " if number == section.mark else "  "
+        lines.append(_plain_line(section, row, widths, marker))
+    if section.note:
+        lines.append(f"  ({section.note})")
+    return "\n".join(printable(line) for line in lines)
+
+
+def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
+    """Return one line of a table: `marker`, then the cells, with text aligned left and numbers aligned right."""
+    aligned_cells = []
+    for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        if _is_text(section, column):
+            aligned_cells.append(cell.ljust(width))
+        else:
+            aligned_cells.append(cell.rjust(width))
+    return (marker + "  ".join(aligned_cells)).rstrip()
+
+
+def _is_text(section: PlanSection, column: int) -> bool:
+    """Return whether a column holds text, not numbers: the first one, and the last one if `prose` is set."""
+    last_column = len(section.rows[0]) - 1
+    return column == 0 or (section.prose and column == last_column)
+
+
+def _rich_table(section: PlanSection) -> Table:
+    """Return a section as a table of the library rich; the row that the config selects is bold green."""
+    table = Table(
+        title=section.title,
+        title_justify="left",
+        title_style="bold",
+        caption=section.note or None,
+        caption_justify="left",
+        show_header=section.header is not None,
+        box=box.ROUNDED,
+    )
+
+    # Without a header, the columns still need names, which are not shown.
+    column_names = section.rows[0] if section.header is None else section.header
+    for column, name in enumerate(column_names):
+        if column == 0:
+            table.add_column(name, justify="left", no_wrap=True)
+        elif _is_text(section, column):
+            table.add_column(name, justify="left")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+
+    for number, row in enumerate(section.rows):
+        style = "bold green" if number == section.mark else None
+        table.add_row(*row, style=style)
+    return table

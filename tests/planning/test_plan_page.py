@@ -13,7 +13,8 @@ from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
-from electra_dist.planning.plan_tables import print_plan
+from electra_dist.planning.plan import make_plan
+from electra_dist.planning.plan_page import print_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +24,7 @@ SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 def plan_text(config: Config, corpus: CorpusManifest | None = None) -> str:
     """Return what `print_plan` prints to a file or a pipe, without the last newline."""
     stream = io.StringIO()
-    print_plan(config, corpus, stream)
+    print_plan(make_plan(config, corpus), stream)
     return stream.getvalue().rstrip("\n")
 
 
@@ -95,8 +96,8 @@ def test_a_terminal_gets_tables_with_the_cells_of_the_plain_text(monkeypatch: py
     plain = io.StringIO()
     terminal = TerminalStream()
 
-    print_plan(large_config(), stream=plain)
-    print_plan(large_config(), stream=terminal)
+    print_plan(make_plan(large_config()), plain)
+    print_plan(make_plan(large_config()), terminal)
 
     assert plain.getvalue() == plan_text(large_config()) + "\n"
     for cell in ("335.14 M", "2.169 GFLOP", "2P + 6P + 4P/W + 8P/W", "638.6"):
@@ -107,7 +108,7 @@ def test_a_terminal_gets_tables_with_the_cells_of_the_plain_text(monkeypatch: py
 @pytest.mark.real_start
 def test_the_plan_does_not_import_torch():
     """Commands without training answer in a fraction of a second on a login node; importing torch takes seconds."""
-    code = "import sys, electra_dist.planning.plan_tables; sys.exit('torch' in sys.modules)"
+    code = "import sys, electra_dist.planning.plan_page; sys.exit('torch' in sys.modules)"
 
     finished = subprocess.run([sys.executable, "-c", code], check=False)
 
