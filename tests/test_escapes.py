@@ -109,13 +109,12 @@ OWN_OUTPUT = (
     "electra_dist/corpus/prepare/prepare_config.py",
     "electra_dist/planning/plan_page.py",
     "launcher/chaos/__main__.py",
-    "launcher/cli/config.py",
+    "launcher/cli/plans.py",
     "launcher/cli/console.py",
     "launcher/cli/corpus_submit.py",
     "launcher/cli/main.py",
-    "launcher/cli/score.py",
-    "launcher/cli/speed.py",
-    "launcher/cli/submit.py",
+    "launcher/cli/models.py",
+    "launcher/cli/runs.py",
 )
 SAFE = ("printable", "error_line", "as_json")
 

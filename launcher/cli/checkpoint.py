@@ -7,25 +7,22 @@ targets: the folders or S3 prefixes to which the run saves its checkpoints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
 
-from electra_dist.checkpoint.checkpoint import Checkpoint
-from electra_dist.checkpoint.manifest import KINDS
 from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
-from launcher.cli.checkpoint_paths import find_checkpoint, find_owner, find_targets
-from launcher.cli.console import open_console, print_json
+from launcher.cli.console import byte_progress, open_console, print_json, progress_bar
 from launcher.cli.options import AsJson
 
-if TYPE_CHECKING:  # These modules import torch; only the subcommands that read tensors load them.
+if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for --help.
+    from rich.table import Table
+    from rich.text import Text
+
+    from electra_dist.checkpoint.checkpoint import Checkpoint
     from electra_dist.checkpoint.reader import CheckpointReader
     from electra_dist.checkpoint.repair import Found
     from electra_dist.checkpoint.state_diff import Difference
@@ -48,7 +45,10 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
     (its manifest is wrong), of another run (than that of the run folder PATH), set aside (a load or a repair rejected
     it), leftover (an unfinished save). Only manifests are read; `verify` reads the tensors, too.
     """
+    from rich.table import Table
+
     from electra_dist.checkpoint.repair import survey
+    from launcher.cli.checkpoint_paths import find_owner, find_targets
 
     owner = find_owner(path)
     surveys = [(target, survey(target, owner)) for target in find_targets(path, endpoint_url)]
@@ -125,7 +125,8 @@ def verify(
     chosen = _checkpoints_to_verify(path, step, endpoint_url)
     total_bytes = sum(found.manifest.size_bytes for found in chosen if found.manifest)
     verified: list[Verified] = []
-    with _progress_of_bytes(total_bytes, to_stderr=as_json) as (out, advance):
+    out = Console(stderr=True) if as_json else open_console()
+    with byte_progress(out, total_bytes) as advance:
         for found in chosen:
             verified.append(_verify(found.checkpoint, advance))
             if not as_json:
@@ -144,6 +145,7 @@ def verify(
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
     """Return the checkpoints below `path` that have a manifest, good or damaged; UserError if there is none."""
     from electra_dist.checkpoint.repair import survey
+    from launcher.cli.checkpoint_paths import find_owner, find_targets
 
     owner = find_owner(path)
     chosen = []
@@ -269,16 +271,21 @@ def _compare_parameters(left: CheckpointReader, right: CheckpointReader) -> list
     from electra_dist.checkpoint.state_diff import parameter_differences
 
     num_parameters = len(left.manifest.state.shapes)
-    differences = parameter_differences(left, right)
+    compared: list[Difference] = []
     try:
-        with Progress(transient=True, console=Console(stderr=True)) as progress:
-            return list(progress.track(differences, total=num_parameters, description="parameters"))
+        with progress_bar(Console(stderr=True)) as progress:
+            for difference in parameter_differences(left, right):
+                compared.append(difference)
+                progress("parameters", len(compared), num_parameters)
     except TornCheckpoint as error:
         raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
+    return compared
 
 
 def _state_table(left: CheckpointReader, right: CheckpointReader) -> Table:
     """Return a table of those fields of the run state, such as step and ranks, that differ between two checkpoints."""
+    from rich.table import Table
+
     from electra_dist.checkpoint.state_diff import state_differences
 
     table = Table("field", f"A {left.checkpoint.folder}", f"B {right.checkpoint.folder}", title="state")
@@ -289,6 +296,10 @@ def _state_table(left: CheckpointReader, right: CheckpointReader) -> Table:
 
 def _parameter_table(different: list[Difference]) -> Table:
     """Return a table of the parameters that differ most, with the largest absolute difference between elements."""
+    from rich.table import Table
+
+    from electra_dist.checkpoint.manifest import KINDS
+
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
     largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
     for parameter in largest_first[:_MAX_PARAMETERS_SHOWN]:
@@ -311,11 +322,13 @@ def repair(
     without a good copy is set aside: the run no longer loads it, and its files are kept.
     """
     from electra_dist.checkpoint.repair import repair as repair_targets
+    from launcher.cli.checkpoint_paths import find_owner, find_targets
 
     targets = find_targets(path, endpoint_url)
     donors = find_targets(source, endpoint_url) if source else []
     num_actions = 0
-    with _progress_of_bytes(None) as (out, advance):
+    out = open_console()
+    with byte_progress(out, None) as advance:
         for line in repair_targets(targets, donors, dry_run=dry_run, advance=advance, owner=find_owner(path)):
             out.print(line)
             num_actions += 1
@@ -328,6 +341,7 @@ def repair(
 def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     """Find one of the two checkpoints to compare and read its manifest; UserError if a step of this fails."""
     from electra_dist.checkpoint.reader import CheckpointReader
+    from launcher.cli.checkpoint_paths import find_checkpoint, find_owner
 
     checkpoint = find_checkpoint(path, endpoint_url)
     try:
@@ -338,19 +352,3 @@ def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     if owner is not None:
         owner.check(reader.manifest.state, checkpoint.store.url)
     return reader
-
-
-@contextmanager
-def _progress_of_bytes(
-    total: int | None, *, to_stderr: bool = False
-) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar of bytes in a `with` block; yield the bar's console and a function that adds bytes."""
-    out = Console(stderr=True) if to_stderr else open_console()
-    columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(*columns, transient=True, console=out) as progress:
-        bar = progress.add_task("verified", total=total)
-
-        def advance(num_bytes: int) -> None:
-            progress.advance(bar, num_bytes)
-
-        yield out, advance

@@ -1,11 +1,14 @@
-"""Print the results of commands: text and tables, which are not cut when they go into a pipe, and JSON."""
+"""Print the results of commands, text and tables that are not cut in a pipe, and JSON; show how far a command is."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from electra_dist.console import Console
+from electra_dist.escapes import printable
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
 
@@ -36,3 +39,52 @@ def _without_nan(tree: object) -> object:
     if isinstance(tree, (list, tuple)):
         return [_without_nan(value) for value in tree]
     return tree
+
+
+@contextmanager
+def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
+
+    Yields a function that updates the bar. Its arguments are the name of the current activity, the number of parts
+    that are done, and the number of all parts. The bar restarts when the name changes.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    )
+    with bar:
+        bar_id = bar.add_task("", total=None)
+
+        def report(activity: str, done: int, total: int) -> None:
+            description = printable(activity)
+            if bar.tasks[0].description != description:
+                bar.reset(bar_id, description=description)
+            bar.update(bar_id, completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def byte_progress(out: Console, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar of bytes that are verified while the `with` block runs; yield a function that adds bytes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, transient=True, console=out) as progress:
+        bar = progress.add_task("verified", total=total)
+        yield lambda num_bytes: progress.advance(bar, num_bytes)

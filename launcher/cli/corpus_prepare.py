@@ -65,7 +65,7 @@ def _run(preparation: Preparation, out: Console) -> None:
     """Run the preparation with a progress bar; end the process with 75 on Ctrl-C, and with 1 if a task was killed."""
     from electra_dist.corpus.prepare.preparation import run
     from electra_dist.corpus.workers import WorkerKilled
-    from launcher.cli.finetune import progress_bar
+    from launcher.cli.console import progress_bar
 
     try:
         with progress_bar(out) as on_progress:

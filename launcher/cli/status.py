@@ -1,6 +1,6 @@
-"""`electra-dist status RUN`: show where a run stands, and the command to run next.
+"""Describe where a run stands, and the command to run next, for `electra-dist status RUN`.
 
-Guarantee: the command only reads; it changes neither the run nor Slurm's queue. The page is a view of the JSON object
+Guarantee: it only reads, and changes neither the run nor Slurm's queue. The page is a view of the JSON object
 (`--json`), so the two cannot differ: `gather` reads the run folder and asks Slurm, `facts` makes the object, `lines`
 the page.
 """
@@ -32,8 +32,6 @@ from electra_dist.run.number_formats import format_duration
 from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.regular_files import read_regular
-from launcher.cli.console import open_console, print_json
-from launcher.cli.options import AsJson, RunFolder
 from launcher.slurm.batch_script import job_name
 from launcher.slurm.slurm import QueuedJob, QueueView, queue_view
 
@@ -51,20 +49,6 @@ _MEANING_OF_REASON = {
     "AssocGrpCpuLimit": "the account's limit is used up",
     "PartitionDown": "the partition is down",
 }
-
-
-def status(run: RunFolder, as_json: AsJson = False) -> None:
-    """Show where a run stands, its jobs and nodes, and what to do next. Changes nothing.
-
-    The goodput, which it also shows, is the time of useful training steps divided by all time outside Slurm's queue.
-    """
-    seen = gather(run)
-    if as_json:
-        print_json(facts(seen))
-        return
-    out = open_console()
-    for line in lines(seen):
-        out.print(line)
 
 
 # What is read

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.progress import Progress
 
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint import checkpoints
@@ -28,41 +27,13 @@ from electra_dist.run.history import starts
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics import iter_steps
 from electra_dist.train.skip_list_file import SkipList
-from launcher.cli.console import open_console, print_json
-from launcher.cli.options import AsJson
-from launcher.cli.verify_bytes import verify_bytes
+from launcher.cli.console import open_console, print_json, progress_bar
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
 
-def verify_command(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="folder of a run, for example runs/demo_cpu; with --bytes also a corpus"),
-    ],
-    read_bytes: Annotated[
-        bool,
-        typer.Option("--bytes", help="read every byte of corpus, tokenizer and checkpoints again, and check digests"),
-    ] = False,
-    endpoint_url: Annotated[
-        str | None, typer.Option(help="with --bytes: endpoint of an S3 service other than AWS, for an s3:// corpus")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Verify that the run was trained on exactly the corpus rows that its seed prescribes, up to the step reached.
-
-    A run records receipts (number of rows used so far and digest of their ids) in its metrics and checkpoints. They
-    are compared with the receipts that the prescribed rows give. Exit codes: 0 all agree, 1 they deviate at some step,
-    78 there is nothing to verify, or another run has written a checkpoint.
-
-    With --bytes, RUN may also be a corpus (folder or s3:// prefix). All shards, vocabularies and checkpoints are read
-    again and compared with the digests of their manifests. Exit codes: 0 all are good, 78 with a line for each that
-    is not.
-    """
-    if read_bytes:
-        verify_bytes(path, endpoint_url, as_json)
-        return
-    run = Path(path)
+def verify_rows(run: Path, as_json: bool) -> None:
+    """Compare the receipts of a run with those that the prescribed rows give, and print what was found."""
     config = open_run(run)
     out = open_console()
     corpora = open_corpora(config.data)
@@ -78,13 +49,8 @@ def verify_command(
     if not as_json:
         for line in damaged:
             out.print(line)
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("receipts", total=None)
-
-        def show_progress(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        result = verify(marks, expected, corpora, show_progress)
+    with progress_bar(Console(stderr=True)) as progress:
+        result = verify(marks, expected, corpora, lambda done, total: progress("receipts", done, total))
     if as_json:
         print_json(_json_tree(run, result, expected, damaged, corpora))
     else:

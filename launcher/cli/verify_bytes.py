@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
 from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.checkpoint.reader import verify as verify_checkpoint
@@ -43,7 +41,7 @@ from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.regular_files import open_regular
-from launcher.cli.console import open_console, print_json
+from launcher.cli.console import byte_progress, open_console, print_json
 
 Advance = Callable[[int], None]  # called with the number of bytes read since its last call
 _BYTES_AT_A_TIME = 1 << 20
@@ -98,13 +96,11 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
 
 def _read_all(parts: list[Part]) -> list[BadPart]:
     """Read all files and checkpoints, with a progress bar on stderr, and return the bad ones."""
-    columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     bad = []
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("verified", total=sum(part.size_bytes for part in parts))
+    with byte_progress(Console(stderr=True), sum(part.size_bytes for part in parts)) as advance:
         for part in parts:
             try:
-                faults = part.faults(lambda num_bytes: progress.advance(bar, num_bytes))
+                faults = part.faults(advance)
             except UserError as error:
                 faults = [str(error)]
             if faults:

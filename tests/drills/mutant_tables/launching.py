@@ -376,7 +376,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="cli: score sorts the groups of candidates, too",
-        file="launcher/cli/score.py",
+        file="launcher/cli/models.py",
         original="for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):",
         mutated="for rank, index in enumerate(sorted(range(len(scores)), key=lambda i: -scores[i].score), start=1):",
         test="tests/launcher/cli/test_score.py::test_re_ranking_sorts_the_candidates_of_each_group",

@@ -52,6 +52,15 @@ def test_help_and_completion_list_every_command_and_import_none_of_them() -> Non
     assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "compare", "config"]
 
 
+@pytest.mark.real_start
+def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
+    modules = {module for module, _ in COMMANDS.values()} - {"launcher.cli.corpus"}
+    heavy = ("torch", "numpy", "matplotlib", "electra_dist.config", "rich.progress", "rich.table")
+    program = f"import sys, {', '.join(sorted(modules))}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[name] for name in COMMANDS] + [["checkpoint", "diff"]])
 def test_every_command_has_the_short_help_option(arguments: list[str]) -> None:
     shown = CliRunner().invoke(app, [*arguments, "-h"])

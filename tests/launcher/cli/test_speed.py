@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.speed.step_profile import HOST, Part, StepProfile
-from launcher.cli.speed import advice
+from launcher.cli.plans import advice
 
 
 def step_profile(**changes: object) -> StepProfile:

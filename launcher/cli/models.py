@@ -1,6 +1,6 @@
-"""Commands `electra-dist finetune` and `electra-dist minimal-pairs`: score pretrained models.
+"""Commands about models: `finetune`, `minimal-pairs`, `compare` and `score`.
 
-`finetune` trains and scores a model on labelled tasks; `minimal-pairs` scores it on sentence pairs, without training.
+Modules that a command needs are imported when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -8,29 +8,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from electra_dist.console import Console
-from electra_dist.errors import UserError
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, StoreMissing, UserError
 from electra_dist.escapes import printable
-from launcher.cli.console import open_console
+from launcher.cli.console import open_console, progress_bar
 
-if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.scores import SeedSummary
-    from electra_dist.finetune.training_loop import Progress as Report
     from electra_dist.pretrained.load_encoder import Pretrained
+    from electra_dist.scoring.text_groups import TextLine
+    from electra_dist.scoring.text_scores import TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
+_STDIN = "-"
 
 
 class Kind(StrEnum):
@@ -212,6 +216,8 @@ def minimal_pairs(
             scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
         else:
             scores = score_sentence_pairs(encoder, sentence_pairs, device, progress)
+    from rich.table import Table
+
     table = Table(
         "phenomenon", "pairs", "accuracy", "s.e.", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)"
     )
@@ -242,35 +248,6 @@ def _default_output(model: str) -> Path:
     return Path(model) / "finetune"
 
 
-@contextmanager
-def progress_bar(out: Console) -> Iterator[Report]:
-    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
-
-    Yields a function that updates the bar. Its arguments are the name of the current activity, the number of parts
-    that are done, and the number of all parts. The bar restarts when the name changes.
-    """
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=out,
-        transient=True,
-        disable=not out.is_terminal,
-    )
-    with bar:
-        bar_id = bar.add_task("", total=None)
-
-        def report(activity: str, done: int, total: int) -> None:
-            description = printable(activity)
-            if bar.tasks[0].description != description:
-                bar.reset(bar_id, description=description)
-            bar.update(bar_id, completed=done, total=total)
-
-        yield report
-
-
 def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
@@ -292,3 +269,151 @@ def _write_summary(
 def _write_json(path: Path, tree: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="YAML file of the comparison, such as configs/compare_cpu.yaml")],
+    glue: Annotated[
+        Path | None, typer.Option(help="folder of the GLUE download, which contains CoLA/train.tsv and so on")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
+) -> None:
+    """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a table and a picture.
+
+    The differences to the baseline are printed with their standard errors, and the criterion of the file with its
+    verdict.
+
+    After an interrupt, run the same command again: it continues, and finished runs and scores are not repeated.
+
+    Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
+    """
+    from electra_dist.compare.comparison import Comparison
+    from electra_dist.compare.comparison_config import CompareConfig
+    from electra_dist.config.load import load_section
+
+    out = open_console()
+    comparison = Comparison(load_section(file, CompareConfig), file, glue)
+    out.print(_plan_table(comparison.plan))
+    if dry_run:
+        return
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C: both stop the runs in order, so that their ranks save.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with progress_bar(out) as progress:
+            is_complete = comparison.run(progress, out.print)
+    except KeyboardInterrupt:
+        out.print("interrupted; run the same command again to continue from this point")
+        raise typer.Exit(EXIT_STOPPED) from None
+    results = comparison.results()
+    out.print(results.table())
+    out.print(results.difference_table())
+    for line in results.verdict_lines():
+        out.print(line)
+    for failure in comparison.failures():
+        out.print(f"failed: {failure.entry} seed {failure.seed}: {failure.what}")
+    written_files = comparison.write()
+    for path in written_files:
+        out.print(path)
+    if not is_complete:
+        raise typer.Exit(EXIT_CRASH)
+
+
+def _plan_table(plan: ComparisonPlan) -> Table:
+    """Return a table of the planned runs: steps, FLOPs, and the FLOPs as a share of the budget, near 100 %."""
+    from rich.table import Table
+
+    table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
+    for run in plan.cells:
+        num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.
+        flops = run.flops(num_steps)
+        table.add_row(run.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
+    return table
+
+
+def score(
+    model: Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")],
+    texts: Annotated[
+        str, typer.Argument(metavar="FILE", help="one text on each line, UTF-8; default, and -: standard input")
+    ] = _STDIN,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="also print a value for each token, below its text")
+    ] = False,
+    rerank: Annotated[
+        bool, typer.Option("--rerank", help="sort the lines of each group, which an empty line ends, best first")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object for each text")] = False,
+    tower: TowerOption = Tower.discriminator,
+) -> None:
+    """Print how plausible a pretrained model finds each text of a file, as SCORE, a tab, and the text.
+
+    The score is a sum of log-probabilities over the tokens: that each token is the original one (a discriminator), or
+    of each token given all others (a masked language model; Electric, up to a constant for each token). Scores of
+    different models are not comparable. --tokens prints the probability that a token was replaced or, for models that
+    give none, its log-probability.
+    """
+    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.text_scores import TextScorer
+
+    lines = _read_lines(texts)
+    scorer = TextScorer(load_pretrained(model, tower.value), device_of_choice())
+    with progress_bar(Console(stderr=True)) as progress:
+        scores = scorer.score([line.text for line in lines], progress)
+        if not rerank:
+            for line, text_score in zip(lines, scores, strict=True):
+                _print_score(line, text_score, tokens, as_json)
+            return
+        all_scores = list(scores)
+    _print_ranked(lines, all_scores, tokens, as_json)
+
+
+def _read_lines(texts: str) -> list[TextLine]:
+    from electra_dist.scoring.text_groups import read_text_lines
+    from electra_dist.store.atomic_files import readable
+    from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+
+    if texts == _STDIN:
+        return read_text_lines(sys.stdin.buffer.read(), "standard input")
+    file = Path(texts)
+    try:
+        with readable(file):
+            data = read_regular(file, MOST_DATA_BYTES)
+    except StoreMissing:
+        raise UserError(f"{file}: no such file; give a file with one text on each line, or - to read them") from None
+    return read_text_lines(data, str(file))
+
+
+def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
+    """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
+    from electra_dist.scoring.text_groups import ranks
+
+    all_lines = list(lines)
+    previous_group = 1
+    for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):
+        line = all_lines[index]
+        if line.group != previous_group and not as_json:
+            print()
+        previous_group = line.group
+        _print_score(line, scores[index], tokens, as_json, rank)
+
+
+def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: bool, rank: int | None = None) -> None:
+    """Print one text with its score and, with `tokens`, a second line of token values; or all as a JSON object."""
+    is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
+    if as_json:
+        record = {"line": line.line, "text": line.text, "score": text_score.score}
+        if rank is not None:
+            record |= {"group": line.group, "rank": rank}
+        record |= {
+            "tokens": text_score.tokens,
+            "log_probs": text_score.log_probs,
+            "replaced_probability": text_score.replaced_probability,
+        }
+        print(json.dumps(record, ensure_ascii=is_for_people), flush=True)
+        return
+    print(f"{text_score.score:.4f}\t{printable(line.text) if is_for_people else line.text}", flush=True)
+    if tokens:
+        values = text_score.replaced_probability
+        if values is None:
+            values = text_score.log_probs
+        tokens_text = " ".join(f"{token}:{value:.3f}" for token, value in zip(text_score.tokens, values, strict=True))
+        print("\t", printable(tokens_text) if is_for_people else tokens_text, sep="")
