@@ -2,8 +2,8 @@
 
 Guarantees: each finding names the node, the device and the next step. `check_node` imports no torch and needs no GPU.
 
-Limits: what counts as a fault is defined in gpu_checks.py, disk_space_checks.py and storage_access_checks.py. Checks
-that need several ranks or a GPU under load are in rank_checks.py.
+Limits: what counts as a fault is defined in gpu_checks.py and storage_checks.py. Checks that need several ranks or a
+GPU under load are in rank_checks.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import classify_gpus
-from launcher.preflight.storage_access_checks import check_storage
+from launcher.preflight.storage_checks import check_storage
 
 _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 

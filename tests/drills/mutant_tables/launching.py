@@ -275,7 +275,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="preflight: a product of matrices counts multiplications only",
-        file="launcher/preflight/rank_measurements.py",
+        file="launcher/preflight/rank_checks.py",
         original="flops_of_chunk = _CHUNK * 2 * size**3",
         mutated="flops_of_chunk = _CHUNK * size**3",
         test="tests/launcher/preflight/test_rank_measurements.py::"
@@ -283,7 +283,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="preflight: in the last turn of a ring the ends do not meet",
-        file="launcher/preflight/rank_measurements.py",
+        file="launcher/preflight/rank_checks.py",
         original="pair_of_turn_2 = {0: last, last: 0} if is_odd else {}",
         mutated="pair_of_turn_2 = {}",
         test="tests/launcher/preflight/test_rank_measurements.py::"
@@ -291,7 +291,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="preflight: the checkpoint that is being written needs no space",
-        file="launcher/preflight/disk_space_checks.py",
+        file="launcher/preflight/storage_checks.py",
         original="num_being_written = 1",
         mutated="num_being_written = 0",
         test="tests/launcher/preflight/test_disk_space_checks.py::"
@@ -299,7 +299,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="preflight: the clock of a node may be an hour off",
-        file="launcher/preflight/storage_access_checks.py",
+        file="launcher/preflight/storage_checks.py",
         original="SKEW_UNHEALTHY_S = 60.0",
         mutated="SKEW_UNHEALTHY_S = 3600.0 * 24",
         test="tests/launcher/preflight/test_storage_access_checks.py::"
@@ -315,7 +315,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="preflight: a clock may be ten minutes off",
-        file="launcher/preflight/storage_access_checks.py",
+        file="launcher/preflight/storage_checks.py",
         original="SKEW_UNHEALTHY_S = 60.0",
         mutated="SKEW_UNHEALTHY_S = 600.0",
         test="tests/launcher/preflight/test_storage_access_checks.py::"

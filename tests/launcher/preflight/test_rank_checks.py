@@ -20,11 +20,10 @@ from support.real_runs import REPOSITORY
 
 from electra_dist import nvml
 from electra_dist.run.strikes import read_strikes
-from launcher.preflight import rank_checks, rank_measurements
+from launcher.preflight import rank_checks
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import Speed
-from launcher.preflight.rank_checks import RankReport, check_load, classify_ranks
-from launcher.preflight.rank_measurements import partner
+from launcher.preflight.rank_checks import RankReport, check_load, classify_ranks, partner
 
 
 @given(st.integers(3, 20), st.data())
@@ -92,7 +91,7 @@ def test_load_check_finds_faults_that_appear_under_load_and_names_the_device_tha
     fake.configure([{}, {}])
     devices = [fake.nvmlDeviceGetHandleByIndex(index) for index in range(2)]
     monkeypatch.setattr(nvml, "pynvml", fake)
-    monkeypatch.setattr(rank_measurements, "matmul_tflops", product)
+    monkeypatch.setattr(rank_checks, "matmul_tflops", product)
     monkeypatch.setattr(rank_checks, "LOAD_S", 0.3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

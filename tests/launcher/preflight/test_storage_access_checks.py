@@ -14,9 +14,9 @@ from electra_dist.errors import StoreAway
 from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
-from launcher.preflight import storage_access_checks
+from launcher.preflight import storage_checks
 from launcher.preflight.findings import Finding
-from launcher.preflight.storage_access_checks import check_storage, classify_skew
+from launcher.preflight.storage_checks import check_storage, classify_skew
 
 FULL = Finding(severity="user error", node="n1", what="disk of /data: full", next_step="free space")
 
@@ -48,7 +48,7 @@ def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
     monkeypatch.setattr(local_store, "replacing", away)
     patience = Patience(0.2, note=lambda line: None)
-    monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [FULL])
+    monkeypatch.setattr(storage_checks, "check_disks", lambda config, corpora, node: [FULL])
     severities = {finding.what: finding.severity for finding in check_storage(config, "n1", patience)}
     target = f"{tmp_path / 'run' / 'checkpoints'}: read-only file system"
     assert (severities[target], severities["disk of /data: full"]) == ("user error", "user error")
@@ -77,7 +77,7 @@ def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patien
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
     monkeypatch.setattr(local_store, "replacing", away_twice)
-    monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [])
+    monkeypatch.setattr(storage_checks, "check_disks", lambda config, corpora, node: [])
     lines: list[str] = []
     findings = check_storage(config, "n1", Patience(60.0, note=lines.append))
     target = next(finding for finding in findings if "checkpoint target" in finding.what)
