@@ -40,7 +40,7 @@ from electra_dist.finetune.treebank.conllu_files import read_treebank
 from electra_dist.finetune.treebank.word_probes import Target, probe_words
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
-from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
+from electra_dist.pretrained.encoder import Pretrained, device_of_choice
 
 
 class Measure(abc.ABC):

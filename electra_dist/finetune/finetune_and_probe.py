@@ -31,8 +31,7 @@ from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
-from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Backbone, Pretrained
 
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on

@@ -13,8 +13,8 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.task_heads import TaskModel
 from electra_dist.finetune.training_loop import Examples, Progress
-from electra_dist.pretrained.hf_export import TaskHead
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import TaskHead
 
 
 class TaskOutcome(NamedTuple):

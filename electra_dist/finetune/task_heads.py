@@ -26,8 +26,7 @@ from torch import nn
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.modern_heads import ModernFeatures
-from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Backbone, Pretrained
 
 
 class TaskModel(nn.Module):

@@ -20,9 +20,8 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective as objective_builder
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.frozen_generator import read_frozen_generator
-from electra_dist.pretrained.load_encoder import Pretrained, TowerName, device_of_choice, load_pretrained
-from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.pretrained.encoder import Pretrained, TowerName, device_of_choice, load_pretrained
+from electra_dist.pretrained.weights import load_run_weights, read_frozen_generator
 from electra_dist.scoring.text_scores import TextScore, TextScorer
 
 

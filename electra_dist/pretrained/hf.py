@@ -307,6 +307,16 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
     return weights
 
 
+def submodules(state: State, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the parameters of some submodules; `names` has the name of each in `state` and in the result."""
+    found = {}
+    for name, tensor in state.items():
+        module, _, own_name = name.partition(".")
+        if module in names:
+            found[f"{names[module]}.{own_name}"] = tensor
+    return found
+
+
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
     """Return the shape of the generator or discriminator, and the width of the embedding tables that it reads.
 

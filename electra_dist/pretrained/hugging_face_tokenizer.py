@@ -23,7 +23,7 @@ import tokenizers
 
 from electra_dist.errors import UserError
 from electra_dist.pretrained.hf import MODERNBERT
-from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE, check_tokenizer_files
+from electra_dist.pretrained.hf_folders import PRETRAINING_FILE, check_tokenizer_files
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.regular_files import read_regular

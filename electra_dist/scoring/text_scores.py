@@ -22,7 +22,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.sentences.head_outputs import predicts_tokens
 from electra_dist.finetune.sentences.token_scores import build_token_scorer
 from electra_dist.finetune.training_loop import Progress, quiet
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 _TOKENS_AT_ONCE = 16_384  # Tokens of the texts that are scored together, which bounds the memory.
 _NUM_ENDS = 2  # [CLS] and [SEP]

@@ -22,8 +22,7 @@ from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, r
 from electra_dist.engine.engine import check_precision
 from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
-from electra_dist.pretrained.starting_weights import check_source, needs_source
+from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience

@@ -35,8 +35,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.frozen_generator import read_frozen_generator, with_generator_digest
-from electra_dist.pretrained.starting_weights import begin_with_source
+from electra_dist.pretrained.weights import begin_with_source, read_frozen_generator, with_generator_digest
 from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,

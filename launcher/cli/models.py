@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.scores import SeedSummary
-    from electra_dist.pretrained.load_encoder import Pretrained
+    from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.scoring.text_groups import TextLine
     from electra_dist.scoring.text_scores import TextScore
 
@@ -118,7 +118,7 @@ def finetune(
     from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
     from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
     from electra_dist.finetune.seeds.run_seeds import run_all
-    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
     if probe and parallel > 1:
         raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
@@ -202,7 +202,7 @@ def minimal_pairs(
     """
     from electra_dist.finetune.sentences.minimal_pairs import score_minimal_pairs, score_sentence_pairs
     from electra_dist.finetune.sentences.pair_files import read_pair_files
-    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):
@@ -351,7 +351,7 @@ def score(
     different models are not comparable. --tokens prints the probability that a token was replaced or, for models that
     give none, its log-probability.
     """
-    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
     from electra_dist.scoring.text_scores import TextScorer
 
     lines = _read_lines(texts)

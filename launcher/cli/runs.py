@@ -244,7 +244,7 @@ def export(
     Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator'). Each
     has a model card, README.md, with the training, the evaluation and the curves of the run.
     """
-    from electra_dist.pretrained.export_run import export_run
+    from electra_dist.pretrained.export import export_run
     from electra_dist.report.model_card import check_license, write_model_cards
     from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
 

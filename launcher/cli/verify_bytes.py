@@ -28,7 +28,7 @@ from electra_dist.data.corpora import open_corpora
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest as read_corpus
 from electra_dist.errors import TornCheckpoint, UserError
-from electra_dist.pretrained.run_weights import read_run_vocabulary
+from electra_dist.pretrained.weights import read_run_vocabulary
 from electra_dist.run.folder import (
     RUN_VOCAB_FILE,
     is_run_folder,

@@ -19,8 +19,8 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.sentences.token_scores import build_token_scorer, score_places
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_towers
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
 
@@ -76,7 +76,7 @@ def test_a_masked_language_model_scores_a_place_as_hugging_faces_model_does(
     (tmp_path / "vocab.txt").write_text(vocabulary.text)
     state = build_towers(model, 3, ObjectiveConfig()).state_dict()
     special = SpecialIds.from_tokens(vocabulary.special)
-    folder = export_towers(state, model, special, tmp_path / "vocab.txt", True, tmp_path)["generator"]
+    folder = export_towers(state, model, Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path)["generator"]
     hf_model = ElectraForMaskedLM.from_pretrained(folder).eval()
     generator = Pretrained.from_state("generator", state, model, vocabulary, True, "generator")
     ids = [[special.cls, 7, 8, 9, special.sep], [special.cls, 9, 7, special.sep]]

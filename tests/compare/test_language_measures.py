@@ -15,7 +15,7 @@ from electra_dist.compare.comparison_plan import Cell
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune.treebank import word_probes
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 
 
 def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:

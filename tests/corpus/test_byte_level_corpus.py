@@ -23,10 +23,9 @@ from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.pretrained.starting_weights import check_vocabulary
+from electra_dist.pretrained.encoder import load_pretrained
+from electra_dist.pretrained.export import export_towers
+from electra_dist.pretrained.weights import check_vocabulary
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, new_tokenizer
 from launcher.cli.main import app
@@ -153,11 +152,7 @@ def test_the_commands_train_a_tokenizer_and_refuse_one_of_the_other_kind(
 def exported(tmp_path: Path) -> Path:
     """Folder of an exported discriminator with random weights, whose tokenizer is byte-level BPE."""
     towers = random_towers(modern_model(vocab_size=VOCABULARY.size))
-    (tmp_path / "vocabulary").write_text(VOCABULARY.text)
-    special = SpecialIds.from_tokens(VOCABULARY.special)
-    folders = export_towers(
-        towers.state_dict(), towers.model, special, tmp_path / "vocabulary", False, tmp_path / "export"
-    )
+    folders = export_towers(towers.state_dict(), towers.model, VOCABULARY, False, tmp_path / "export")
     return folders["discriminator"]
 
 

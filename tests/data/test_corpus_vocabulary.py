@@ -21,7 +21,7 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.library.corpus import Corpus
-from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.store.local_store import LocalStore
 from electra_dist.tokenizer import NamedDigest, Vocabulary
 from electra_dist.train.input_checks import check_inputs

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 from support.real_runs import REPOSITORY, DrillVerdict, free_port, print_verdicts
 
 from electra_dist.config import NUMERICS
-from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE
+from electra_dist.pretrained.hf_folders import PRETRAINING_FILE
 from electra_dist.report.model_card import CARD_FILE, CURVES_FILE
 from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE, recorded_numerics
 from electra_dist.run.ledger import read_ledger

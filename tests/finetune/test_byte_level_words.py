@@ -26,7 +26,7 @@ from electra_dist.finetune.tagging.tagged_files import TaggedSentence
 from electra_dist.finetune.tagging.tagging_task import TaggingTask, tagged_rows
 from electra_dist.finetune.treebank.conllu_files import Sentence
 from electra_dist.finetune.treebank.word_states import compute_word_states
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import fit
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 
 def norms_of_steps(encoder: Pretrained, data: Path, clip_norm: float, patch: pytest.MonkeyPatch) -> list[float]:

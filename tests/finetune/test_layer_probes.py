@@ -20,8 +20,8 @@ from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def hf_encoder(encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, 
     vocab = tmp_path / "vocab.txt"
     vocab.write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()  # the weights of the fixture `encoder`
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
     return ElectraModel.from_pretrained(tmp_path / "hf").eval()
 
 

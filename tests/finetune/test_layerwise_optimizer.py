@@ -7,7 +7,7 @@ import pytest
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
 from electra_dist.finetune.task_heads import Classifier
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 
 def part_of(parameter_name: str) -> str:

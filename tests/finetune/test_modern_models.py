@@ -36,8 +36,8 @@ from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.export import export_towers
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -58,9 +58,10 @@ def exports(modern_model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -
     for head in (towers.generator_head, towers.discriminator_head):
         for parameter in head.parameters():
             parameter.data.normal_(0.2, 0.5, generator=generator)
-    special = Pretrained.from_state("m", towers.state_dict(), modern_model, vocabulary, lowercase=True).special
     (tmp_path / "vocab.txt").write_text(vocabulary.text)
-    export_towers(towers.state_dict(), modern_model, special, tmp_path / "vocab.txt", True, tmp_path / "export")
+    export_towers(
+        towers.state_dict(), modern_model, Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path / "export"
+    )
     return tmp_path / "export"
 
 

@@ -15,7 +15,7 @@ from electra_dist.finetune.squad.passage_windows import AnswerWindow
 from electra_dist.finetune.squad.span_head import SpanHead, SpanModel
 from electra_dist.finetune.task_heads import Classifier
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)
 CLS, SEP, PAD = 2, 3, 0

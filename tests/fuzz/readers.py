@@ -36,7 +36,7 @@ from electra_dist.finetune.sentences.pair_files import read_pair_files
 from electra_dist.finetune.squad.passage_windows import read_squad
 from electra_dist.finetune.texts.labelled_texts import read_texts
 from electra_dist.library.corpus import open_corpus
-from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.lease import find_newest, read_owner

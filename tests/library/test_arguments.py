@@ -17,8 +17,8 @@ import electra_dist as ed
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import dump_yaml
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.run.folder import open_run
 from electra_dist.tokenizer import Vocabulary
 
@@ -172,7 +172,7 @@ def test_a_folder_of_hugging_face_has_no_steps_and_one_tower(
 ) -> None:
     (tmp_path / "vocab.txt").write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()
-    export_discriminator(state, model, encoder.special, tmp_path / "vocab.txt", True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path / "hf")
     assert ed.load(tmp_path / "hf").digest == encoder.digest
     assert "step is 10, but" in refusal(ed.load, tmp_path / "hf", step=10)
     assert "holds no generator" in refusal(ed.load, tmp_path / "hf", "generator")

@@ -16,7 +16,8 @@ from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.row_layout import attention_bias, derive
-from electra_dist.pretrained.hf_export import export_towers
+from electra_dist.pretrained.export import export_towers
+from electra_dist.tokenizer import Vocabulary
 
 SHARING = [
     pytest.param({"sharing": "embeddings"}, id="embeddings"),
@@ -93,7 +94,7 @@ def test_exported_towers_answer_alike(
         for parameter in towers.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     (tmp_path / "vocab.txt").write_text(VOCABULARY)
-    folders = export_towers(towers.state_dict(), model, special, tmp_path / "vocab.txt", True, tmp_path)
+    folders = export_towers(towers.state_dict(), model, Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path)
     ids = make_rows([[(10, 7)]], seq_len=20)
     layout = derive(ids, special)
     mask = SdpaMask(attention_bias(layout, torch.float32))
@@ -117,7 +118,7 @@ def test_a_large_tower_that_predicts_tokens_is_exported_with_its_token_head(
     model = make_config(32, 64, 16)
     towers = build_towers(model, 1, ObjectiveConfig(name=name)).eval()
     (tmp_path / "vocab.txt").write_text(VOCABULARY)
-    folders = export_towers(towers.state_dict(), model, special, tmp_path / "vocab.txt", True, tmp_path)
+    folders = export_towers(towers.state_dict(), model, Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path)
     assert ("generator" in folders) == (name != "mlm")
     ids = make_rows([[(18, 0)]], seq_len=20)
     layout = derive(ids, special)
@@ -136,4 +137,6 @@ def test_electrics_causal_towers_are_not_exported(
     model = make_config(32, 64, 16)
     state = build_towers(model, 1, ObjectiveConfig(name="electric")).state_dict()
     (tmp_path / "vocab.txt").write_text(VOCABULARY)
-    assert list(export_towers(state, model, special, tmp_path / "vocab.txt", True, tmp_path)) == ["discriminator"]
+    assert list(export_towers(state, model, Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path)) == [
+        "discriminator"
+    ]

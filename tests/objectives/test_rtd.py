@@ -13,8 +13,9 @@ from transformers import ElectraForMaskedLM, ElectraForPreTraining
 from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
+from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf
-from electra_dist.pretrained.hf_export import export_discriminator, export_generator
+from electra_dist.tokenizer import Vocabulary
 
 PURPOSE_SAMPLE = 5  # the word of a random number's key that stands for sampling
 SEED = 99
@@ -37,8 +38,8 @@ def exported_twins(module: Any, model: Any, special: Any, folder: Path) -> Twins
     vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
     generator_folder = folder / "generator"
     discriminator_folder = folder / "discriminator"
-    export_generator(module.state_dict(), model, special, vocab, True, generator_folder)
-    export_discriminator(module.state_dict(), model, special, vocab, True, discriminator_folder)
+    export_tower(module.state_dict(), model, "generator", Vocabulary.read(vocab), True, generator_folder)
+    export_tower(module.state_dict(), model, "discriminator", Vocabulary.read(vocab), True, discriminator_folder)
     return Twins(
         ElectraForMaskedLM.from_pretrained(generator_folder, attn_implementation="eager").eval(),
         ElectraForPreTraining.from_pretrained(discriminator_folder, attn_implementation="eager").eval(),

@@ -30,11 +30,9 @@ from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.frozen_generator import read_frozen_generator
+from electra_dist.pretrained.encoder import Backbone, load_pretrained
 from electra_dist.pretrained.hf_folders import read_hugging_face_model_config
-from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.pretrained.load_towers import load_tower_folders
+from electra_dist.pretrained.weights import load_tower_folders, read_frozen_generator
 
 OBEYED, WITHOUT_EFFECT, REFUSED = "obeyed", "without effect", "refused"
 SIZES = {

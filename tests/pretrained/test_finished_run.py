@@ -17,6 +17,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,10 +43,10 @@ from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
-from electra_dist.pretrained import hf_export
-from electra_dist.pretrained.export_run import export_run
-from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.pretrained.starting_weights import check_vocabulary, load_source
+from electra_dist.pretrained import export as export_module
+from electra_dist.pretrained.encoder import load_pretrained
+from electra_dist.pretrained.export import export_run
+from electra_dist.pretrained.weights import check_vocabulary, load_source
 from electra_dist.report.model_card import model_card
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.open_store import open_store
@@ -205,8 +206,15 @@ def test_an_export_that_was_killed_is_replaced_by_the_next_one(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = export_run(run, tmp_path / "whole").folders["generator"]
+    write = export_module.export_tower
+
+    def write_discriminator_only(state: Any, model: Any, tower: str, *rest: Any) -> None:
+        if tower == "generator":  # the folder of the discriminator is complete by then
+            raise TypeError("killed")
+        write(state, model, "discriminator", *rest)
+
     with monkeypatch.context() as patch:
-        patch.setattr(hf_export, "export_generator", None)  # the folder of the discriminator is complete by then
+        patch.setattr(export_module, "export_tower", write_discriminator_only)
         with pytest.raises(TypeError):
             export_run(run, tmp_path / "out")
     again = export_run(run, tmp_path / "out").folders["generator"]

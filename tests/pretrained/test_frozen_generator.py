@@ -17,8 +17,9 @@ from electra_dist.model.flops import token_flops
 from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.pretrained.frozen_generator import read_frozen_generator, weights_sha256, with_generator_digest
-from electra_dist.pretrained.hf_export import export_generator
+from electra_dist.pretrained.export import export_tower
+from electra_dist.pretrained.weights import read_frozen_generator, weights_sha256, with_generator_digest
+from electra_dist.tokenizer import Vocabulary
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
@@ -29,7 +30,9 @@ def config(tiny_config: Callable[..., Path], tiny_corpus: Path, tmp_path: Path) 
     settings = {"objective.generator": "frozen", "train.init_generator_from": str(tmp_path / "generator")}
     config = load_config(tiny_config(**settings), [])
     weights = frozen_weights(config.model)
-    export_generator(weights, config.model, SPECIAL, tiny_corpus / "vocab.txt", True, tmp_path / "generator")
+    export_tower(
+        weights, config.model, "generator", Vocabulary.read(tiny_corpus / "vocab.txt"), True, tmp_path / "generator"
+    )
     return config
 
 
@@ -84,7 +87,7 @@ def test_a_generator_of_another_shape_and_one_without_a_head_are_refused(config:
 
     weights = {name: value for name, value in frozen_weights(config.model).items() if "head" not in name}
     vocab_file = tmp_path / "generator" / "vocab.txt"
-    export_generator(weights, config.model, SPECIAL, vocab_file, True, tmp_path / "headless")
+    export_tower(weights, config.model, "generator", Vocabulary.read(vocab_file), True, tmp_path / "headless")
     with pytest.raises(UserError, match="the weights lack generator_head"):
         read_frozen_generator(with_source(config, tmp_path / "headless"))
 

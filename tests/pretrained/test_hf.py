@@ -16,8 +16,8 @@ from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf, to_hf
-from electra_dist.pretrained.hf_export import export_discriminator, export_generator
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
@@ -44,8 +44,8 @@ def exported(
     vocab.write_text("\n".join(WORDS + filling) + "\n", "utf-8")
     discriminator_dir = tmp_path / "discriminator"
     generator_dir = tmp_path / "generator"
-    export_discriminator(towers.state_dict(), model, special, vocab, True, discriminator_dir)
-    export_generator(towers.state_dict(), model, special, vocab, True, generator_dir)
+    export_tower(towers.state_dict(), model, "discriminator", Vocabulary.read(vocab), True, discriminator_dir)
+    export_tower(towers.state_dict(), model, "generator", Vocabulary.read(vocab), True, generator_dir)
     return Exported(discriminator_dir, generator_dir, model, towers)
 
 
@@ -117,7 +117,9 @@ def test_the_exported_tokenizer_gives_plain_text_the_ids_of_the_corpus_tokenizer
     unused = [f"[unused{i}]" for i in range(model.vocab_size - len(words))]
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(words + unused) + "\n", "utf-8")
-    export_discriminator(make_towers(model).state_dict(), model, special, vocab, lowercase, tmp_path / "out")
+    export_tower(
+        make_towers(model).state_dict(), model, "discriminator", Vocabulary.read(vocab), lowercase, tmp_path / "out"
+    )
     texts = [
         "The Cafés' cats sat.",
         "x\u200by\x00z\ttab",  # a zero-width space, a NUL and a tab

@@ -24,10 +24,9 @@ from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import attention_bias, derive
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
-from electra_dist.pretrained.load_towers import load_tower_folders
-from electra_dist.pretrained.run_weights import RunWeights
+from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.pretrained.export import export_tower
+from electra_dist.pretrained.weights import RunWeights, load_tower_folders
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -50,7 +49,7 @@ def test_an_exported_discriminator_has_the_logits_that_transformers_computes(
 ) -> None:
     state = build_towers(model, 3).state_dict()  # the weights of `encoder`
     vocab = vocabulary_file(vocabulary, tmp_path)
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
 
     loaded = load_pretrained(str(tmp_path / "hf"))
 
@@ -126,7 +125,7 @@ def test_an_export_with_a_tokenizer_that_keeps_accents_is_read_as_transformers_r
     file = tokenizers.BertWordPieceTokenizer(ids, strip_accents=False, handle_chinese_chars=False).to_str()
     (tmp_path / "vocab.txt").write_text(file)
     state = build_towers(model, 3).state_dict()
-    export_discriminator(state, model, encoder.special, tmp_path / "vocab.txt", True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path / "hf")
 
     loaded = load_pretrained(str(tmp_path / "hf"))
 
@@ -143,7 +142,7 @@ def test_a_vocabulary_with_fewer_lines_than_the_embeddings_have_rows_is_read(
 ) -> None:
     state = build_towers(model, 3).state_dict()
     vocab = vocabulary_file(vocabulary, tmp_path)
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     lines = vocabulary.text.splitlines()[:-5]
     (tmp_path / "hf" / "vocab.txt").write_text("\n".join([*lines, "", "the", ""]) + "\n")
@@ -187,7 +186,7 @@ def test_a_damaged_file_of_a_model_is_refused_in_one_line(
 ) -> None:
     state = build_towers(model, 3).state_dict()
     vocab = vocabulary_file(vocabulary, tmp_path)
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
     (tmp_path / "hf" / name).write_text(text)
     with pytest.raises(UserError, match=f"{name}: .*again") as caught:
         load_pretrained(str(tmp_path / "hf"))
@@ -220,7 +219,9 @@ def test_a_model_is_not_tuned_or_scored_on_the_cpu_of_a_node_whose_gpus_torch_do
 def exported(encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -> Path:
     """The folder of an exported discriminator."""
     vocab = vocabulary_file(vocabulary, tmp_path)
-    export_discriminator(build_towers(model, 3).state_dict(), model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(
+        build_towers(model, 3).state_dict(), model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf"
+    )
     return tmp_path / "hf"
 
 

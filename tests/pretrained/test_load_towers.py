@@ -15,7 +15,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.hf_folders import read_weights
-from electra_dist.pretrained.load_towers import load_tower_folders
+from electra_dist.pretrained.weights import load_tower_folders
 
 MOMENTS_NOTE = "optimizer: a Hugging Face folder holds no moments; they start at zero"
 WORD_TABLE = "electra.embeddings.word_embeddings.weight"  # a parameter of Hugging Face's models

@@ -29,9 +29,10 @@ from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_export import export_generator, export_towers
-from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.pretrained.load_towers import load_tower_folders
+from electra_dist.pretrained.encoder import load_pretrained
+from electra_dist.pretrained.export import export_tower, export_towers
+from electra_dist.pretrained.weights import load_tower_folders
+from electra_dist.tokenizer import Vocabulary
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def vocab(tmp_path: Path) -> Path:
 def exported(towers: ElectraTowers, vocab: Path) -> Path:
     """Return the folder with the exports of both towers."""
     folder = vocab.parent / "export"
-    export_towers(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder)
+    export_towers(towers.state_dict(), towers.model, Vocabulary.read(vocab), True, folder)
     return folder
 
 
@@ -154,7 +155,9 @@ def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discrimina
     assert (folder / "discriminator" / "model.safetensors").exists()
     assert not (folder / "generator").exists()
     with pytest.raises(UserError, match="layers of the generator are 16 wide and its token table is 32 wide") as error:
-        export_generator(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder / "generator")
+        export_tower(
+            towers.state_dict(), towers.model, "generator", Vocabulary.read(vocab), True, folder / "generator"
+        )
     assert "\n" not in str(error.value)
 
 

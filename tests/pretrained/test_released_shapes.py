@@ -14,8 +14,9 @@ from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_towers import load_tower_folders
+from electra_dist.pretrained.export import export_towers
+from electra_dist.pretrained.weights import load_tower_folders
+from electra_dist.tokenizer import Vocabulary
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE = 30522
@@ -69,7 +70,7 @@ def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_
     model = load_config(CONFIGS / f"{name}.yaml").model
     towers = random_towers(model)
 
-    folders = export_towers(towers.state_dict(), model, SPECIAL, write_vocabulary(tmp_path), True, tmp_path)
+    folders = export_towers(towers.state_dict(), model, Vocabulary.read(write_vocabulary(tmp_path)), True, tmp_path)
 
     ids = AutoTokenizer.from_pretrained(folders["discriminator"])(TEXT, return_tensors="pt")["input_ids"]
     assert ids.shape == (1, 9)

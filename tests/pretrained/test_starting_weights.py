@@ -26,10 +26,10 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.pretrained import run_weights
-from electra_dist.pretrained.export_run import export_run
-from electra_dist.pretrained.load_encoder import _tower_state
-from electra_dist.pretrained.starting_weights import load_source
+from electra_dist.pretrained import weights as weights_module
+from electra_dist.pretrained.encoder import _tower_state
+from electra_dist.pretrained.export import export_run
+from electra_dist.pretrained.weights import load_source
 from launcher.cli.checkpoint_paths import find_targets
 
 MakeConfig = Callable[..., Path]
@@ -101,7 +101,7 @@ def fake_run(folder: Path, config: Config, state: dict[str, torch.Tensor], monke
     """Write the folder of a run with `config`, and let the reader of checkpoints return `state` of step 1234."""
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_yaml(config))
-    monkeypatch.setattr(run_weights, "assemble", lambda targets, step: (SimpleNamespace(step=1234), state, []))
+    monkeypatch.setattr(weights_module, "assemble", lambda targets, step: (SimpleNamespace(step=1234), state, []))
     return folder
 
 

@@ -11,7 +11,7 @@ from support.checkpoints import state_at
 from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.config.load import load_config
-from electra_dist.pretrained.export_run import Export
+from electra_dist.pretrained.export import Export
 from electra_dist.report.model_card import model_card
 
 CONFIGS = Path(__file__).parents[2] / "configs"

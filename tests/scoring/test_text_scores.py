@@ -20,9 +20,9 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
-from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.export import export_towers
+from electra_dist.pretrained.hf_folders import PretrainingRecord, write_pretraining_record
 from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
 from electra_dist.scoring.text_scores import TextScorer, cut_windows
 from electra_dist.tokenizer import Vocabulary
@@ -35,8 +35,7 @@ def export(model: ModelConfig, vocabulary: Vocabulary, objective: ObjectiveConfi
     """Export random towers of an objective, with the record of their pretraining, and return the folders."""
     (folder / "vocab.txt").write_text(vocabulary.text)
     state = build_towers(model, 3, objective).state_dict()
-    special = SpecialIds.from_tokens(vocabulary.special)
-    folders = export_towers(state, model, special, folder / "vocab.txt", True, folder)
+    folders = export_towers(state, model, Vocabulary.read(folder / "vocab.txt"), True, folder)
     for tower, tower_folder in folders.items():
         record = PretrainingRecord(
             objective=objective.name,

@@ -14,7 +14,7 @@ from transformers import ModernBertForMaskedLM
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import load_config
-from electra_dist.pretrained.export_run import export_run
+from electra_dist.pretrained.export import export_run
 
 MODERN = {
     "model.architecture": "modern",

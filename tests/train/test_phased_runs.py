@@ -19,7 +19,7 @@ from electra_dist.config.load import load_config
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import UserError
-from electra_dist.pretrained.export_run import export_run
+from electra_dist.pretrained.export import export_run
 from electra_dist.report.model_card import write_model_cards
 from electra_dist.report.report_page import describe_run
 from electra_dist.report.run_record import read_run

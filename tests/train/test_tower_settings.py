@@ -13,8 +13,8 @@ from support.real_runs import go_back, step_records
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.planning.plan import make_plan
 from electra_dist.planning.plan_page import plan_sections
-from electra_dist.pretrained.export_run import export_run
-from electra_dist.pretrained.frozen_generator import with_generator_digest
+from electra_dist.pretrained.export import export_run
+from electra_dist.pretrained.weights import with_generator_digest
 from electra_dist.run.folder import open_run
 from launcher.cli.checkpoint_paths import find_targets
 

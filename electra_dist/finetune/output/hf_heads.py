@@ -24,7 +24,7 @@ from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.modern_heads import ModernFeatures
-from electra_dist.pretrained.hf_export import TaskHead
+from electra_dist.pretrained.export import TaskHead
 
 _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 

@@ -23,8 +23,8 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.task_heads import TaskModel
-from electra_dist.pretrained.hf_export import TaskHead, export_task_model
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import TaskHead, export_task_model
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.store.regular_files import read_regular
@@ -93,8 +93,7 @@ def _write_model(
             encoder=weights,
             head=head,
             model=shape,
-            special=encoder.special,
-            vocabulary_text=encoder.vocabulary.text,
+            vocabulary=encoder.vocabulary,
             lowercase=encoder.tokenizer.lowercase,
             out_dir=folder,
         )

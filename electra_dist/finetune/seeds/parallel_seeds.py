@@ -36,7 +36,7 @@ from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
 from electra_dist.finetune.seeds.run_seeds import SeedJob
 from electra_dist.finetune.training_loop import Progress, quiet
-from electra_dist.pretrained.load_encoder import Pretrained, TowerName, device_of_choice, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, TowerName, device_of_choice, load_pretrained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from electra_dist.finetune.output.seed_folder import check_folder, copy_best, re
 from electra_dist.finetune.scores import Measured, ScoreStore
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.training_loop import Progress, quiet
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.store.atomic_files import make_folder, writable
 
 RESULTS_FILE = "results.jsonl"

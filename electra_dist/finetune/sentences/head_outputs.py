@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from electra_dist.errors import UserError
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package scores rows
 

@@ -15,7 +15,7 @@ import torch
 
 from electra_dist.finetune.sentences.head_outputs import SENTENCES_PER_BATCH, token_log_prob_function
 from electra_dist.finetune.training_loop import Ids, Progress, predict, quiet
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 # Function that scores every token of rows of ids. It takes the rows and a function to report progress to, which it
 # calls after each batch. It returns one fp32 tensor on the host for each row, without [CLS] and the last [SEP].

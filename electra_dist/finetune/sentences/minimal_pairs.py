@@ -38,7 +38,7 @@ from electra_dist.finetune.sentences.token_scores import (
     sentence_log_probs,
 )
 from electra_dist.finetune.training_loop import Progress, quiet
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 ALL = "all"  # name of the score over all phenomena
 

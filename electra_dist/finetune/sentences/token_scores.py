@@ -31,7 +31,7 @@ from electra_dist.finetune.sentences.head_outputs import (
 )
 from electra_dist.finetune.sentences.masked_scores import TokenScorer, masked_log_probs, masked_scorer
 from electra_dist.finetune.training_loop import Ids, Progress, predict, quiet
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:

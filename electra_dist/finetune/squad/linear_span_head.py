@@ -23,7 +23,7 @@ from electra_dist.finetune.squad.span_head import OUTSIDE, AnswerModel, SpanScor
 from electra_dist.finetune.task_heads import init_head, on_features
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.modern_heads import ModernFeatures
-from electra_dist.pretrained.backbone import Backbone
+from electra_dist.pretrained.encoder import Backbone
 
 
 class LinearSpanModel(AnswerModel):

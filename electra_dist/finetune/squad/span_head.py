@@ -33,7 +33,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.task_heads import TaskModel, init_head
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import derive
-from electra_dist.pretrained.backbone import Backbone
+from electra_dist.pretrained.encoder import Backbone
 
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
 

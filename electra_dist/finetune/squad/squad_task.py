@@ -44,8 +44,8 @@ from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import TaskModel, new_features
 from electra_dist.finetune.texts.labelled_texts import find_file
 from electra_dist.finetune.training_loop import Examples, Progress, predict
-from electra_dist.pretrained.hf_export import TaskHead
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import TaskHead
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files

@@ -36,9 +36,8 @@ from electra_dist.finetune.task_heads import TaskModel, init_head, new_features,
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.modern_heads import ModernFeatures
-from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.hf_export import TaskHead
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Backbone, Pretrained
+from electra_dist.pretrained.export import TaskHead
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _NO_WORD = -100  # target of a token that is not the first piece of a word

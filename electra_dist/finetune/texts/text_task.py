@@ -30,8 +30,8 @@ from electra_dist.finetune.texts.labelled_texts import Texts, encode_texts, find
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.unlabelled_sets import UnlabelledSet, predictions_file, read_test_sets
 from electra_dist.finetune.training_loop import Examples, Ids, Progress, predict
-from electra_dist.pretrained.hf_export import TaskHead
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import TaskHead
 
 
 class TextTask(Task):

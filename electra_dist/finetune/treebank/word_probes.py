@@ -33,7 +33,7 @@ from electra_dist.finetune.scores import Measured, best_layer
 from electra_dist.finetune.training_loop import Progress, quiet, row_sequence
 from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 Target = Literal["tags", "heads"]
 _EPOCHS = 10

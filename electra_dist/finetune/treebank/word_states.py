@@ -22,7 +22,7 @@ import torch
 from electra_dist.errors import UserError
 from electra_dist.finetune.training_loop import Progress, predict
 from electra_dist.finetune.treebank.conllu_files import Sentence
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 _BATCH = 64  # sentences per forward pass
 

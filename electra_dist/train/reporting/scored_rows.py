@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from electra_dist.objectives.base import StepOutput
-from electra_dist.pretrained.run_weights import read_run_vocabulary
+from electra_dist.pretrained.weights import read_run_vocabulary
 from electra_dist.run.metrics import TextSample
 
 MAX_TOKENS = 64  # of a row that a text sample shows

@@ -7,7 +7,7 @@ from mutant_tables.mutant import Mutant
 RESULTS = (
     Mutant(
         name="pretrained: the exported weights are not those of the checkpoint",
-        file="electra_dist/pretrained/run_weights.py",
+        file="electra_dist/pretrained/weights.py",
         original="weights=chosen.weights,",
         mutated="weights={name: tensor * 1.001 for name, tensor in chosen.weights.items()},",
         test="tests/pretrained/test_finished_run.py::test_exported_model_is_the_trained_one",
@@ -43,7 +43,7 @@ RESULTS = (
     ),
     Mutant(
         name="pretrained: weights with another digest than the config's are taken",
-        file="electra_dist/pretrained/frozen_generator.py",
+        file="electra_dist/pretrained/weights.py",
         original="if expected_digest is not None and digest != expected_digest:",
         mutated='if expected_digest == "":',
         test="tests/pretrained/test_frozen_generator.py::"

@@ -30,7 +30,7 @@ from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 
 CPU = torch.device("cpu")
 FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24, span_head="linear")

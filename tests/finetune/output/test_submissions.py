@@ -19,7 +19,7 @@ from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.texts.unlabelled_sets import GLUE_TEST_SETS
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 CPU = torch.device("cpu")
 SHORT = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=1, batch=8, max_length=24, span_head="linear")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from electra_dist.errors import EXIT_USER_ERROR
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "finetune", "--task", "custom"]
 TIMEOUT_S = 240

@@ -21,8 +21,8 @@ from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcess
 from electra_dist.finetune.seeds.run_seeds import SeedJob, run_all
 from electra_dist.finetune.task import Task
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ def test_seeds_in_two_processes_give_the_bytes_of_seeds_one_after_another(
 ) -> None:
     (tmp_path / "vocab.txt").write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()
-    export_discriminator(state, model, encoder.special, tmp_path / "vocab.txt", True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path / "hf")
     loaded = load_pretrained(str(tmp_path / "hf"))
     task = open_task(request_of_task)
     serial = run_all(

@@ -20,8 +20,8 @@ from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.hf_export import export_generator
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -204,7 +204,7 @@ def test_the_pseudo_log_likelihood_is_the_sum_of_each_words_log_probability_when
     state = build_towers(model, 3).state_dict()
     vocab = tmp_path / "vocab.txt"
     vocab.write_text(vocabulary.text)
-    export_generator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "generator", Vocabulary.read(vocab), True, tmp_path / "hf")
     loaded = load_pretrained(str(tmp_path / "hf"))
     hf_generator = ElectraForMaskedLM.from_pretrained(tmp_path / "hf").eval()
 

@@ -19,8 +19,8 @@ from electra_dist.finetune.sentences.minimal_pairs import score_sentence_pairs
 from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
 from electra_dist.finetune.sentences.token_scores import pseudo_log_likelihood, sentence_log_probs
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary
 from launcher.cli.main import app
 
@@ -100,7 +100,7 @@ def test_a_discriminator_scores_a_sentence_by_the_log_probabilities_that_its_tok
     vocab = tmp_path / "vocab.txt"
     vocab.write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()  # the weights of the fixture `encoder`
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
     hf_discriminator = ElectraForPreTraining.from_pretrained(tmp_path / "hf").eval()
     cls, sep = encoder.special.cls, encoder.special.sep
     rows = [[cls, 62, 74, 75, sep], [cls, 62, 74, 75, 80, 81, 82, 83, 84, 85, 86, sep], [cls, 90, sep]]

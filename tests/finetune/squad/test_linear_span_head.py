@@ -9,7 +9,7 @@ import torch
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.linear_span_head import LinearSpanModel
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 CLS, SEP, PAD = 2, 3, 0
 # Rows of a question and a passage; passages with their [SEP] are at positions 4 to 8 and 3 to 5.

@@ -20,7 +20,7 @@ from electra_dist.finetune.squad.passage_windows import (
     window_target,
 )
 from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 # A row of 24 tokens: [CLS], 2 tokens of the question, [SEP], 19 tokens of the passage, [SEP].
 SETTINGS = FinetuneConfig(max_length=24, max_query=4, doc_stride=6)

@@ -15,7 +15,7 @@ from electra_dist.finetune.tagging.entity_metrics import are_bio_tags, entity_me
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence, find_tagged_file, read_tagged_file
 from electra_dist.finetune.tagging.tagging_task import TaggingTask, tagged_rows
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 CPU = torch.device("cpu")
 FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=6, batch=16, max_length=24)

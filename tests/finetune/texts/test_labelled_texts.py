@@ -8,7 +8,7 @@ import pytest
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.texts.labelled_texts import encode_texts, read_texts, truncate_pair
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
 REGRESSION = dataclasses.replace(CUSTOM, kind="regression", metric="spearman")

@@ -17,8 +17,8 @@ from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank, read
 from electra_dist.finetune.treebank.word_probes import probe_words
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_the_state_of_a_word_is_that_of_its_first_piece_in_hugging_faces_model(
     vocab = tmp_path / "vocab.txt"
     vocab.write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()  # the weights of the fixture `encoder`
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "hf")
     hf_encoder = ElectraModel.from_pretrained(tmp_path / "hf").eval()
     sentences = [
         Sentence(words=("boy",), tags=("X",), heads=(0,)),

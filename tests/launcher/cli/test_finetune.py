@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 from launcher.cli.main import app
 
 

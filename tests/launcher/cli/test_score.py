@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring.text_scores import TextScorer
+from electra_dist.tokenizer import Vocabulary
 from launcher.cli.main import app
 
 INPUT = "the boy is tired\nthe boy are tired\n\nthese dogs\nthese dog saw\nthis dog\n"
@@ -27,7 +28,7 @@ def model_folder(encoder: Pretrained, model: ModelConfig, tmp_path: Path) -> str
     vocab = tmp_path / "vocab.txt"
     vocab.write_text(encoder.vocabulary.text)
     state = build_towers(model, 3).state_dict()  # the weights of `encoder`
-    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "model")
+    export_tower(state, model, "discriminator", Vocabulary.read(vocab), True, tmp_path / "model")
     return str(tmp_path / "model")
 
 

@@ -1,12 +1,14 @@
-"""Load a pretrained encoder with its vocabulary from a run or a Hugging Face folder, or make a random one.
+"""Load a pretrained tower with its vocabulary from a run or a Hugging Face folder, or make one with random weights.
 
 Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
-`head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
-the next.
+`head.` if there is one). `Pretrained.backbone` builds a module with a copy of them, so that fine-tuning one copy does
+not change the next.
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
 Limits: Hugging Face folders must be local; see hf_folders.py.
+
+Shapes: B rows, S tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -20,20 +22,27 @@ from numbers import Real
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config.load import load_config
 from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
+from electra_dist.model.attention import new_attention_mask
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone
-from electra_dist.pretrained.hf_folders import convert_weights, read_hugging_face_model_config, read_weights
+from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.towers import new_embeddings, new_encoder
+from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone, submodules
+from electra_dist.pretrained.hf_folders import (
+    convert_weights,
+    read_hugging_face_model_config,
+    read_pretraining_record,
+    read_weights,
+)
 from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
-from electra_dist.pretrained.pretraining_record import read_pretraining_record
-from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.pretrained.weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.json_file import read_json_object
@@ -43,6 +52,54 @@ from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_to
 # Beginning of the names of a layer's weights in Hugging Face's ELECTRA and ModernBERT, with the number of the layer.
 _LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
+
+
+class Backbone(nn.Module):
+    """Embeddings and encoder of one tower (generator or discriminator): token ids in, states of the last layer out.
+
+    Each row of its input holds one example, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] up to its end.
+    """
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
+        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it."""
+        super().__init__()
+        self.model = model
+        self.special = special
+        self.embeddings = new_embeddings(model, model.embedding_size)
+        self.encoder = new_encoder(model, tower, model.embedding_size)
+
+    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
+        """Return the states of the last layer, [B, S, H]; `dropout_keys` (random keys) are needed in training only."""
+        if dropout_keys is None:
+            dropout_keys = DropoutKeys.off(ids_BS)
+        layout = derive(ids_BS, self.special)
+        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
+        mask = new_attention_mask(self.model, layout, embedded.dtype)
+        return self.encoder(embedded, mask, dropout_keys)
+
+    def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
+        """Return the input of the first layer and the output of each of the L layers, L + 1 tensors [B, S, H].
+
+        The last tensor is what `forward` returns; with the architecture `modern` it is after the final LayerNorm. Call
+        this in evaluation mode only.
+        """
+        states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
+
+        def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            states.append(inputs[0])
+
+        def keep_output(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            states.append(output)
+
+        hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]
+        hooks += [layer.register_forward_hook(keep_output) for layer in self.encoder.layers]
+        try:
+            final_BSH = self(ids_BS)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        states_BSH = [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
+        return [*states_BSH[:-1], final_BSH]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,41 +247,21 @@ def device_of_choice() -> torch.device:
 def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and, if it has a head, `head.`."""
     weights = standalone(state, model, tower)
-    if tower == "discriminator":
-        head = _discriminator_head(weights)
-    else:
-        head = _submodule(weights, "generator_head")
-        is_causal_pair = bool(_submodule(weights, "generator_reverse"))
-        if not head or is_causal_pair:
+    present = {name.partition(".")[0] for name in weights}
+    if tower == "generator":
+        is_causal_pair = "generator_reverse" in present
+        if "generator_head" not in present or is_causal_pair:
             raise UserError(
                 "--tower generator: the model has no bidirectional generator; leave --tower out to use the "
                 "discriminator"
             )
-    tower_state = _with_prefix("embeddings.", _submodule(weights, "embeddings"))
-    tower_state |= _with_prefix("encoder.", _submodule(weights, tower))
-    tower_state |= _with_prefix("head.", head)
-    return tower_state
-
-
-def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
-    """Return the weights of the discriminator's pretraining head, with `copy_gate.` if it has one; {} if no head."""
-    # Most objectives train a head that detects replaced tokens. Otherwise it is the head that predicts tokens; the
-    # objective `all_tokens_mlm` also has a gate between copying and predicting a token.
-    detection_head = _submodule(weights, "discriminator_head")
-    if detection_head:
-        return detection_head
-    copy_gate = _with_prefix("copy_gate.", _submodule(weights, "copy_gate"))
-    return _submodule(weights, "token_head") | copy_gate
-
-
-def _submodule(weights: State, name: str) -> dict[str, torch.Tensor]:
-    """Return the parameters of the submodule `name`, with that prefix removed from their names."""
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
-
-
-def _with_prefix(prefix: str, weights: State) -> dict[str, torch.Tensor]:
-    return {prefix + key: weight for key, weight in weights.items()}
+        heads = {"generator_head": "head"}
+    elif "discriminator_head" in present:
+        heads = {"discriminator_head": "head"}  # it detects replaced tokens
+    else:
+        # It predicts tokens; the objective `all_tokens_mlm` also has a gate between copying and predicting a token.
+        heads = {"token_head": "head", "copy_gate": "head.copy_gate"}
+    return submodules(weights, {"embeddings": "embeddings", tower: "encoder", **heads})
 
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:

@@ -1,0 +1,250 @@
+"""Write a checkpoint of a run, or a fine-tuned model, as folders that Hugging Face's classes load.
+
+Guarantee: AutoModel, ElectraForPreTraining, ElectraForMaskedLM, their counterparts for ModernBERT, and AutoTokenizer
+load these folders with the same logits, whichever weights generator and discriminator share and whichever objective
+trained them. Weights are in fp32.
+
+How: transformers is not imported: config.json, model.safetensors and the tokenizer's files are written directly.
+`hf.py` translates the names of the parameters. No process group and no GPU are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from tokenizers import BertWordPieceTokenizer
+
+from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, report_nothing
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.config import Config, ModelConfig
+from electra_dist.errors import UserError
+from electra_dist.escapes import printable
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained.hf import (
+    DETECTION_LABELS,
+    MODERNBERT,
+    State,
+    TowerName,
+    family_of,
+    find_obstacle,
+    hf_config,
+    to_hf,
+)
+from electra_dist.pretrained.hf_folders import (
+    PRETRAINING_FILE,
+    TOKENIZER_FILES,
+    PretrainingRecord,
+    write_pretraining_record,
+)
+from electra_dist.pretrained.weights import load_chosen_weights
+from electra_dist.store.atomic_files import replacing
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.version import VERSION
+
+_OTHER_FILES = ("config.json", "model.safetensors", "README.md")  # of an exported model, beside those of the tokenizer
+_SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
+
+
+class Export(NamedTuple):
+    """Result of an export: the folders written, and the run and the checkpoints that the weights come from."""
+
+    config: Config  # config of the run
+    state: RunState  # run state at the exported checkpoint; for a mean, at the newest checkpoint in it
+    steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; one step if there is no mean
+    folders: dict[TowerName, Path]  # "discriminator" and, if it was exported, "generator" -> folder
+
+
+def export_run(
+    run_dir: Path,
+    output: Path,
+    choice: Choice = "newest",
+    num_averaged: int = 1,
+    progress: CheckpointProgress = report_nothing,
+) -> Export:
+    """Export a checkpoint of a run, or a mean of several, to OUTPUT/discriminator and, if possible, OUTPUT/generator.
+
+    Each folder also gets the file pretraining.json, which says how the model was trained. Files of the same names are
+    replaced, but an output folder with the model of another program is refused. One line on stderr names each
+    checkpoint that was skipped because it is damaged.
+
+    `choice` is the number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
+    `num_averaged` counts the checkpoints in the mean, the chosen one included; 1 for no mean. `progress` is called
+    with (checkpoints read, checkpoints to read), first before any is read, then after each one.
+    """
+    _check_writable(output)  # before the weights are read, which may take minutes
+    for tower in ("discriminator", "generator"):
+        _refuse_model_of_others(output / tower)
+    run = load_chosen_weights(run_dir, choice, num_averaged, progress)
+    for line in run.damaged:
+        print(printable(line), file=sys.stderr)
+    vocabulary = run.vocabulary  # verified before anything is written
+    lowercase = run.tokenizer.lowercase
+    records = {
+        folder: PretrainingRecord(
+            objective=run.config.objective.name,
+            tower=tower,
+            seq_len=run.config.data.seq_len,
+            steps=run.steps,
+            rows=run.state.rows_seen,
+            corpus_fingerprint=run.state.corpus_fingerprint,
+            electra_dist=VERSION,
+        )
+        for tower, folder in tower_folders(run.weights, run.config.model, output).items()
+    }
+    # The records are there first, so that the next export may replace the files of one that was killed.
+    for folder, record in records.items():
+        write_pretraining_record(folder, record)
+    folders = export_towers(run.weights, run.config.model, vocabulary, lowercase, output)
+    has_generator = any(".generator_head." in f".{name}" for name in run.weights)
+    obstacle = find_obstacle(run.config.model)
+    if obstacle and has_generator:
+        print(printable(f"no generator is exported: {obstacle}"), file=sys.stderr)
+    for folder, record in records.items():
+        write_pretraining_record(folder, record)  # again, with the digests of the tokenizer's files
+    return Export(config=run.config, state=run.state, steps=run.steps, folders=folders)
+
+
+def _refuse_model_of_others(folder: Path) -> None:
+    """Raise UserError if a folder holds a model that no export wrote, so that its files are not replaced."""
+    if (folder / PRETRAINING_FILE).exists():
+        return
+    for name in (*TOKENIZER_FILES, *_OTHER_FILES):
+        if (folder / name).exists():
+            raise UserError(
+                f"{folder / name}: is not of an export, because {PRETRAINING_FILE} is missing beside it; choose "
+                "another folder with --output, or move this one away"
+            )
+
+
+def _check_writable(output: Path) -> None:
+    """Raise UserError if the folder, or its nearest parent that exists, cannot be written; nothing is created."""
+    nearest = output
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{output}: {nearest} is not a writable folder; choose another folder with --output")
+
+
+def export_towers(
+    state: State, model: ModelConfig, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
+) -> dict[TowerName, Path]:
+    """Write the Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them by name.
+
+    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
+    is none for the two causal generators of the objective `electric`, nor for a generator of the architecture `modern`
+    whose layers have another width than its token table.
+
+    `vocabulary` is that of the corpus; `lowercase` says whether its tokenizer lower-cases. Files of the same names in
+    `out_dir` are replaced.
+    """
+    folders = tower_folders(state, model, out_dir)
+    for tower, folder in folders.items():
+        export_tower(state, model, tower, vocabulary, lowercase, folder)
+    return folders
+
+
+def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[TowerName, Path]:
+    """Return the folders that `export_towers` writes for these weights, by name ("discriminator", "generator")."""
+    folders: dict[TowerName, Path] = {"discriminator": out_dir / "discriminator"}
+    # "towers.generator_head.bias" is in the module "generator_head".
+    modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
+    has_generator = "generator_head" in modules
+    is_causal_pair = "generator_reverse" in modules
+    if has_generator and not is_causal_pair and not find_obstacle(model):
+        folders["generator"] = out_dir / "generator"
+    return folders
+
+
+def export_tower(
+    state: State, model: ModelConfig, tower: TowerName, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
+) -> None:
+    """Write one tower with its tokenizer as a Hugging Face folder; arguments as for `export_towers`.
+
+    The model class is ElectraForMaskedLM for a generator, and for a discriminator that was trained to predict tokens;
+    otherwise ElectraForPreTraining. With `model.architecture: modern` it is ModernBertForMaskedLM or
+    ModernBertForTokenClassification.
+    """
+    hf = family_of(model)
+    tensors = to_hf(state, model, tower)
+    predicts_tokens = tower == "generator" or hf.token_mark in tensors
+    special = SpecialIds.from_tokens(vocabulary.special)
+    config = hf_config(model, tower, special, hf.token_class if predicts_tokens else hf.detection_class)
+    if hf is MODERNBERT and not predicts_tokens:
+        config |= DETECTION_LABELS
+    _write(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
+
+
+class TaskHead(NamedTuple):
+    """Head that a task such as classification adds to an encoder, in the form that a Hugging Face class loads."""
+
+    architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
+    weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
+    config: dict[str, Any]  # entries that config.json has besides those of the encoder, such as "id2label"
+
+
+def export_task_model(
+    encoder: State, head: TaskHead, model: ModelConfig, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
+) -> None:
+    """Write an encoder with the head of a task (such as classification), and its tokenizer, as a Hugging Face folder.
+
+    The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
+    is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.
+    """
+    tensors = to_hf(encoder, model, "discriminator") | head.weights
+    special = SpecialIds.from_tokens(vocabulary.special)
+    config = hf_config(model, "discriminator", special, head.architecture) | head.config
+    _write(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
+
+
+def _write(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    vocabulary: Vocabulary,
+    lowercase: bool,
+    max_positions: int,
+    out_dir: Path,
+) -> None:
+    """Write model.safetensors, config.json and the tokenizer's files; vocab.txt is written for WordPiece only."""
+    _write_json(out_dir / "config.json", config)
+    if vocabulary.tokenizer_json is None:
+        _write_file(out_dir / "vocab.txt", vocabulary.text.encode())
+        tokenizer_text = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase).to_str(pretty=False)
+    else:
+        tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
+    _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
+    tokenizer_config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_positions,
+    }
+    if vocabulary.tokenizer_json is None:
+        tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}
+    if config["model_type"] == MODERNBERT.model_type:
+        # ModernBERT has no token types, and its models refuse them as inputs.
+        tokenizer_config |= {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+    for role in _SPECIAL_TOKENS:
+        token_id = vocabulary.special[f"[{role.upper()}]"]
+        tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
+    _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
+    # Last, so that a folder with weights is complete.
+    _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    _write_file(path, text.encode())
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write or replace a file atomically; other users may read it unless the process's umask forbids it."""
+    with replacing(path) as file:
+        file.write(content)
