@@ -46,7 +46,7 @@ from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import owned_fragments, parameter_shapes
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.store.open_store import open_store
 
 ROUNDS = 7

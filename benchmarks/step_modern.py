@@ -38,7 +38,7 @@ from step_ways import Way, check_agreement, hugging_face, ours, stepper, synthet
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts
 
 ROUNDS = 5
 TOKENS = 8192  # tokens of a batch

@@ -8,7 +8,7 @@
     modern             all micro-batches of the architecture `modern`, base size, rows of 1,024 tokens
 
 A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
-FLOPs that `model/flops.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
+FLOPs that `model/counts.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
 Hugging Face's step has the same weights, masks and distribution of samples.
 
 Limits: no data loading; no fp32 master weights, except under DeepSpeed.
@@ -41,11 +41,10 @@ from electra_dist.corpus.builder.row_packing import make_rows
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.counts import peak_flops, token_flops
 from electra_dist.model.encoder import Encoder, SelfAttention
-from electra_dist.model.flops import peak_flops, token_flops
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.towers import ElectraTowers
+from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.speed.operator_kinds import part_of

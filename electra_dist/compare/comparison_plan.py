@@ -1,7 +1,7 @@
 """Plan a comparison: determine its runs, which have equal training FLOPs and one complete config each.
 
 Guarantee: the budget is a number of training FLOPs: `flops` of the comparison's config, or the FLOPs of `steps` steps
-of the first objective. model/flops.py counts them, as for MFU. Every run has the number of steps whose FLOPs are
+of the first objective. model/counts.py counts them, as for MFU. Every run has the number of steps whose FLOPs are
 nearest to the budget, so it differs from the budget by at most the FLOPs of half a step. Warm-up, and the decay of a
 trapezoid, are the same share of the steps in every run as in the base config, and the decay ends with the last step.
 For one seed, all objectives read the same rows and start with the same weights in the parts that they have in common.
@@ -21,7 +21,7 @@ from electra_dist.compare.comparison_config import CompareConfig, Entry
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
-from electra_dist.model.flops import run_flops, steps_of_flops
+from electra_dist.model.counts import run_flops, steps_of_flops
 
 
 @dataclass(frozen=True, kw_only=True)

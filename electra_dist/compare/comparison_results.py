@@ -33,7 +33,7 @@ from electra_dist.compare.significance import (
 )
 from electra_dist.config.secrets import without_secrets
 from electra_dist.escapes import markdown_code, markdown_text
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts
 
 AVERAGE = "average"  # name of the last column
 

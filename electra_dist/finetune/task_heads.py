@@ -25,7 +25,7 @@ from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.modern_heads import ModernFeatures
+from electra_dist.model.heads import ModernFeatures
 from electra_dist.pretrained.encoder import Backbone, Pretrained
 
 

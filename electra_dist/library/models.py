@@ -15,7 +15,7 @@ from electra_dist.config.sections.base import NonNegative, Seed
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.library.argument_checks import Text
 from electra_dist.library.corpus import Corpus
-from electra_dist.model import initial_weights
+from electra_dist.model import towers as model_towers
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective as objective_builder
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
@@ -29,7 +29,7 @@ def build_towers(config: Config) -> ElectraTowers:
     """Build generator and discriminator with their heads and the random weights that a run of this config starts from.
     Weights that `train.init_from` names are not loaded.
     """
-    return initial_weights.build_towers(config.model, config.seed, config.objective)
+    return model_towers.build_towers(config.model, config.seed, config.objective)
 
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:

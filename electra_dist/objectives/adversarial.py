@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from electra_dist.model.token_log_probs import token_log_probs
+from electra_dist.model.heads import token_log_probs
 from electra_dist.objectives.base import Batch, StepOutput, mlm_sums, rtd_sums
 from electra_dist.objectives.corruption import Corruption
 from electra_dist.objectives.rtd import ReplacedTokenDetection

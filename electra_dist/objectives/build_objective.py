@@ -6,8 +6,8 @@ import numpy as np
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.schedule import Schedule
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.corruption import CorruptingObjective

@@ -19,8 +19,8 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from electra_kernels.replace_tokens import replace_and_label
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.model.heads import token_entropies
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.token_log_probs import token_entropies
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.token_log_probs import token_log_probs
+from electra_dist.model.heads import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.masking import is_candidate

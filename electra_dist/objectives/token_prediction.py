@@ -29,7 +29,7 @@ from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
 from typing_extensions import override
 
-from electra_dist.model.token_log_probs import token_log_probs
+from electra_dist.model.heads import token_log_probs
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.masking import Masking

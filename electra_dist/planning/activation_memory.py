@@ -20,12 +20,12 @@ from typing import NamedTuple
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig, divisors
 from electra_dist.config.schedule import largest_value
 from electra_dist.engine.state_layout import PARTS, state_layout
-from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts
+from electra_dist.model.counts import frozen_generator_parameters, parameter_counts
 
 FREE_FRACTION = 0.1  # of the GPU's memory, not used; the same as for `train.micro_batch: auto`
 FIXED_BYTES = 1e9  # CUDA context and the libraries' workspaces; an estimate
 HEAD_CHUNK_ROWS = 4096  # masked positions whose logits over the vocabulary exist at the same time
-# Memory of the GPUs that `model/flops.py` knows, in GB, as the vendor's data sheets state it. Some are sold with
+# Memory of the GPUs that `model/counts.py` knows, in GB, as the vendor's data sheets state it. Some are sold with
 # another size, too: A100 with 40, V100 with 16, GH200 with 144.
 GPU_MEMORY_GB = {
     "GB200": 186,

@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
-from electra_dist.model.flops import KNOWN_GPUS, TokenFlops, peak_flops, run_flops, token_flops
-from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
+from electra_dist.model.counts import (
+    KNOWN_GPUS,
+    ParameterCounts,
+    TokenFlops,
+    parameter_counts,
+    peak_flops,
+    run_flops,
+    token_flops,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from typing import Literal
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.model.flops import peak_flops
+from electra_dist.model.counts import peak_flops
 from electra_dist.planning.budget import make_budget
 
 Precision = Literal["bf16", "fp16", "fp32"]

@@ -1,7 +1,7 @@
 """Count training FLOPs by the ELECTRA paper's method: its table of models from ELMo to T5, and the run of a config.
 
 Guarantee: the first count of each model is that of google-research/electra's published script, flops_computation.py,
-written as the sum of what a token costs. The second count is the one that MFU uses (`model/flops.py`): the matrix
+written as the sum of what a token costs. The second count is the one that MFU uses (`model/counts.py`): the matrix
 products that the tensor cores have to do.
 
 The paper's method: a matrix product costs 2mn per token. Backward costs as much as forward, so training is 2 x
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from electra_dist.config import Config, TowerConfig
-from electra_dist.model.flops import run_flops
+from electra_dist.model.counts import run_flops
 from electra_dist.run.folder import is_run_folder, open_run
 
 # Operations per feature (for softmax: per score) as the paper's script counts them.

@@ -20,8 +20,7 @@ from electra_dist.console import Console
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS
 from electra_dist.escapes import printable
-from electra_dist.model.flops import GPUS_WITHOUT_BF16
-from electra_dist.model.parameter_counts import frozen_generator_parameters
+from electra_dist.model.counts import GPUS_WITHOUT_BF16, frozen_generator_parameters
 from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled

@@ -24,7 +24,7 @@ from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.errors import UserError
 from electra_dist.escapes import markdown_code, markdown_text
-from electra_dist.model.flops import run_flops
+from electra_dist.model.counts import run_flops
 from electra_dist.pretrained.export import Export
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.overlay_page import shortest_endings

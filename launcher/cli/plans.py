@@ -89,7 +89,7 @@ def flops(
     from rich.table import Table
 
     from electra_dist.config.load import load_config
-    from electra_dist.model.flops import run_flops, token_flops
+    from electra_dist.model.counts import run_flops, token_flops
     from electra_dist.planning.paper_flops import TABLE
 
     out = open_console()

@@ -32,7 +32,7 @@ from electra_dist.config import Config
 from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts
 from electra_dist.run.folder import TENSORBOARD_DIR, is_run_folder
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.failure_kinds import is_worth_waiting_for

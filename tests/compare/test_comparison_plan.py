@@ -15,7 +15,7 @@ from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config.load import load_config, load_section
 from electra_dist.errors import UserError
-from electra_dist.model.flops import run_flops, steps_of_flops
+from electra_dist.model.counts import run_flops, steps_of_flops
 from launcher.cli.main import app
 
 MakeComparison = Callable[..., Path]
@@ -42,7 +42,7 @@ def tower_flops_by_hand(tower: TowerConfig, embedding_size: int, seq_len: int) -
 def step_flops_by_hand(config: Config) -> float:
     """Return the training FLOPs of one step: three times the forward FLOPs of the matrix products.
 
-    This is an independent count: it does not call model/flops.py.
+    This is an independent count: it does not call model/counts.py.
     """
     model = config.model
     objective = config.objective.name

@@ -15,7 +15,7 @@ from electra_dist.config import Config
 from electra_dist.config.load import dump_yaml, load_config, sources
 from electra_dist.config.schedule import Schedule, describe, largest_value, mean_value, value_at
 from electra_dist.errors import UserError
-from electra_dist.model.flops import token_flops
+from electra_dist.model.counts import token_flops
 from electra_dist.planning.plan import make_plan
 from electra_dist.planning.plan_page import plan_sections
 

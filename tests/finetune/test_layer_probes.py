@@ -19,7 +19,7 @@ from electra_dist.finetune.task_metrics import metric_standard_error
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import padded
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary

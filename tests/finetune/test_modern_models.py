@@ -35,7 +35,7 @@ from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers
 from electra_dist.tokenizer import Vocabulary

@@ -16,7 +16,7 @@ from support.small_encoder import encoder, model, vocabulary
 import electra_dist as ed
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import dump_yaml
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.run.folder import open_run

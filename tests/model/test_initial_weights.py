@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 
 
 def built(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:

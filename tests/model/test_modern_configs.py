@@ -14,8 +14,7 @@ from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import make_plan
 from electra_dist.config.load import load_config, load_section
 from electra_dist.config.rules import keys_without_effect
-from electra_dist.model.flops import token_flops
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts, token_flops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Whole millions of parameters of the released ModernBERT models of these shapes, with their token head.

@@ -15,12 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
+from electra_dist.model.counts import parameter_counts, token_flops
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.flops import token_flops
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.modern_encoder import rotate_query_and_key, rotation_of
-from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.row_layout import derive
+from electra_dist.model.towers import build_towers
 from electra_dist.planning.activation_memory import activation_bytes_per_row
 
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ import yaml
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.config.load import load_config
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts
 from electra_dist.model.towers import ElectraTowers
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

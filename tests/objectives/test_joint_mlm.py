@@ -12,9 +12,8 @@ from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
-from electra_dist.model.flops import token_flops
-from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts, token_flops
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.hf import to_hf

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.model.heads import CHUNK_ROWS, token_log_probs
 from electra_dist.model.row_layout import SpecialIds, derive
-from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.config.load import load_config
-from electra_dist.model.flops import run_flops
+from electra_dist.model.counts import run_flops
 from electra_dist.planning.paper_flops import TABLE
 
 CONFIGS = Path(__file__).parents[2] / "configs"

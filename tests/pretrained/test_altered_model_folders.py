@@ -27,9 +27,8 @@ from transformers import (
 
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
-from electra_dist.model.towers import ElectraTowers
+from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.encoder import Backbone, load_pretrained
 from electra_dist.pretrained.hf_folders import read_hugging_face_model_config
 from electra_dist.pretrained.weights import load_tower_folders, read_frozen_generator

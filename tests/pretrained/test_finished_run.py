@@ -40,8 +40,8 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained import export as export_module
 from electra_dist.pretrained.encoder import load_pretrained

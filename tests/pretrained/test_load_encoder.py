@@ -22,8 +22,8 @@ from electra_dist.errors import NodeError, UserError
 from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import attention_bias, derive
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.weights import RunWeights, load_tower_folders

@@ -13,7 +13,7 @@ from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTrainin
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.hf_folders import read_weights
 from electra_dist.pretrained.weights import load_tower_folders
 

@@ -26,9 +26,8 @@ from transformers import (
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
-from electra_dist.model.towers import ElectraTowers
+from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.pretrained.export import export_tower, export_towers
 from electra_dist.pretrained.weights import load_tower_folders

@@ -22,8 +22,8 @@ from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained import weights as weights_module

@@ -10,7 +10,7 @@ from support.rehearsal import build, bytes_per_row
 from support.rehearsal_cases import REPOSITORY
 
 from electra_dist.config.load import load_config
-from electra_dist.model.flops import KNOWN_GPUS
+from electra_dist.model.counts import KNOWN_GPUS
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, activation_bytes_per_row, micro_batch_limit
 
 CONFIGS = REPOSITORY / "configs"

@@ -24,7 +24,7 @@ from support.run_records import STEP
 
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.counts import parameter_counts
 from electra_dist.report.curve_points import RunCurves, columns_of, smooth_curve, smoothed, thinned
 from electra_dist.report.curves import draw_panel, write_curves_png
 from electra_dist.report.panels import PANELS, baselines

@@ -16,8 +16,8 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.sentences.minimal_pairs import score_sentence_pairs
 from electra_dist.finetune.sentences.pair_files import SentencePair
 from electra_dist.finetune.sentences.token_scores import kept_log_probs, sentence_log_probs
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained

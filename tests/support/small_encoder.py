@@ -6,7 +6,7 @@ import pytest
 
 from electra_dist.config import ModelConfig
 from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, NOUNS, THINGS
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.tokenizer import Vocabulary
 

@@ -8,9 +8,8 @@ from support.float64_truth import shaken
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.towers import ElectraTowers
+from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.hf import to_hf
 
 SIZES = [  # embedding width, discriminator width, generator width, layers

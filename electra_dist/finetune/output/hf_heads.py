@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.model.modern_heads import ModernFeatures
+from electra_dist.model.heads import ModernFeatures
 from electra_dist.pretrained.export import TaskHead
 
 _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2

@@ -22,7 +22,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.span_head import OUTSIDE, AnswerModel, SpanScores
 from electra_dist.finetune.task_heads import init_head, on_features
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.modern_heads import ModernFeatures
+from electra_dist.model.heads import ModernFeatures
 from electra_dist.pretrained.encoder import Backbone
 
 

@@ -35,7 +35,7 @@ from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import TaskModel, init_head, new_features, on_features
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.modern_heads import ModernFeatures
+from electra_dist.model.heads import ModernFeatures
 from electra_dist.pretrained.encoder import Backbone, Pretrained
 from electra_dist.pretrained.export import TaskHead
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular

@@ -16,7 +16,7 @@ from electra_dist.config.schedule import schedules_of, value_at
 from electra_dist.data.corpora import tokens_per_row
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.learning_rate import generator_learning_rate
-from electra_dist.model.flops import mfu, peak_flops, token_flops
+from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.run.metrics import StepRecord
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation

@@ -32,7 +32,7 @@ from electra_dist.engine.state_fragments import (
     publish,
     shared_names,
 )
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.weights import load_recorded_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.metrics import EvalRecord

@@ -20,7 +20,7 @@ from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
 from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
 from electra_dist.finetune.seeds.run_seeds import SeedJob, run_all
 from electra_dist.finetune.task import Task
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary

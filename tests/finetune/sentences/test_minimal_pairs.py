@@ -15,8 +15,8 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.sentences import minimal_pairs
 from electra_dist.finetune.sentences.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
 from electra_dist.finetune.sentences.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
-from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective

@@ -18,7 +18,7 @@ from electra_dist.finetune.sentences import minimal_pairs
 from electra_dist.finetune.sentences.minimal_pairs import score_sentence_pairs
 from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
 from electra_dist.finetune.sentences.token_scores import pseudo_log_likelihood, sentence_log_probs
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary

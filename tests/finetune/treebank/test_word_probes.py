@@ -16,7 +16,7 @@ from electra_dist.finetune.treebank import word_probes
 from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank, read_conllu, read_treebank
 from electra_dist.finetune.treebank.word_probes import probe_words
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.tokenizer import Vocabulary

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring.text_scores import TextScorer

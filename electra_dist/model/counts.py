@@ -1,6 +1,9 @@
-"""Count training FLOPs per token, and list the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
+"""Count the towers' parameters and training FLOPs by arithmetic from the config, without a module and without torch.
 
-Convention: only matrix products count (2mn per m x n weight and token). Backward costs 2 x forward, hence 3 x forward
+Parameters: only those that train are counted, without the padding of the token table. ELECTRA-Large has 335.14 M in
+the discriminator with embeddings and head, which is the model that is kept, and 19.51 M that only pretraining needs.
+
+FLOPs: only matrix products count (2mn per m x n weight and token). Backward costs 2 x forward, hence 3 x forward
 in all; a frozen generator costs its forward pass only. Attention is counted over all `seq_len` tokens of a row, in
 local layers (`model.architecture: modern`) over the window. Logits over the vocabulary are counted where the objective
 needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
@@ -8,8 +11,9 @@ If `mask_prob` is scheduled, its mean over the run is used for every step. Embed
 and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The
 reference's own script counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
 
-Peaks are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak, and
-no MFU is reported for it, nor for fp32 runs, because a guess would be worse than no figure.
+Peaks, for model FLOPs utilisation (MFU), are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device
+that is not listed has no peak, and no MFU is reported for it, nor for fp32 runs, because a guess would be worse than
+no figure.
 
 Limits: every row counts as full. Packed examples attend to fewer than `seq_len` tokens, and pads are not real tokens,
 so MFU is that of the nominal shape.
@@ -19,12 +23,116 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config.schedule import mean_value
 
 BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the input, gradient of the weight
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of trainable parameters; those that both networks share count for the discriminator."""
+
+    discriminator: int  # with its head and the embeddings that it trains
+    generator_only: int  # parameters that only the generator's loss trains
+
+    @property
+    def total(self) -> int:
+        """Number of all trainable parameters; those that both networks share count once."""
+        return self.discriminator + self.generator_only
+
+
+def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
+    """Return the numbers of trainable parameters; `objective` None stands for replaced-token detection."""
+    if objective is None:
+        objective = ObjectiveConfig()
+    width = model.embedding_size
+    hidden = model.discriminator.hidden_size
+    if objective.facts.predicts_tokens:
+        head = _token_head_parameters(model, hidden, width)
+    else:
+        head = _detection_head_parameters(model)
+    if objective.discriminator_mlm_weight:
+        head += _token_head_parameters(model, hidden, width)
+    if objective.facts.copies_tokens:
+        head += _dense(hidden, 1)  # gate between copying the input token and predicting
+    tables = _embedding_parameters(model, width)
+    layers = _encoder_parameters(model, model.discriminator, width)
+    return ParameterCounts(
+        discriminator=tables + layers + head,
+        generator_only=_generator_only(model, objective),
+    )
+
+
+def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
+    """Return how many parameters only the generator's loss trains; shared ones (`model.sharing`) do not count."""
+    if not objective.trains_generator:
+        return 0
+    tower = model.generator
+    width = model.generator_embedding_width
+    num_towers = 2 if objective.facts.has_cloze_generator else 1
+    count = _token_head_parameters(model, num_towers * tower.hidden_size, width)
+    if model.sharing != "all":
+        count += num_towers * _encoder_parameters(model, tower, width)
+    if model.sharing in ("none", "gdes"):
+        count += _embedding_parameters(model, width)
+    if objective.facts.generator_estimates_reward:
+        count += _dense(tower.hidden_size, 1)
+    return count
+
+
+def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
+    """Return the number of parameters of a frozen generator, which `parameter_counts` leaves out; 0 without one."""
+    if objective.generator != "frozen":
+        return 0
+    width = model.generator_embedding_width
+    head = _token_head_parameters(model, model.generator.hidden_size, width)
+    return _embedding_parameters(model, width) + _encoder_parameters(model, model.generator, width) + head
+
+
+def _embedding_parameters(model: ModelConfig, width: int) -> int:
+    if model.architecture == "modern":
+        return model.vocab_size * width + _layer_norm(model, width)
+    table_rows = model.vocab_size + model.max_positions + model.type_vocab_size
+    return table_rows * width + _layer_norm(model, width)
+
+
+def _token_head_parameters(model: ModelConfig, hidden: int, width: int) -> int:
+    """Count the parameters of a head that predicts tokens, without its output matrix, which is the token table."""
+    return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
+
+
+def _detection_head_parameters(model: ModelConfig) -> int:
+    hidden = model.discriminator.hidden_size
+    layer_norm = _layer_norm(model, hidden) if model.architecture == "modern" else 0
+    return _dense(hidden, hidden, has_bias=_has_biases(model)) + layer_norm + _dense(hidden, 1)
+
+
+def _encoder_parameters(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
+    hidden = tower.hidden_size
+    intermediate = tower.intermediate_size
+    has_bias = _has_biases(model)
+    projection = _dense(embedding_size, hidden, has_bias) if embedding_size != hidden else 0
+    attention = 4 * _dense(hidden, hidden, has_bias)  # query, key, value and output
+    feed_forward = _dense(hidden, intermediate, has_bias) + _dense(intermediate, hidden, has_bias)
+    # There are two per layer. With `modern` the first layer has only one, but one follows the last layer.
+    layer_norms = 2 * tower.num_layers * _layer_norm(model, hidden)
+    if model.architecture == "modern":
+        feed_forward += _dense(hidden, intermediate, has_bias)  # the gate
+    return projection + layer_norms + tower.num_layers * (attention + feed_forward)
+
+
+def _has_biases(model: ModelConfig) -> bool:
+    return model.architecture == "bert"
+
+
+def _layer_norm(model: ModelConfig, width: int) -> int:
+    return 2 * width if _has_biases(model) else width
+
+
+def _dense(num_in: int, num_out: int, has_bias: bool = True) -> int:
+    return num_in * num_out + (num_out if has_bias else 0)
 
 
 @dataclass(frozen=True)
@@ -42,10 +150,10 @@ class TokenFlops:
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
     """Return the training FLOPs per token; `step` selects the training stage, and None stands for the second one."""
-    tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
-    head_forward = _discriminator_head(model, objective)
+    tower_forward = _encoder_flops(model, model.discriminator, model.embedding_size, seq_len)
+    head_forward = _discriminator_head_flops(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
-    generator_forward = _generator_forward(model, seq_len, objective)
+    generator_forward = _generator_flops(model, seq_len, objective)
     generator_training = BACKWARD_FACTOR * generator_forward
 
     if objective.generator == "frozen":
@@ -90,44 +198,44 @@ def _step_flops(config: Config) -> tuple[float, float]:
     return tokens_per_step * generator_only_per_token, tokens_per_step * later_per_token
 
 
-def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
+def _discriminator_head_flops(model: ModelConfig, objective: ObjectiveConfig) -> float:
     hidden = model.discriminator.hidden_size
     if objective.facts.copies_tokens:
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
         copy_gate = 2 * hidden
-        return float(_vocabulary_head(model, hidden, model.embedding_size)) + copy_gate
+        return float(_vocabulary_head_flops(model, hidden, model.embedding_size)) + copy_gate
     if objective.facts.predicts_tokens:
         # Tokens are predicted at the masked positions only.
-        return mean_value(objective.mask_prob) * _vocabulary_head(model, hidden, model.embedding_size)
+        return mean_value(objective.mask_prob) * _vocabulary_head_flops(model, hidden, model.embedding_size)
     # All other objectives classify every token as original or replaced.
     dense = 2 * hidden**2
     logit = 2 * hidden
     joint_mlm = 0.0
     if objective.discriminator_mlm_weight:
-        joint_mlm = mean_value(objective.mask_prob) * _vocabulary_head(model, hidden, model.embedding_size)
+        joint_mlm = mean_value(objective.mask_prob) * _vocabulary_head_flops(model, hidden, model.embedding_size)
     return dense + logit + joint_mlm
 
 
-def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
+def _generator_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
     """Return forward FLOPs per token of the generator with its head; 0 if the objective has no generator network."""
     if not objective.runs_generator:
         return 0.0
     tower = model.generator
     width = model.generator_embedding_width
-    tower_flops = _encoder(model, tower, width, seq_len)
+    tower_flops = _encoder_flops(model, tower, width, seq_len)
     if objective.facts.has_cloze_generator:
         # Two towers, one for each direction. The head reads the states of both, at every position.
-        return 2 * tower_flops + _vocabulary_head(model, 2 * tower.hidden_size, width)
-    return tower_flops + mean_value(objective.mask_prob) * _vocabulary_head(model, tower.hidden_size, width)
+        return 2 * tower_flops + _vocabulary_head_flops(model, 2 * tower.hidden_size, width)
+    return tower_flops + mean_value(objective.mask_prob) * _vocabulary_head_flops(model, tower.hidden_size, width)
 
 
-def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
+def _vocabulary_head_flops(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
     dense = 2 * hidden_size * embedding_size
     logits = 2 * embedding_size * model.vocab_size
     return dense + logits
 
 
-def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
+def _encoder_flops(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
