@@ -9,7 +9,7 @@ implementations of this one update rule; `build_optimizer` takes the first that 
    DeepSpeed's cannot be compiled. With `engine.offload_optimizer` it is the only one, because DeepSpeed then passes
    tensors in host memory to the optimizer.
 
-`optimizer.name: lamb` is `ForeachLamb` of `lamb.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
+`optimizer.name: lamb` is `ForeachLamb` of `adamw.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
 would silently take the norm of a piece for the norm of a parameter. `optimizer.name: muon` is `ForeachMuon` of
 `muon.py`, which runs at ZeRO stage 0 likewise.
@@ -25,8 +25,7 @@ from torch import nn
 
 from electra_dist.collectives import Candidate, Choice, first_that_works
 from electra_dist.config import OptimizerConfig
-from electra_dist.engine.adamw import ForeachAdamW
-from electra_dist.engine.lamb import ForeachLamb
+from electra_dist.engine.adamw import ForeachAdamW, ForeachLamb
 from electra_dist.engine.muon import ForeachMuon
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers

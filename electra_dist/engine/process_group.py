@@ -1,4 +1,13 @@
-"""Set up torch.distributed through DeepSpeed: the process group and the device of this rank."""
+"""Set up torch.distributed through DeepSpeed, the device of this rank, and torch's deterministic mode.
+
+In deterministic mode (`engine.deterministic`) a repeated step gives the same bits. Nothing changes on a CPU, whose
+results repeat without it. On a GPU torch takes deterministic kernels where it has them, for example for the gradients
+of embedding tables, and warns once of each operation that has none. cuBLAS reads the environment variable
+CUBLAS_WORKSPACE_CONFIG when its first handle is created; without the variable it may sum in another order in each run.
+FlashAttention needs a stricter mode, which `model/flash_attention.py` sets for its backward pass.
+
+Limits: docs/exactness.md lists what is expected to repeat on a GPU; no GPU has confirmed it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +24,9 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_meeting, check_port, rank_place, whole_number
 from electra_dist.errors import UserError
 from electra_dist.run.processes import MARK
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_WORKSPACES = ":4096:8"  # eight buffers of 4 MiB, one of two settings that cuBLAS documents as deterministic
 
 # All ranks wait for the node whose preflight takes longest; imports and the first collective then get ten minutes.
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)
@@ -84,3 +96,14 @@ def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
     """Make DeepSpeed ask CUDA for free memory: DeepSpeed's own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
     if accelerator.device_name() == "cuda":
         accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]
+
+
+def set_deterministic_mode(enabled: bool) -> None:
+    """Switch torch to deterministic operations if `enabled` and there is a GPU; call it before the GPU is used."""
+    if not enabled or not torch.cuda.is_available():
+        return
+    os.environ.setdefault(CUBLAS_VARIABLE, _CUBLAS_WORKSPACES)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # By default the mode also fills each new tensor with NaN, to show reads of uninitialised memory. That costs a
+    # kernel launch for each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -12,14 +12,14 @@ from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.electric import Electric
-from electra_dist.objectives.frequency_generator import (
+from electra_dist.objectives.generators import (
     FixedGenerator,
+    FrozenGenerator,
     RandomReplacements,
     ordinary_weights,
     uniform_weights,
     unigram_weights,
 )
-from electra_dist.objectives.frozen_generator import FrozenGenerator
 from electra_dist.objectives.rtd import MaskedOnlyDetection, ReplacedTokenDetection, TwoStageDetection
 from electra_dist.objectives.token_prediction import AllTokensMlm, MaskedLanguageModel, ReplaceMlm
 

@@ -23,8 +23,7 @@ from electra_dist.model.heads import token_entropies
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
-from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements
-from electra_dist.objectives.frozen_generator import FrozenGenerator
+from electra_dist.objectives.generators import FixedGenerator, FrozenGenerator, RandomReplacements
 from electra_dist.objectives.masking import Masking
 
 

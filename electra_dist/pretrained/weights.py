@@ -48,7 +48,7 @@ from electra_dist.config import Config, ModelConfig, TrainConfig
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.frozen_generator import FrozenGenerator
+from electra_dist.objectives.generators import FrozenGenerator
 from electra_dist.pretrained.hf import State, shape_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import check_shape, check_tokenizer_files, cut_positions, read_tower
 from electra_dist.run.folder import (

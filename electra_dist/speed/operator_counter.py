@@ -1,4 +1,4 @@
-"""Count the torch operators that the host launches, and how often the host reads a value from the device.
+"""Count the operators that the host launches and its reads of the device; sort operators into the parts of a step.
 
 Guarantee: the counts depend neither on the load of the machine nor on its speed.
 
@@ -12,6 +12,7 @@ Limits: on a CPU every tensor counts as a tensor on the device. Reads by C++ cod
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from types import TracebackType
 from typing import Any
@@ -97,3 +98,31 @@ class _CountedMethods(TorchFunctionMode):
         if name in _READING_METHODS:
             self._counter.host_reads[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+_PATTERNS = {
+    "optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|linalg_vector_norm",
+    "attention": r"attention|flash|fmha|flex|cudnn.*sdpa",
+    "heads and sampling": r"MlmHead|row_kernel|RtdLoss|tail_(forward|backward)|sample_kernel|electra_row_pass",
+    "dropout + add + norm": r"norm|Dropout|keep_grid",
+    "matrix products": r"mm\b|addmm|bmm|linear|gemm|cutlass|xmma|nvjet",
+    "GELU": r"gelu",
+    "softmax": r"softmax",
+    "embeddings and gather": r"embedding|gather|scatter|index|replace_kernel",
+    "communication": r"c10d|nccl|gloo|all_reduce|all_gather|reduce_scatter|broadcast|barrier",
+    "random numbers and masks": r"philox|sort|topk|cumsum|cummax|searchsorted|bitwise|shift__|random|uniform|^mask_k",
+    "copies": r"copy|clone|cat|stack|contiguous|memcpy|memset|zero_|fill_|to_copy",
+    "element-wise": r"elementwise|reduce_kernel|\b(add|mul|r?sub|div|sum|mean|where|sigmoid|pow|sqrt|neg|eq|ne)_?\b",
+}
+_COMPILED = {part: re.compile(pattern, re.IGNORECASE) for part, pattern in _PATTERNS.items()}
+
+OTHER = "other operators"
+PARTS = (*_PATTERNS, OTHER)
+
+
+def part_of(operator: str) -> str:
+    """Return the part of a step (one of `PARTS`) to which an operator, such as "aten::addmm", or a kernel belongs."""
+    for part, pattern in _COMPILED.items():
+        if pattern.search(operator):
+            return part
+    return OTHER

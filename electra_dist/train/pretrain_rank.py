@@ -21,10 +21,9 @@ from electra_dist.collectives import Choice, agree, from_rank_0, gather
 from electra_dist.config import Config, canonical_json
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.shard_cache import open_cache
-from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
-from electra_dist.engine.process_group import init_distributed, local_device
+from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
 from electra_dist.escapes import printable

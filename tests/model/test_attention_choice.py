@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.collectives import Choice
 from electra_dist.config.load import load_config
-from electra_dist.engine import deterministic_mode
+from electra_dist.engine import process_group
 from electra_dist.errors import UserError
 from electra_dist.model import attention, attention_choice, flash_attention
 from electra_dist.model.attention import FlashMask, FlexMask, LayerMask
@@ -223,14 +223,14 @@ def test_the_deterministic_mode_is_for_gpus_and_fills_no_memory(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setenv(deterministic_mode.CUBLAS_VARIABLE, "unset by the test")
-    monkeypatch.delenv(deterministic_mode.CUBLAS_VARIABLE)
+    monkeypatch.setenv(process_group.CUBLAS_VARIABLE, "unset by the test")
+    monkeypatch.delenv(process_group.CUBLAS_VARIABLE)
     is_on = enabled and has_gpu
     try:
-        deterministic_mode.set_deterministic_mode(enabled)
+        process_group.set_deterministic_mode(enabled)
         assert torch.are_deterministic_algorithms_enabled() == is_on
         assert torch.utils.deterministic.fill_uninitialized_memory == (not is_on)
-        assert deterministic_mode.os.environ.get(deterministic_mode.CUBLAS_VARIABLE) == (":4096:8" if is_on else None)
+        assert process_group.os.environ.get(process_group.CUBLAS_VARIABLE) == (":4096:8" if is_on else None)
     finally:
         torch.use_deterministic_algorithms(False)
 

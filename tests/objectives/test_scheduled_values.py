@@ -14,7 +14,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.frequency_generator import RandomReplacements, ordinary_weights
+from electra_dist.objectives.generators import RandomReplacements, ordinary_weights
 from electra_dist.objectives.masking import mask_rows, num_masked, num_slots
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, evaluation_values
 

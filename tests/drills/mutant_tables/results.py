@@ -446,7 +446,7 @@ RESULTS = (
     ),
     Mutant(
         name="speed: norms of layers are counted as operators of the optimizer",
-        file="electra_dist/speed/operator_kinds.py",
+        file="electra_dist/speed/operator_counter.py",
         original='"optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|linalg_vector_norm"',
         mutated='"optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|norm"',
         test="tests/speed/test_operator_kinds.py::test_an_operator_is_counted_for_its_part_of_the_step",

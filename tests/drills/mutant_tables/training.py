@@ -137,14 +137,14 @@ TRAINING = (
     ),
     Mutant(
         name="objectives: a fixed generator may draw the original token",
-        file="electra_dist/objectives/frequency_generator.py",
+        file="electra_dist/objectives/generators.py",
         original="return scaled_word_BN + torch.where(scaled_word_BN >= begin_BN, length_BN, 0)",
         mutated="return scaled_word_BN",
         test="tests/objectives/test_variants.py::test_fixed_generator_draws_tokens_in_proportion_to_their_weights",
     ),
     Mutant(
         name="objectives: special tokens have a weight in the unigram generator",
-        file="electra_dist/objectives/frequency_generator.py",
+        file="electra_dist/objectives/generators.py",
         original="    weight_V[count_V == 0] = 0.0\n    weight_V[list(special)] = 0.0\n",
         mutated="    weight_V[count_V == 0] = 0.0\n",
         test="tests/objectives/test_variants.py::test_unigram_weights_are_tempered_counts_and_zero_for_special_tokens",
@@ -225,8 +225,8 @@ TRAINING = (
         test="tests/engine/test_adamw.py::test_ten_updates_equal_a_float64_transcription_of_the_reference",
     ),
     Mutant(
-        name="engine: LAMB's update lacks the weight decay",
-        file="electra_dist/engine/lamb.py",
+        name="engine: the update lacks the weight decay",
+        file="electra_dist/engine/adamw.py",
         original='            torch._foreach_add_(updates, params, alpha=group["weight_decay"])\n',
         mutated="",
         test="tests/engine/test_lamb.py::test_ten_updates_equal_a_float64_transcription",

@@ -1,15 +1,21 @@
-"""Draws replacements without a network: uniformly, or as often as tokens occur in the corpus.
+"""Draws replacements from generators that no run trains: a frozen network, and fixed probabilities of tokens.
 
-Guarantee: token v is drawn with probability weight_v / (sum of all weights), exact to 2**-31, as a function of (seed,
-step, row, slot) only, where a slot is a place for one masked position of a row. With `disallow_correct` the original
-token is never drawn, and the probabilities of the others keep their ratios.
+Fixed probabilities (`objective.generator: uniform` or `unigram`, and `objective.random_share`): token v is drawn with
+probability weight_v / (sum of all weights), exact to 2**-31, as a function of (seed, step, row, slot) only, where a
+slot is a place for one masked position of a row. With `disallow_correct` the original token is never drawn, and the
+probabilities of the others keep their ratios. The range of a 32-bit random word is divided into one interval per
+token, as long as its share of the weights. The drawn token is the one whose interval contains the word (one binary
+search per slot). The ends of the intervals are an int64 buffer, which a cast of the module to bf16 leaves alone, and
+which no checkpoint has to hold. With `uniform` all tokens of the vocabulary are drawn, special tokens included, as in
+Google's code. With `unigram` (in the paper, but not in its code) [PAD], [CLS], [SEP] and [MASK] are never drawn.
 
-How: the range of a 32-bit random word is divided into one interval per token, as long as its share of the weights. The
-drawn token is the one whose interval contains the word (one binary search per slot). The ends of the intervals are an
-int64 buffer, which a cast of the module to bf16 leaves alone, and which no checkpoint has to hold.
-
-With `objective.generator: uniform` all tokens of the vocabulary are drawn, special tokens included, as in Google's
-code. With `unigram` (in the paper, but not in its code) [PAD], [CLS], [SEP] and [MASK] are never drawn.
+A frozen generator (`objective.generator: frozen`) was trained before and learns no more (Fast-ELECTRA, Dong et al.,
+ICLR 2024, arXiv 2310.07347). Its parameters are no parameters of the objective, so neither the optimizer, nor ZeRO,
+nor a checkpoint has them. It runs its forward pass only, without gradients and dropout, in the dtype and on the device
+of the towers. The objective keeps the module outside torch's registry of submodules, so moving or casting the
+objective leaves it as it is; `placed_like` moves and casts it in the first forward pass under an engine. It costs a
+forward pass in every step, and the weights once on every rank, whatever the ZeRO stage. `engine.compile` and
+`engine.activation_checkpointing` leave this network as it is.
 
 Shapes: B rows, N slots in every row, V tokens.
 """
@@ -21,9 +27,45 @@ import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
 
-from electra_dist.model.row_layout import SpecialIds
+from electra_dist.config import ModelConfig
+from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.row_layout import RowLayout, SpecialIds
+from electra_dist.model.towers import new_embeddings, new_encoder, new_token_head
 
 _RANGE = 1 << 32  # number of different 32-bit random words
+
+
+class FrozenGenerator(nn.Module):
+    """Generator that learns no more, with its own embeddings and head; submodules are named as in `ElectraTowers`."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
+        super().__init__()
+        width = model.generator_embedding_width
+        # On the device "meta" torch's own initialisation costs nothing.
+        with torch.device("meta"):
+            self.embeddings = new_embeddings(model, width)
+            self.generator = new_encoder(model, model.generator, width)
+            self.generator_head = new_token_head(model, model.generator.hidden_size, width)
+        self.requires_grad_(False)
+        self.to_empty(device="cpu")
+        for parameter in self.parameters():
+            parameter.zero_()
+        self.eval()
+
+    def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the embeddings of masked rows, [B, S, E], from the generator's own tables, without dropout."""
+        embedded: torch.Tensor = self.embeddings(
+            ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
+        )
+        return embedded
+
+    def placed_like(self, ids_BS: torch.Tensor, dtype: torch.dtype) -> FrozenGenerator:
+        """Move this module to the device of `ids_BS` and cast it to `dtype`, where needed; return this module."""
+        table = self.embeddings.word.weight
+        if table.device != ids_BS.device or table.dtype != dtype:
+            self.to(ids_BS.device, dtype)
+        return self
 
 
 class FixedGenerator(nn.Module):
