@@ -15,7 +15,6 @@ encoded before, which makes encoding two to four times as fast. With a tokenizer
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import tokenizers
 
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.regular_files import read_regular
-from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json
+from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json, refuse_one_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json, also if its content is a tokenizer.json.
@@ -162,11 +161,6 @@ def _lines_sha256(text: str) -> str:
     return hashlib.sha256((text.removesuffix("\n") + "\n").encode()).hexdigest()
 
 
-def _refuse_one_text(lines: Sequence[str]) -> None:
-    if isinstance(lines, str):
-        raise UserError(f"encode: the argument lines is {lines[:60]!r}, one text; pass a list of texts")
-
-
 class WordPieceTokenizer:
     """Encoder of text to BERT's WordPiece ids, without special tokens. It has a cache, so it is not thread-safe."""
 
@@ -186,7 +180,7 @@ class WordPieceTokenizer:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
-        _refuse_one_text(lines)
+        refuse_one_text(lines)
         words_of_lines = [line.split(" ") for line in lines]
         all_words = set(itertools.chain.from_iterable(words_of_lines))
         new_words = list(all_words.difference(self._known))
@@ -227,58 +221,11 @@ class WordPieceTokenizer:
                 self._known.pop(word, None)
 
 
-class JsonTokenizer:
-    """Encoder of text to the token ids of a tokenizer.json, with the interface of `WordPieceTokenizer`."""
-
-    lowercase = False  # any lower-casing is part of the tokenizer.json
-
-    def __init__(self, tokenizer_json: TokenizerJson) -> None:
-        self._tokenizer = tokenizer_json
-        first, second, both = tokenizer_json.encode(["a", "b", "a b"])
-        # Byte-level tokens contain the space before a word, so the space must be there; WordPiece drops it.
-        self._line_end = "" if first + second == both else " "
-
-    def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
-        _refuse_one_text(lines)
-        return self._tokenizer.encode(lines)
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text and, for each id, the range [start, end) of characters that it was made from."""
-        return self._tokenizer.encode_with_offsets(text)
-
-    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Encode the words of one text together; return each word's ids. A token may include the space before a word.
-        A token with parts of two words, or with only the space between them, belongs to the first word.
-        """
-        starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
-        ids_of_words: list[list[int]] = [[] for _ in words]
-        ids, offsets = self._tokenizer.encode_with_offsets(" ".join(words))
-        for token_id, (start, _) in zip(ids, offsets, strict=True):
-            ids_of_words[bisect.bisect_right(starts, start) - 1].append(token_id)
-        return ids_of_words
-
-    def split_lines(self, text: str) -> list[str]:
-        """Split a text into lines; their ids, one after another, are those of the text with spaces for line ends.
-        If tokens of this tokenizer contain spaces, each line begins with the space that replaces the line end before
-        it. A line of only white space is joined to the next line, and left out at the end of the text.
-        """
-        lines = []
-        line_and_space = ""
-        for line in text.splitlines():
-            line_and_space += line
-            if line.strip():
-                lines.append(line_and_space)
-                line_and_space = ""
-            line_and_space += self._line_end
-        return lines
-
-
-TextTokenizer = WordPieceTokenizer | JsonTokenizer
+TextTokenizer = WordPieceTokenizer | TokenizerJson
 
 
 def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
-    """Create the tokenizer for a vocabulary; only WordPiece uses `lowercase`, a tokenizer.json has its own rules."""
+    """Return a tokenizer for a vocabulary; only WordPiece uses `lowercase`, a tokenizer.json has its own rules."""
     if vocabulary.tokenizer_json is not None:
-        return JsonTokenizer(vocabulary.tokenizer_json)
+        return vocabulary.tokenizer_json
     return WordPieceTokenizer(vocabulary, lowercase)

@@ -14,6 +14,8 @@ added token.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -45,14 +47,24 @@ def is_tokenizer_json(text: str) -> bool:
     return isinstance(content, dict) and "model" in content
 
 
+def refuse_one_text(lines: Sequence[str]) -> None:
+    """Raise UserError if one text is given in place of a list of texts."""
+    if isinstance(lines, str):
+        raise UserError(f"encode: the argument lines is {lines[:60]!r}, one text; pass a list of texts")
+
+
 class TokenizerJson:
     """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
+
+    It encodes text with the methods of `WordPieceTokenizer` (`tokenizer.py`).
 
     Attributes:
         ids: Token -> id, with added and special tokens.
         tokens: The tokens in the order of their ids.
         special: BERT's name of each special token, such as "[CLS]" -> id of the token that the file uses for it.
     """
+
+    lowercase = False  # any lower-casing is part of the file
 
     def __init__(self, text: str, name: str) -> None:
         """Load the file; raise UserError if a special token is missing, or if its name in a text is encoded as it."""
@@ -74,9 +86,13 @@ class TokenizerJson:
             )
         self._encoder = _encoder_of_text(tokenizer, content, self.special, name)
         self._check_specials_are_out_of_reach(name)
+        first, second, both = self.encode(["a", "b", "a b"])
+        # Byte-level tokens contain the space before a word, so the space must be there; WordPiece drops it.
+        self._line_end = "" if first + second == both else " "
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each line, without special tokens; an empty line gives []."""
+        """Return the token ids of each line, without special tokens; a line without tokens gives []."""
+        refuse_one_text(lines)
         encodings = self._encoder.encode_batch_fast(list(lines), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -92,6 +108,32 @@ class TokenizerJson:
                 start += 1
             offsets.append((start, end))
         return encoding.ids, offsets
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Encode the words of one text together; return each word's ids. A token may include the space before a word.
+        A token with parts of two words, or with only the space between them, belongs to the first word.
+        """
+        starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
+        ids_of_words: list[list[int]] = [[] for _ in words]
+        ids, offsets = self.encode_with_offsets(" ".join(words))
+        for token_id, (start, _) in zip(ids, offsets, strict=True):
+            ids_of_words[bisect.bisect_right(starts, start) - 1].append(token_id)
+        return ids_of_words
+
+    def split_lines(self, text: str) -> list[str]:
+        """Split a text into lines; their ids, one after another, are those of the text with spaces for line ends.
+        If tokens of this tokenizer contain spaces, each line begins with the space that replaces the line end before
+        it. A line of only white space is joined to the next line, and left out at the end of the text.
+        """
+        lines = []
+        line_and_space = ""
+        for line in text.splitlines():
+            line_and_space += line
+            if line.strip():
+                lines.append(line_and_space)
+                line_and_space = ""
+            line_and_space += self._line_end
+        return lines
 
     def shown_tokens(self) -> list[str]:
         """Return the tokens in the order of their ids, as a person reads them.

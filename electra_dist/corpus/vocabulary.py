@@ -32,26 +32,24 @@ from electra_dist.errors import UserError
 from electra_dist.store.regular_files import open_regular
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
-MAX_ALPHABET = 1000  # characters that a vocabulary may have; words with other characters become [UNK]
+_MAX_ALPHABET = 1000  # characters that a vocabulary may have; words with other characters become [UNK]
 _NUM_CODE_POINTS = 0x110000
 TokenizerKind = Literal["wordpiece", "bpe"]
 _NUM_BYTES = 256
 _KEY_BITS = 64
 
 
-def train_vocabulary(
-    texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool, max_alphabet: int = MAX_ALPHABET
-) -> Vocabulary:
+def train_vocabulary(texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Vocabulary:
     """Train a WordPiece vocabulary of at most `vocab_size` tokens, special tokens first; a small text may yield fewer.
 
     `texts` is called twice, and each call must yield all texts from the first one. `lowercase` also strips accents
-    (BERT uncased). The `max_alphabet` most frequent characters are kept; a word with any other character becomes
+    (BERT uncased). The 1,000 most frequent characters are kept; a word with any other character becomes
     [UNK]. Raises UserError if the texts are empty, or if `vocab_size` is smaller than the special tokens and the
     alphabet together.
     """
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    alphabet = _alphabet(texts(), normalizer, max_alphabet)
+    alphabet = _alphabet(texts(), normalizer)
     if not alphabet:
         raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
     # The trainer gives special tokens the first ids, in the order of the list: that fixes the ids of continuations.
@@ -92,8 +90,8 @@ def _continuations(
     return continuations
 
 
-def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters except white space, sorted; a tie goes to the lower code point."""
+def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer) -> list[str]:
+    """Return the most frequent characters except white space, sorted; a tie goes to the lower code point."""
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)
@@ -104,7 +102,7 @@ def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalize
     most_frequent_first = present[np.lexsort((present, -counts[present]))]
     characters = [chr(code_point) for code_point in most_frequent_first]
     visible_characters = [char for char in characters if not char.isspace()]
-    return sorted(visible_characters[:limit])
+    return sorted(visible_characters[:_MAX_ALPHABET])
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

@@ -25,11 +25,10 @@ from electra_dist.config import Positive, Section, canonical_json
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.json_file import find_document
-from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
+from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, NamedDigest, Vocabulary
 
 MANIFEST_KEY = "corpus.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class ShardEntry(Section):
@@ -155,6 +154,11 @@ class CorpusManifest(Section):
     def fingerprint(self) -> str:
         """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus."""
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
+
+
+def heldout_of(location: str) -> str:
+    """Return the folder or prefix of the held-out corpus that a build writes beside a corpus."""
+    return location.rstrip("/") + "/heldout"
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:

@@ -30,6 +30,7 @@ from electra_dist.data.cache_folder import (
 )
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.data.shard_server import ShardServer
@@ -150,7 +151,8 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
 
 def _room(config: Config, folder: Path, entries: Sequence[ShardEntry]) -> CacheRoom:
     """Compare the bytes that this node's cache folder can hold with the bytes of the shards on S3."""
-    held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
+    cache = NodeCache(folder / SHARDS_DIR)
+    held_bytes = sum(entry.bytes for entry in entries if cache.holds(entry))
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     capacity_bytes = held_bytes + shutil.disk_usage(existing).free
     if config.data.cache_limit_gb is not None:

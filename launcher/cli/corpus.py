@@ -201,7 +201,7 @@ def info(
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
-    from electra_dist.data.manifest import read_manifest
+    from electra_dist.data.manifest import heldout_of, read_manifest
 
     store = open_store(corpus, endpoint_url)
     manifest = read_manifest(store)
@@ -209,7 +209,7 @@ def info(
     if "documents_in" in manifest.totals:  # an indexed corpus has no counts of documents
         heldout_totals = None
         if manifest.totals["documents_heldout"]:
-            heldout_totals = read_manifest(open_store(corpus.rstrip("/") + "/heldout", endpoint_url)).totals
+            heldout_totals = read_manifest(open_store(heldout_of(corpus), endpoint_url)).totals
         console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
     _print_report(read_report(store), console)
     console.print(

@@ -17,7 +17,7 @@ from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tin
 
 from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config.load import load_section
-from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
+from electra_dist.corpus.builder.build_records import BuildNotes, BuildOrder, BuildRecords, FinishedBucket, ReadGroup
 from electra_dist.corpus.builder.spill_file import write_spill
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
@@ -169,7 +169,7 @@ def _write_build_progress(root: Path) -> None:
         ),
     )
     records.record_group(group)
-    order = CorpusOrder(
+    order = BuildOrder(
         num_inputs=1,
         inputs_sha256="0" * 64,
         num_groups=1,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow
 
-from electra_dist.corpus.builder.build_records import BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.chunk_processor import ChunkProcessor, ChunkRows, Rows
 from electra_dist.corpus.builder.document_order import (
@@ -38,7 +38,7 @@ from electra_dist.corpus.builder.document_order import (
 from electra_dist.corpus.builder.spill_file import SpillFile, documents_of_spills, open_spills
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.file_kinds import encodable
-from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
+from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES, DocumentNames, RawDocument
 from electra_dist.corpus.origins import Origin, OriginFile, joined, put_origins, rows_of_table, table_of_examples
 from electra_dist.corpus.unknown_tokens import UnknownTokens
 from electra_dist.data.manifest import ShardEntry
@@ -47,7 +47,6 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
 _BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
-_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
 _TRAIN_STREAM = 0  # numbers of the two streams of random draws of a chunk
 _HELDOUT_STREAM = 1
 SAMPLE_BYTES = 1_000_000  # size of the documents that are sampled; they take about half a second
@@ -55,7 +54,7 @@ _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
 def start_making_rows(
-    request: BuildRequest, order: CorpusOrder, spills: Sequence[str]
+    request: BuildRequest, order: BuildOrder, spills: Sequence[str]
 ) -> Callable[[int], FinishedBucket]:
     """Return a function that takes the number of a bucket of documents, writes its shards and records them.
 
@@ -67,7 +66,7 @@ def start_making_rows(
 class _RowMaker:
     """Writer of the shards of buckets; keeps the tokenizer and the offset tables of all spill files in memory."""
 
-    def __init__(self, request: BuildRequest, order: CorpusOrder, spills: Sequence[str]) -> None:
+    def __init__(self, request: BuildRequest, order: BuildOrder, spills: Sequence[str]) -> None:
         self._request = request
         self._order = order
         self._store = open_store(request.output, request.endpoint_url)
@@ -196,7 +195,7 @@ def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[l
     chunk_size = 0
     for document in documents:
         chunk.append(document)
-        chunk_size += document.size + _DOCUMENT_BYTES
+        chunk_size += document.size + DOCUMENT_BYTES
         if chunk_size >= chunk_bytes:
             yield chunk
             chunk = []

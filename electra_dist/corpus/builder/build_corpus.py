@@ -28,7 +28,7 @@ from functools import partial
 
 from electra_dist.corpus.build_console import BuildConsole
 from electra_dist.corpus.builder.bucket_rows import sample_rows, start_making_rows
-from electra_dist.corpus.builder.build_records import BuildRecords, CorpusOrder, ReadGroup
+from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.document_order import NUM_CELLS, refuse_unknown_sources, source_epochs
 from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, read_joined
@@ -232,7 +232,7 @@ class _PartOfBuild:
                     continue
                 yield ReadTask(group, is_check=False)
 
-    def _find_order(self) -> CorpusOrder:
+    def _find_order(self) -> BuildOrder:
         """Decide how many buckets (ranges of the shuffled documents) the corpus has and how often each source is used.
 
         Every part makes the same decision, because it follows from the records of all input groups.
@@ -254,7 +254,7 @@ class _PartOfBuild:
         )
         row_bytes = total_bytes * sample.row_bytes_per_document_byte
         num_buckets, shards_per_bucket = divide_into_buckets(total_bytes, row_bytes / request.shard_bytes)
-        return CorpusOrder(
+        return BuildOrder(
             **request.input_names(),
             num_groups=len(self._groups),
             num_buckets=num_buckets,
@@ -266,7 +266,7 @@ class _PartOfBuild:
     def _group_records(self) -> list[ReadGroup]:
         return [self._recorded[group.number] for group in self._groups]
 
-    def _make_rows(self, order: CorpusOrder) -> int:
+    def _make_rows(self, order: BuildOrder) -> int:
         """Write this part's shards that do not exist yet; return how many of its shards earlier calls had finished."""
         request = self._request
         finished = self._records.buckets()

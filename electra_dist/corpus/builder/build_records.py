@@ -83,7 +83,7 @@ class ReadGroup(Section):
     counts: Counts = Field(description="files and documents read, and inputs left out")
 
 
-class CorpusOrder(Section):
+class BuildOrder(Section):
     """Content of order.json: the number of buckets (ranges of shuffled documents), and how often sources are used."""
 
     num_inputs: int = Field(description="number of input files")
@@ -243,13 +243,13 @@ class BuildRecords:
         """Return whether an input group was read, by this process or by another part of the build."""
         return self._store.exists(_group_key(number))
 
-    def record_order(self, order: CorpusOrder) -> None:
+    def record_order(self, order: BuildOrder) -> None:
         """Write order.json, after all input groups were read. Several parts may write it, with the same bytes."""
         self._write(_ORDER_KEY, order)
 
-    def order(self) -> CorpusOrder | None:
+    def order(self) -> BuildOrder | None:
         """Return the content of order.json, written when all input groups were read; None if it does not exist yet."""
-        return self._read(_ORDER_KEY, CorpusOrder) if self._store.exists(_ORDER_KEY) else None
+        return self._read(_ORDER_KEY, BuildOrder) if self._store.exists(_ORDER_KEY) else None
 
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None

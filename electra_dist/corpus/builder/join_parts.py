@@ -18,8 +18,8 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 from electra_dist.corpus.build_report import BuildReport, make_report, read_report, write_report
 from electra_dist.corpus.builder.bucket_rows import put_shard
 from electra_dist.corpus.builder.build_records import (
+    BuildOrder,
     BuildRecords,
-    CorpusOrder,
     FinishedBucket,
     read_output_vocabulary,
 )
@@ -29,9 +29,8 @@ from electra_dist.corpus.counts import SKIPPED, Counts
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins
 from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, heldout_of, read_manifest, write_manifest
 from electra_dist.errors import UserError
-from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE
@@ -73,7 +72,7 @@ def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
     BuildRecords(store).clear()
     heldout = None
     if manifest.totals.get("documents_heldout"):
-        heldout = read_manifest(_heldout_store(output, endpoint_url))
+        heldout = read_manifest(open_store(heldout_of(output), endpoint_url))
     return JoinedCorpus(
         manifest=manifest,
         heldout=heldout,
@@ -98,7 +97,7 @@ class _Join:
     def __init__(self, output: str, endpoint_url: str | None) -> None:
         """Read all records of the build; raise UserError if a part is missing."""
         self._store = open_store(output, endpoint_url)
-        self._heldout_store = _heldout_store(output, endpoint_url)
+        self._heldout_store = open_store(heldout_of(output), endpoint_url)
         self._records = BuildRecords(self._store)
         self._parameters = self._records.parameters()
         try:
@@ -133,7 +132,7 @@ class _Join:
             manifest=manifest, heldout=heldout, was_there=False, resumed_shards=resumed_shards, report=report
         )
 
-    def _find_order(self) -> CorpusOrder:
+    def _find_order(self) -> BuildOrder:
         order = self._records.order()
         if order is None:
             raise UserError(
@@ -242,7 +241,3 @@ class _Join:
             f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
             "correct --input, --text-field or corpus.heldout_fraction"
         )
-
-
-def _heldout_store(output: str, endpoint_url: str | None) -> Store:
-    return open_store(output.rstrip("/") + "/heldout", endpoint_url)

@@ -20,12 +20,10 @@ from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.document_order import document_key
 from electra_dist.corpus.builder.spill_file import SPILLS_FOLDER, write_spill
 from electra_dist.corpus.inputs.find_inputs import InputFile
-from electra_dist.corpus.inputs.text_decoding import RawDocument
+from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES, RawDocument
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-
-_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a spill file, too
 
 
 class ReadTask(NamedTuple):
@@ -90,7 +88,7 @@ class _SpillWriter:
 
     def add(self, document: RawDocument) -> None:
         self._documents.append(document)
-        self._size += document.size + _DOCUMENT_BYTES
+        self._size += document.size + DOCUMENT_BYTES
         if self._size >= self._spill_bytes:
             self.finish()
 

@@ -31,7 +31,7 @@ from electra_dist.corpus.origins import (
     sources_of_table,
 )
 from electra_dist.data.corpora import Corpora
-from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
+from electra_dist.data.manifest import MANIFEST_KEY, heldout_of, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import new_tokenizer
@@ -176,7 +176,7 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     `location` is the training corpus, whose subfolder `heldout` is searched. The result is 0 if there is no held-out
     corpus, or if it has no origin files.
     """
-    store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
+    store = open_store(heldout_of(location), endpoint_url)
     if not store.exists(MANIFEST_KEY):
         return 0
     search = RowSearch(query, Corpora.of(store, read_manifest(store)))

@@ -24,6 +24,7 @@ SKIPPED_KINDS = {
     "empty": "nothing but white space",
     "no_tokens": "text of which the tokenizer keeps nothing",
 }
+DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty ones fill a spill file or a chunk, too
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
 

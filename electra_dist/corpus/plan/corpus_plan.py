@@ -23,10 +23,10 @@ from electra_dist.corpus.builder.build_corpus import divide_into_buckets
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.document_order import NUM_CELLS
 from electra_dist.corpus.inputs.find_inputs import InputFile
+from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES
 from electra_dist.corpus.plan.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2
-_DOCUMENT_BYTES = 64  # bytes that the build adds to the size of every document in a spill file (`read_group.py`)
 _RECORD_BYTES = 2000.0  # approximate size of the record of an input group or a bucket in progress/
 
 
@@ -212,7 +212,7 @@ def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _
     row_bytes = rates.shard_bytes * (work.text_bytes / rates.text_bytes)
     file_bytes = work.input_bytes / work.num_files
     num_groups = _num_groups(work.num_files, file_bytes, request.group_bytes)
-    group_bytes = (work.text_bytes + _DOCUMENT_BYTES * work.num_documents) / num_groups
+    group_bytes = (work.text_bytes + DOCUMENT_BYTES * work.num_documents) / num_groups
     num_spills = num_groups * math.ceil(group_bytes / request.spill_bytes)
     num_buckets, shards_per_bucket = divide_into_buckets(work.text_bytes, row_bytes / request.shard_bytes)
     return _Counts(

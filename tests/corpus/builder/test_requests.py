@@ -11,7 +11,7 @@ import pytest
 from support.counting_store import CountingStore, Service
 
 from electra_dist.corpus.builder.build_corpus import WHOLE, build_corpus, build_part
-from electra_dist.corpus.builder.build_records import BuildRecords, CorpusOrder
+from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.join_parts import join_parts
 from electra_dist.corpus.builder.read_group import group_inputs
@@ -82,7 +82,7 @@ def test_a_resumed_build_reads_the_record_of_each_group_once(
     assert store.num_serial <= NUM_GROUPS / REQUEST_THREADS + 4 * pages + 2 * few
 
 
-def stop(records: BuildRecords, order: CorpusOrder) -> None:
+def stop(records: BuildRecords, order: BuildOrder) -> None:
     raise KeyboardInterrupt
 
 

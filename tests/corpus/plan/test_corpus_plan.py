@@ -126,6 +126,21 @@ def test_a_plan_names_the_requests_that_a_build_sends(
     assert planned.keys() == sent.keys()
 
 
+def test_the_requests_of_a_terabyte_are_few_beside_the_readings_of_spill_files() -> None:
+    """`pytest -s` prints them; `test_requests.py` bounds those of a real build for a further group or shard."""
+    request = make_request()
+    plan = plan_corpus(
+        make_rates(), request, make_work(1e12, input_bytes=16_000 * request.group_bytes, num_files=16_000)
+    )
+    requests = total_requests(plan.steps)
+    print(f"\n{plan.num_groups:,} groups, {plan.num_spills:,} spill files, {plan.num_buckets:,} buckets, ", end="")
+    print(f"{plan.num_shards:,} shards: {dataclasses.asdict(requests)}")
+    assert plan.num_groups == 16_000
+    readings = plan.num_spills * plan.num_buckets  # each bucket reads its part of each spill file, in parallel
+    others = requests.total - readings
+    assert 0 < others <= 5 * plan.num_groups + 4 * plan.num_spills + 3 * plan.num_shards
+
+
 def test_ten_times_the_text_is_ten_times_the_work() -> None:
     rates = make_rates()
     plans = [plan_corpus(rates, make_request(), make_work(size)) for size in (14e9, 140e9)]
