@@ -34,7 +34,7 @@ from electra_dist.speed.operator_counter import OperatorCounter
 from electra_dist.speed.operator_kinds import part_of
 from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
 from electra_dist.speed.step_rows import BatchSource, open_rows
-from electra_dist.train.pretrain_rank import build_module
+from electra_dist.train.run import build_module
 from electra_dist.train.step import TrainStep
 
 MOST_MICRO_BATCHES = 4

@@ -14,7 +14,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.errors import StoreMissing
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.train.input_checks import open_training_corpora
+from electra_dist.train.inputs import open_training_corpora
 
 _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
