@@ -1,21 +1,28 @@
-"""Exchange small JSON values between all ranks of a run, and agree on one choice of all of them.
+"""Exchange small JSON values between all ranks, agree on one choice, and end all ranks with one exit code.
 
 Guarantee: every rank returns the same value. An error that `from_rank_0` lists is raised on every rank, with the same
 message. Messages are parsed as JSON and never unpickled, so a foreign process that has joined the process group can
 make no rank run code or allocate much memory.
+
+An error that one rank alone meets, such as a damaged shard (exit code 78) or a full disk of its node (75), is printed
+once, and every rank that still reaches the process group's key-value store, in rank 0's process, ends with its exit
+code (`report_once`, `reported_exit_code`). The launcher would otherwise take whichever exit code it received first.
 
 How: a value travels as a JSON text in a tensor of bytes, after its length. Floats keep all their bits.
 
 Cost: two small collectives for each call; milliseconds over gloo.
 
 Limits: lists, dictionaries with text as keys, text, numbers, booleans and None; a tuple arrives as a list. Messages of
-more than 64 MiB are refused. Every rank of the default process group must call these functions, in the same order.
+more than 64 MiB are refused. Every rank of the default process group must call `from_rank_0` and `gather`, in the same
+order. NCCL does not notice that a peer is missing; a rank that hangs in it is ended by its launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,11 +37,16 @@ from electra_dist.errors import (
     StoreExhausted,
     StoreMissing,
     UserError,
+    error_line,
 )
 from electra_dist.store.json_file import DamagedJson, parse_json
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 T = TypeVar("T", bound=Json)
+
+# Keys of the process group's store.
+_NUM_ERRORS = "user_errors"
+_EXIT_CODE = "reported_exit_code"
 
 _MOST_BYTES = 64 << 20  # limit for a message of rank 0, and for the sum of the messages that one `gather` collects
 # Errors that rank 0 passes on to all ranks; an error of a subclass arrives as its nearest base class in this table.
@@ -128,6 +140,31 @@ def agree(own: Choice, fallback: str) -> Choice:
 
 def _shown(choice: Choice) -> str:
     return f"{choice.name} ({choice.reason})" if choice.reason else choice.name
+
+
+def report_once(error: UserError, exit_code: int) -> None:
+    """Print an error to stderr, unless another rank has printed one, and tell all ranks to end with `exit_code`.
+    Any rank may call this alone. If rank 0 has ended, the error is printed even if another rank has printed one.
+    """
+    is_first = True  # also if the store cannot be reached
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        num_errors = store.add(_NUM_ERRORS, 1)  # atomic, so exactly one rank gets 1
+        is_first = num_errors == 1
+        if is_first:
+            store.set(_EXIT_CODE, str(exit_code))
+    if is_first:
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            print(error_line(error), file=sys.stderr, flush=True)
+
+
+def reported_exit_code() -> int | None:
+    """Return the exit code that came with the first reported error; None without a report or if rank 0 has ended."""
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([_EXIT_CODE]):
+            return int(store.get(_EXIT_CODE))
+    return None
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:

@@ -80,11 +80,11 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
-    from electra_dist.train.pretrain_rank import run
+    from electra_dist.train.run import run
 
     has_begun = True
     try:
-        return run(config, accept_new_numerics, _predict_rows, from_scratch)
+        return run(config, accept_new_numerics, from_scratch)
     except (UserError, StorageLost):
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
@@ -107,14 +107,6 @@ def _write_report(run_dir: Path) -> None:
             f"`electra-dist report {run_dir}`"
         )
         print(printable(message), file=sys.stderr, flush=True)
-
-
-def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
-    """Estimate how many rows fit into `free_bytes` of a GPU. `train.micro_batch: auto` begins its search there."""
-    from electra_dist.planning.activation_memory import micro_batch_limit
-
-    plan = config.plan.model_copy(update={"num_gpus": world_size})
-    return micro_batch_limit(config.model_copy(update={"plan": plan}), free_bytes / 1e9).fitting_rows
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

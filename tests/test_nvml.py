@@ -9,8 +9,7 @@ from support.fake_gpus import UNSUPPORTED, fake_probes
 from support.fake_nvml import pynvml as fake
 
 from electra_dist import nvml
-from electra_dist.nvml import GpuHealth, GpuProbe, GpuSample
-from electra_dist.train.health.gpu_monitor import GpuSampler
+from electra_dist.nvml import GpuHealth, GpuProbe, GpuSample, GpuSampler
 
 
 @pytest.fixture

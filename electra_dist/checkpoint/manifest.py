@@ -135,7 +135,7 @@ class RunState(_Frozen):
     bit_settings: dict[str, str]  # what may change the last bits (engine/bit_settings.py)
     rows_seen: int = 0  # rows (packed sequences) trained on since step 0
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/receipt.py)
-    skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/skip_list_file.py), ascending
+    skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/guard.py), ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first, for the loss guard
     # Of the evaluation at this step, if there was one.
     eval_context_auc: float | None = None  # of an objective with a discriminator

@@ -33,7 +33,7 @@ from electra_dist.config.load import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
-from electra_dist.train.input_checks import check_inputs
+from electra_dist.train.inputs import check_inputs
 
 SCORES_FILE = "scores.jsonl"  # in the output folder: the score of each checkpoint by each measure
 Note = Callable[[str], None]  # called with one line of text for the user

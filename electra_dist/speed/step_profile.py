@@ -36,8 +36,8 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.speed.operator_counter import OperatorCounter, part_of
 from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
-from electra_dist.train.input_checks import open_training_corpora
-from electra_dist.train.pretrain_rank import build_module
+from electra_dist.train.inputs import open_training_corpora
+from electra_dist.train.run import build_module
 from electra_dist.train.step import TrainStep
 
 MOST_MICRO_BATCHES = 4

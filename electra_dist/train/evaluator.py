@@ -16,8 +16,9 @@ tokens of a row, T tokens of all ranks, K fields of `Sums`.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,18 +29,30 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.analysis.context_auc import NUM_REPLACED
 from electra_dist.analysis.roc_auc import Separation, auc_with_standard_error, separation
-from electra_dist.data.shard_cache import ShardCache
+from electra_dist.config.schedule import value_at
+from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.objectives.base import StepInput, Sums
+from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
-from electra_dist.run.metrics import EvalRecord
-from electra_dist.train.reporting.scored_rows import ScoredRow, first_rows
+from electra_dist.run.metrics import EvalRecord, TextSample
+from electra_dist.train.open_cache import shard_folder
+from electra_dist.train.start import Start
 
+MAX_TOKENS = 64  # of a row that a text sample shows
 _PAD = -1.0
 _ORIGINAL_TOKEN = 0.0
 _REPLACED_TOKEN = 1.0
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRow:
+    """First S tokens of a held-out row: original ids, ids that the discriminator read, and its probabilities."""
+
+    original_S: np.ndarray  # int64 ids of the corpus
+    shown_S: np.ndarray  # int64 ids with the generator's replacements
+    replaced_probability_S: np.ndarray  # the discriminator's probability that the token was replaced, fp32
 
 
 @dataclass(frozen=True)
@@ -220,6 +233,26 @@ class Evaluator:
         return self.cache.read_rows(shard_of_row, chosen_rows - shard_starts[shard_of_row])
 
 
+def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | None:
+    """Return an evaluator on rows of `data.heldout`; None without it. `stack` closes its cache of shards."""
+    config = start.config
+    heldout = start.inputs.heldout
+    if heldout is None:
+        return None
+    cache = open_cache(heldout, config.data, shard_folder(config, heldout))
+    stack.enter_context(contextlib.closing(cache))
+    objective = config.objective
+    return Evaluator(
+        cache=cache,
+        num_rows=config.log.eval_rows,
+        micro_batch=config.train.micro_batch,
+        seed=config.seed,
+        special=start.special,
+        context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
+        num_shown_rows=config.log.text_samples,
+    )
+
+
 def _outputs_fault(score_T: np.ndarray) -> str:
     """Return a message that says how many of the discriminator's outputs are not finite; "" if all are finite."""
     num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
@@ -252,3 +285,38 @@ def _gather_batches(local: torch.Tensor) -> np.ndarray:
     tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, local.contiguous())
     return torch.cat(tensors).cpu().numpy()
+
+
+def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
+    """Return the first `num_rows` rows of a micro-batch, each cut to 64 tokens, without padding.
+
+    Rows that consist of padding only are left out.
+    """
+    assert output.shown_BS is not None, "`Objective.output` gives the ids"
+    scored_rows = []
+    for row in range(min(num_rows, len(original_BS))):
+        is_real_S = output.is_real_BS[row, :MAX_TOKENS].cpu().numpy()
+        if not is_real_S.any():
+            continue
+        scored_rows.append(
+            ScoredRow(
+                original_S=original_BS[row, :MAX_TOKENS][is_real_S],
+                shown_S=output.shown_BS[row, :MAX_TOKENS].cpu().numpy()[is_real_S],
+                replaced_probability_S=output.rtd_logit_BS[row, :MAX_TOKENS].sigmoid().cpu().numpy()[is_real_S],
+            )
+        )
+    return scored_rows
+
+
+def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
+    """Turn the ids of a row into text, `tokens[id]` for each id, and round its probabilities to 4 decimals."""
+    return TextSample(
+        original=[_token(tokens, token_id) for token_id in row.original_S],
+        shown=[_token(tokens, token_id) for token_id in row.shown_S],
+        replaced_probability=[round(float(probability), 4) for probability in row.replaced_probability_S],
+    )
+
+
+def _token(tokens: Sequence[str], token_id: int) -> str:
+    """Return the text of a token, or "[ID]" for an id that is not in the vocabulary but in the model's table."""
+    return tokens[token_id] if token_id < len(tokens) else f"[{token_id}]"

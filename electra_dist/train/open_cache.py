@@ -36,7 +36,7 @@ from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.data.shard_server import ShardServer
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.processes import node_name
-from electra_dist.train.input_checks import RunInputs
+from electra_dist.train.inputs import RunInputs
 
 _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one another by default
 

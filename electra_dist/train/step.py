@@ -30,7 +30,9 @@ import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 
+from electra_dist.collectives import gather
 from electra_dist.config import ObjectiveConfig
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
@@ -69,8 +71,7 @@ class StepResult:
     If `fault` is not empty or `overflow` is true, the step has not changed weights and moments.
     """
 
-    sums: Sums  # over the tokens of the global batch, for the metrics
-    loss: float  # the minimised loss
+    sums: Sums  # over the tokens of the global batch, the minimised loss among them
     judged_loss: float  # what the guard compares with earlier steps; see `TrainStep.judged_loss`
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why the guard allowed no update; empty if an update was made or `overflow` is true
@@ -197,7 +198,6 @@ class TrainStep:
                     fault += f" at the least loss scale, {loss_scale:,.0f}"
         return StepResult(
             sums=sums,
-            loss=sums.loss,
             judged_loss=judged_loss,
             grad_norm=grad_norm,
             fault=fault,
@@ -324,6 +324,25 @@ class _Stopwatch:
             milliseconds = self._begin_event.elapsed_time(self._end_event)
             return milliseconds / 1000
         return self._end_s - self._begin_s
+
+
+def find_suspect(corpora: Corpora, batch: RowBatch, losses: list[float]) -> str:
+    """Find the row of a stopped step whose loss stands out among the rows of all ranks. Collective.
+
+    `losses` are of this rank's rows. Returns a text for the log with the row's name (shard and index), its loss and
+    the median loss; "" if no row stands out.
+    """
+    all_losses: list[float] = []
+    all_row_ids: list[int] = []
+    for rank_losses, rank_row_ids in gather([losses, batch.row_ids.tolist()]):
+        all_losses += rank_losses
+        all_row_ids += rank_row_ids
+    index = outlier(all_losses)
+    if index is None:
+        return ""
+    name = corpora.row_name(all_row_ids[index])
+    median = np.nanmedian(all_losses)
+    return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 
 
 def outlier(losses: list[float]) -> int | None:

@@ -1,7 +1,6 @@
 """Run the step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
 
-A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`) has
-stopped.
+A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`guard.py`) has stopped.
 
 Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. Which rows come next
@@ -20,34 +19,25 @@ import torch.distributed as dist
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.writer import SaveTiming
-from electra_dist.collectives import from_rank_0, gather
-from electra_dist.config import Config
+from electra_dist.collectives import from_rank_0, gather, reported_exit_code
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.engine.bit_settings import changes
-from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.lease import LeaseLost
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.processes import node_name
-from electra_dist.store.patience import Patience
-from electra_dist.train.evaluator import Evaluator
-from electra_dist.train.health.error_relay import reported_exit_code
-from electra_dist.train.health.rank_monitor import RankMonitor
-from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.input_checks import RunInputs
-from electra_dist.train.loss_guard import Guard
-from electra_dist.train.open_rows import open_evaluator, open_loader
-from electra_dist.train.reporting.reporter import Ending, Reporter
-from electra_dist.train.reporting.time_accounting import Clock
+from electra_dist.train.clock import Clock
+from electra_dist.train.evaluator import Evaluator, open_evaluator
+from electra_dist.train.guard import Guard
+from electra_dist.train.open_cache import open_shared_cache
+from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.saving.save_schedule import SaveSchedule
-from electra_dist.train.skip_list_file import SkipList
-from electra_dist.train.step import RankFlags, StepResult, TrainStep
-from electra_dist.train.stopped_steps import find_suspect, skip_for_rollback
+from electra_dist.train.start import Start
+from electra_dist.train.step import RankFlags, StepResult, TrainStep, find_suspect
 
 # Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
 _ENDINGS: dict[int | None, Ending] = {
@@ -56,50 +46,44 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
+_SILENT_READ_S = 10.0  # a longer wait for rows is reported as a wait for storage
 _SILENT_SAVE_S = 60.0  # a save without progress for longer is reported as a wait for storage
 _SPACE_EVERY_S = 60.0  # seconds between two checks of the disk space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
-    """One round of a run: create a Trainer on all ranks, then call its `run` once.
+    """One round of a start: create a Trainer on all ranks, then call its `run` once.
 
     The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
-    Trainer with the same engine and `build_s` None; in the first round `build_s` has the seconds of "import" and
-    "build".
+    Trainer for the same start.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: RunInputs,
-        engine: Engine,
-        special: SpecialIds,
-        skips: SkipList,
-        stop: StopRequest,
-        monitor: RankMonitor,
-        build_s: dict[str, float] | None,
-        notes: Sequence[str] = (),
-        patience: Patience | None = None,
-    ) -> None:
-        """Restore the newest good checkpoint and, on rank 0, open log and metrics. Collective."""
+    def __init__(self, start: Start, build_s: dict[str, float] | None, notes: Sequence[str] = ()) -> None:
+        """Restore the newest good checkpoint and, on rank 0, open log and metrics. Collective.
+
+        `build_s` has the seconds of "import" and "build" in the first round of a start; None in later ones. `notes`
+        are lines for the log.
+        """
         begin = time.perf_counter()
+        config = start.config
+        skips = start.skips
+        monitor = start.monitor
+        self.start = start
         self.config = config
-        self.inputs = inputs
-        self.engine = engine
-        self.special = special
-        self.stop = stop
+        self.engine = start.engine
+        self.stop = start.stop
         self.monitor = monitor
-        self.patience = Patience(0.0) if patience is None else patience
+        self.patience = start.patience
         # An earlier start may have been killed between the last of several stopped steps and the rollback.
-        missed_rollback = skip_for_rollback(config, skips) if skips.reaches(config.guard.max_in_a_row) else None
+        missed_rollback = skips.roll_back(config) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(
             config,
-            engine,
-            inputs.corpora.fingerprint,
+            start.engine,
+            start.inputs.corpora.fingerprint,
             skips,
-            inputs.accept_new_numerics,
-            self.patience,
+            start.inputs.accept_new_numerics,
+            start.patience,
         )
         self.checkpointer.writer.on_wait = lambda silent_s: monitor.waits_for_thread(
             silent_s, "the previous checkpoint", _SILENT_SAVE_S
@@ -130,9 +114,7 @@ class Trainer:
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
         """Open log, metrics and ledger, and write there that this round begins. Rank 0 only."""
-        reporter = self.patience.call(
-            lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
-        )
+        reporter = self.patience.call(lambda: Reporter(self.start, self.restored, hosts))
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:
@@ -176,13 +158,13 @@ class Trainer:
     def _train(self) -> int | None:
         """Open the loader and the evaluator, run the remaining steps, and close everything. Collective."""
         with contextlib.ExitStack() as stack:
-            loader = open_loader(self.config, self.inputs, self.state, self.monitor, stack)
+            loader = self._open_loader(stack)
             stack.enter_context(contextlib.closing(loader))
-            evaluator = open_evaluator(self.config, self.inputs, self.special, stack)
+            evaluator = open_evaluator(self.start, stack)
             train_step = TrainStep(
                 engine=self.engine,
                 objective=self.config.objective,
-                special=self.special,
+                special=self.start.special,
                 seed=self.config.seed,
                 micro_batch=self.config.train.micro_batch,
                 schedules=self.schedules,
@@ -197,6 +179,24 @@ class Trainer:
                 with contextlib.suppress(Exception):
                     self.checkpointer.close()
                 raise
+
+    def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
+        """Return a loader of this rank's training rows that begins at the restored step and omits skipped steps.
+
+        `stack` closes the cache of shards; the caller must close the loader itself, before the cache. Collective.
+        """
+        config = self.config
+        corpora = self.start.inputs.corpora
+        return RowLoader(
+            cache=open_shared_cache(config, corpora, stack),
+            order=corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch),
+            global_batch=config.train.global_batch,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            start_step=self.state.step,
+            skip_steps=self.state.skips.steps,
+            on_wait=lambda waited_s: self.monitor.waits_for_thread(waited_s, f"rows of {corpora.url}", _SILENT_READ_S),
+        )
 
     def _run_steps(
         self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
@@ -213,7 +213,7 @@ class Trainer:
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
             second_stage_begins = stages.enter(step)
-            phase = self.inputs.corpora.phase_that_begins_at(step)
+            phase = self.start.inputs.corpora.phase_that_begins_at(step)
             if phase is not None and self.reporter:
                 self.reporter.note(f"phase of the data: from step {step:,} on, rows come from {phase.url}")
             if second_stage_begins or self.schedules.jumps_at(step) or phase is not None:
@@ -234,7 +234,7 @@ class Trainer:
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
                     self.monitor.beat("checkpoint", step)
                     self.checkpointer.close()
-                    first, stopped = skip_for_rollback(self.config, state.skips)
+                    first, stopped = state.skips.roll_back(self.config)
                     if self.reporter:
                         self.reporter.rolled_back(first, stopped)
                         state.skips.write()
@@ -362,7 +362,7 @@ class Trainer:
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
         """Put a stopped step on the skip list, and report the step and its outlier row, if any. Collective."""
-        suspect = find_suspect(self.inputs.corpora, batch, train_step.row_losses(batch))
+        suspect = find_suspect(self.start.inputs.corpora, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.reporter.stopped_step(batch.step, fault, suspect)

@@ -19,7 +19,7 @@
 
 retry_s=120     # how long a command of Slurm that fails is repeated while Slurm's controller answers
 least_job_s=20  # shortest time from the start to the end of a job that crashes, so that a chain is not used up at once
-later_s=600     # how much later the run goes on after its storage stayed away, as in train/restart_pause.py
+later_s=600     # how much later the run goes on after its storage stayed away, as in train/run.py
 save_s=120      # how long the tasks of other nodes may still save once the task of one node has ended
 
 export PYTHONUNBUFFERED=1

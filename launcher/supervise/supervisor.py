@@ -42,7 +42,7 @@ from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import add_strike, read_strikes
 from electra_dist.store.patience import Patience
-from electra_dist.train.health.stop_request import JobEndTime
+from electra_dist.train.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.hang_report import nccl_environment

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.train.health.stop_request import JobEndTime
+from electra_dist.train.stop_request import JobEndTime
 
 STEP_S = 1 / 3
 MARGIN_S = 10

@@ -51,7 +51,7 @@ from support.small_disks import (
     watch,
 )
 
-import electra_dist.train.pretrain_rank  # noqa: F401
+import electra_dist.train.run  # noqa: F401
 
 AWAY_S = 3.0
 PATIENCE = "cluster.storage_patience_s=4"  # in the cases in which it runs out

@@ -238,7 +238,7 @@ def main() -> int:
     ways = [way for way in WAYS if any(part in way.name for part in parts)]
     begin = time.monotonic()
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["electra_dist.train.pretrain_rank", "launcher.pretrain", "boto3"])
+    processes.set_forkserver_preload(["electra_dist.train.run", "launcher.pretrain", "boto3"])
     with tempfile.TemporaryDirectory(prefix="s3-ways-") as folder_name, running_s3(args.server) as server:
         folder = Path(folder_name)
         os.environ.update(server.env)

@@ -158,7 +158,7 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
                 np.array_equal(before[name][kind], after[name][kind]) for name in after for kind in after[name]
             )
             assert is_unchanged, "a step whose gradients are not finite has changed the state"
-        results.append([float(result.loss).hex(), float(result.grad_norm).hex(), result.fault])
+        results.append([float(result.sums.loss).hex(), float(result.grad_norm).hex(), result.fault])
     GradientSums._finish_exchange = finish  # type: ignore[method-assign]
     assert counter is not None
     rest = [counter.num_operators, counter.num_host_reads]

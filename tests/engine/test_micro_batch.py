@@ -21,7 +21,7 @@ from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.planning.activation_memory import micro_batch_limit
 from electra_dist.run.folder import MICRO_BATCH_FILE
-from launcher.pretrain import _predict_rows
+from electra_dist.train.run import _predict_rows
 
 CPU = torch.device("cpu")
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

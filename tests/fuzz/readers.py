@@ -43,8 +43,8 @@ from electra_dist.run.lease import find_newest, read_owner
 from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.open_store import open_store
-from electra_dist.train.input_checks import check_inputs
-from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.guard import SkipList
+from electra_dist.train.inputs import check_inputs
 from electra_dist.train.token_counts import read_counts
 from launcher.cli.corpus_prepare import _print_report
 from launcher.slurm import job

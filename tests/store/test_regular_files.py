@@ -37,7 +37,7 @@ OWN = {
     "electra_dist/run/processes.py",
     "electra_dist/store/local_store.py",
     "electra_dist/store/s3/s3_store.py",
-    "electra_dist/train/reporting/time_accounting.py",
+    "electra_dist/train/clock.py",
     "electra_dist/compare/pretraining_runs.py",
     "launcher/chaos/drill.py",
     "launcher/chaos/file_faults.py",

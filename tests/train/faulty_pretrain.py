@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from electra_dist.data.loader import RowLoader
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.train import restart_pause
-from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train import run
+from electra_dist.train.guard import SkipList
 from launcher.pretrain import main
 
 FAULTS: dict[str, Any] = json.loads(os.environ["FAULTS"])
@@ -104,12 +104,13 @@ def with_tampering(read: Any) -> Any:
 
 
 def with_diary(method: Any) -> Any:
-    """Return a method of SkipList that also appends its name and step to the decisions file of this rank."""
+    """Return a method of SkipList that also appends its name and the skipped steps to this rank's decisions."""
 
-    def recorded(self: SkipList, step: int) -> None:
-        method(self, step)
+    def recorded(self: SkipList, argument: Any) -> Any:
+        result = method(self, argument)
         with (self._file.parent / f"decisions-{RANK}.jsonl").open("a") as file:
-            file.write(json.dumps([method.__name__, step]) + "\n")
+            file.write(json.dumps([method.__name__, sorted(self.steps)]) + "\n")
+        return result
 
     return recorded
 
@@ -131,7 +132,7 @@ SkipList.write = with_kill(SkipList.write)  # type: ignore[method-assign]
 SkipList.stop = with_diary(SkipList.stop)  # type: ignore[method-assign]
 SkipList.roll_back = with_diary(SkipList.roll_back)  # type: ignore[method-assign]
 
-restart_pause.PAUSE_S = FAULTS.get("pause_s", restart_pause.PAUSE_S)
+run.PAUSE_S = FAULTS.get("pause_s", run.PAUSE_S)
 
 if __name__ == "__main__":
     sys.exit(main())

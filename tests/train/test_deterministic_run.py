@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from electra_dist.config.load import load_config
-from electra_dist.train import pretrain_rank
+from electra_dist.train import run
 
 
 @pytest.mark.parametrize("setting", [{}, {"engine.deterministic": False}], ids=["default", "switched off"])
@@ -19,19 +19,21 @@ def test_a_run_on_a_gpu_trains_in_the_deterministic_mode_unless_it_is_switched_o
     """Without the mode torch adds gradients of embeddings in any order on a GPU. This machine pretends to have one."""
     seen: list[bool] = []
 
-    def train(*_: object) -> int:
+    def train(*_: object) -> bool:
+        """Stand for all that follows once the ranks have joined; say that the run is asked to stop."""
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return 0
+        return True
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "set by the test")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr(pretrain_rank, "check_inputs", lambda *_: None)
-    monkeypatch.setattr(pretrain_rank, "init_distributed", lambda: None)
-    monkeypatch.setattr(pretrain_rank.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(pretrain_rank, "_run", train)
+    monkeypatch.setattr(run, "check_inputs", lambda *_: None)
+    monkeypatch.setattr(run, "init_distributed", lambda: None)
+    monkeypatch.setattr(run.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(run, "StopRequest", lambda *_: None)
+    monkeypatch.setattr(run, "_pause_after_lost_storage", train)
     try:
-        pretrain_rank.run(load_config(tiny_config("run", **setting), []))
+        run.run(load_config(tiny_config("run", **setting), []))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -9,7 +9,7 @@ import pytest
 from support.run_records import ledger_event
 
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.train.restart_pause import PAUSE_S, record_lost_storage, remaining_pause_s
+from electra_dist.train.run import PAUSE_S, record_lost_storage, remaining_pause_s
 
 LOST_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
 LOST = ledger_event("storage", 7, time=LOST_AT.isoformat())

@@ -86,7 +86,7 @@ def steps_of_rows(
     `shards` has the shard number of each row, over all corpora of the run. The run folder `run` tells which step was
     the last one done, and which steps are skipped.
     """
-    from electra_dist.train.skip_list_file import SkipList
+    from electra_dist.train.guard import SkipList
 
     global_batch = config.train.global_batch
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)

@@ -37,8 +37,7 @@ from electra_dist.pretrained.weights import load_recorded_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.metrics import EvalRecord
 from electra_dist.store.patience import Patience
-from electra_dist.train.loss_guard import Guard
-from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.guard import Guard, SkipList
 from electra_dist.train.step import StepResult
 
 

@@ -23,7 +23,7 @@ import launcher.cli.main
 import launcher.pretrain
 from electra_dist.engine import loss_scale
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
-from electra_dist.train.loss_guard import Guard
+from electra_dist.train.guard import Guard
 from electra_dist.train.trainer import Trainer
 
 LIMIT_S = 300.0  # for one start, on a busy machine

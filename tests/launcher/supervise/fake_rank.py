@@ -27,7 +27,7 @@ from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, read_ledger
 from electra_dist.run.processes import is_alive
-from electra_dist.train.health.stop_request import StopRequest
+from electra_dist.train.stop_request import StopRequest
 from launcher import pretrain
 from launcher.entry import end_process_with
 from launcher.supervise import rank_main

@@ -37,6 +37,7 @@ class RunInputs:
     heldout: Corpora | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # whether to continue a run of a version that draws or rounds differently
+    from_scratch: bool = False  # whether the run begins again at step 0, even if there are checkpoints
 
     @property
     def heldout_digest(self) -> dict[str, str]:
@@ -81,6 +82,7 @@ def check_inputs(
         heldout=heldout,
         vocabulary=vocabulary,
         accept_new_numerics=accept_new_numerics,
+        from_scratch=from_scratch,
     )
     if not from_scratch:
         check_recorded_inputs(Path(config.run_dir), inputs.heldout_digest)

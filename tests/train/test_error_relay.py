@@ -12,7 +12,7 @@ from support.real_runs import free_port
 RANKS = """
 import sys, torch, torch.distributed as dist
 from electra_dist.errors import StorageLost
-from electra_dist.train.health.error_relay import report_once, reported_exit_code
+from electra_dist.collectives import report_once, reported_exit_code
 dist.init_process_group("gloo")
 assert reported_exit_code() is None
 dist.barrier()

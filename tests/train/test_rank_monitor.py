@@ -13,17 +13,18 @@ from support.real_runs import free_port
 
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.train.health.rank_monitor import RankMonitor
+from electra_dist.train.monitor import RankMonitor
 
 COLLECTIVES = """
 import os, sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from electra_dist.config import ClusterConfig
-from electra_dist.train.health.rank_monitor import RankMonitor
+from electra_dist.store.patience import Patience
+from electra_dist.train.monitor import RankMonitor
 dist.init_process_group("gloo")
 limits = {"hang_step_floor_s": 1.0, "hang_checkpoint_s": 4.0, "hang_eval_s": 4.0, "hang_setup_s": 60.0}
 cluster = ClusterConfig(**limits, storage_patience_s=0.0)
-monitor, phase, rank = RankMonitor(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()
+monitor, phase, rank = RankMonitor(Path(sys.argv[1]), cluster, Patience(0.0), None), sys.argv[2], dist.get_rank()
 for step in range(9):
     monitor.beat("step", step)
     dist.all_reduce(torch.zeros(1))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.speed.operator_counter import OperatorCounter
-from electra_dist.train.health.rank_monitor import RankMonitor
+from electra_dist.train.monitor import RankMonitor
 
 NUM_RANKS = 1024
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import deepspeed_command, rank_pid
 
-from electra_dist.train.health.stop_request import STOP_SIGNALS, StopRequest
+from electra_dist.train.stop_request import STOP_SIGNALS, StopRequest
 
 pytestmark = pytest.mark.multiproc
 

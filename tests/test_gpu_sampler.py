@@ -12,8 +12,7 @@ import pytest
 from support.fake_gpus import UNSUPPORTED, fake_probes
 from support.fake_nvml import pynvml as fake
 
-from electra_dist.nvml import GpuProbe
-from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler
+from electra_dist.nvml import GpuProbe, GpuReading, GpuSampler
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuProbe]:
 def test_the_module_imports_without_nvidia_ml_py_and_without_torch(tmp_path: Path):
     code = (
         "import sys; sys.modules['pynvml'] = None\n"  # as if not installed
-        "from electra_dist.train.health.gpu_monitor import GpuSampler\n"
+        "from electra_dist.nvml import GpuSampler\n"
         "assert GpuSampler().read() is None; assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -31,12 +31,12 @@ from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
+from electra_dist.nvml import GpuReading, GpuSampler
 from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
 from electra_dist.run.lease import RunLease
 from electra_dist.run.processes import node_name
 from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
-from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
@@ -60,18 +60,12 @@ class RankMonitor:
     every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        cluster: ClusterConfig,
-        patience: Patience | None = None,
-        lease: RunLease | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience, lease: RunLease | None) -> None:
         """Write the first heartbeat and read the GPUs. Only rank 0 passes `lease`, the lock of the run folder."""
         self._run_dir = run_dir
         self._lease = lease
         self._limits = hang_limits(cluster)
-        self._patience = Patience(0.0) if patience is None else patience
+        self._patience = patience
         self._least_collective_s = 0.0
         if cluster.storage_patience_s > 0:
             # Other ranks wait in a collective while one waits for storage, for as long as it may.

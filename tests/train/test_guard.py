@@ -13,7 +13,9 @@ import pytest
 from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
 from electra_dist.config import GuardConfig
-from electra_dist.train.loss_guard import Guard
+from electra_dist.config.load import load_config
+from electra_dist.errors import UserError
+from electra_dist.train.guard import Guard, SkipList
 from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
@@ -37,6 +39,34 @@ def test_spike_is_measured_against_a_full_window_of_accepted_losses() -> None:
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 def test_loss_that_is_not_finite_is_a_fault_from_the_first_step(loss: float) -> None:
     assert "loss is" in Guard(GuardConfig()).fault(loss)
+
+
+def test_skip_list_keeps_streaks_and_rollbacks_over_restarts(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    config = load_config(tiny_config(), ["guard.skip_before=1", "guard.max_rollbacks=1"])
+    skips = SkipList(tmp_path, [3])
+    for step in (10, 12, 13):
+        skips.stop(step)
+        skips.write()
+        skips = SkipList(tmp_path, [3])
+    assert skips.streak == [12, 13]
+    assert skips.roll_back(config) == (11, [12, 13])
+    skips.write()
+    again = SkipList(tmp_path, [3])
+    assert (again.steps, again.streak, again.rollbacks) == ({3, 10, 11, 12, 13}, [], 1)
+    assert again.below(12) == (3, 10, 11)
+    (tmp_path / "skipped_steps.json").write_text('{"steps": 3')
+    with pytest.raises(UserError, match="damaged"):
+        SkipList(tmp_path, [])
+
+
+def test_after_the_last_rollback_the_run_ends_with_a_line(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    skips = SkipList(tmp_path, [])
+    skips.stop(2)
+    config = load_config(tiny_config(), ["guard.max_rollbacks=1"])
+    assert skips.roll_back(config) == (0, [2])  # no step lies before step 0
+    skips.stop(7)
+    with pytest.raises(UserError, match="step 7 after 1 rollbacks was stopped by the guard again"):
+        skips.roll_back(config)
 
 
 def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:

@@ -1,13 +1,24 @@
 """Run pretraining on one rank: check the inputs, build the model and the engine, restore, train to the last step.
 
-The step loop itself is in `trainer.py`; this file does what comes before and after it: inputs, process group, run
-folder, engine, and the exit code.
+`run` is the order of a start from top to bottom; the step loop itself is in `trainer.py`.
+
+Guarantee: every refusal of a config, an input or a target comes before anything is written into the run folder. After
+a start that ended because storage stayed full or away (ledger event `storage`), the next one begins no sooner than ten
+minutes later, whoever starts it: a supervisor, Slurm or a person. So the jobs of a Slurm chain are not all spent while
+storage is away.
+
+Limits: if the ledger cannot be written, there is no event and no pause; the next start then waits for storage itself,
+at most `cluster.storage_patience_s`. The age of the event is taken by the wall clock, but even if the clock was set
+back, no pause is longer than ten minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +28,12 @@ from electra_kernels.native import cpu_library
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
 from electra_dist.checkpoint.restore import set_all_aside
-from electra_dist.collectives import Choice, agree, from_rank_0, gather
+from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config, canonical_json
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
+from electra_dist.engine.micro_batch import with_fitting_micro_batch, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
@@ -39,30 +50,29 @@ from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,
     delete_unfinished_files,
+    is_run_folder,
     move_records_aside,
     run_identity,
 )
 from electra_dist.run.lease import RunLease, hold_lease
+from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.store.user_cache import keep_compiled_code
-from electra_dist.train.health.error_relay import report_once, reported_exit_code
-from electra_dist.train.health.rank_monitor import RankMonitor
-from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.input_checks import RunInputs, check_inputs, remarks_on_corpora
+from electra_dist.train.clock import seconds_since_process_start
+from electra_dist.train.guard import SkipList
+from electra_dist.train.inputs import RunInputs, check_inputs, remarks_on_corpora
+from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
-from electra_dist.train.reporting.time_accounting import seconds_since_process_start
-from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
-from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.start import Start
+from electra_dist.train.stop_request import StopRequest
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
 
+PAUSE_S = 600.0  # from the end of a start that has lost its storage to the next one
+_POLL_S = 1.0  # seconds between two checks for a request to stop
 
-def run(
-    config: Config,
-    accept_new_numerics: bool = False,
-    predict_rows: PredictRows | None = None,
-    from_scratch: bool = False,
-) -> int:
+
+def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = False) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     The call creates the process group that the launcher's environment variables describe, and destroys it. Before the
@@ -71,7 +81,6 @@ def run(
 
     Args:
         accept_new_numerics: whether to continue a run of a version that draws random numbers or rounds differently.
-        predict_rows: predicts the largest micro-batch for `train.micro_batch: auto`; see `with_micro_batch`.
         from_scratch: whether to begin again at step 0 in a folder that has checkpoints. They and the records of the
             run are set aside, and nothing is deleted.
 
@@ -79,9 +88,10 @@ def run(
         An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request or
         for lack of storage, or 78 for a user's error.
     """
-    import_s = seconds_since_process_start()
+    build_s = {"import": seconds_since_process_start()}
     begin = time.perf_counter()
     place = rank_place()
+    run_dir = Path(config.run_dir)
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = with_fitting_micro_batch(config, place.world_size)
     try:
@@ -92,17 +102,26 @@ def run(
         )
     except StorageLost as error:
         if place.rank == 0:
-            record_lost_storage(Path(config.run_dir), str(error))
+            record_lost_storage(run_dir, str(error))
         raise
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
-        return _run(config, inputs, import_s, begin, predict_rows, from_scratch, patience, notes)
+        stop = StopRequest(run_dir, place.rank == 0)  # first of all: a signal during the build must not be lost
+        if _pause_after_lost_storage(run_dir, stop):
+            return EXIT_STOPPED
+        # Targets are checked before anything is written into the run folder.
+        from_rank_0(lambda: check_targets(config, patience))
+        with _held_run_folder(config, inputs, patience) as lease:
+            start = _build(config, inputs, stop, patience, lease, notes)
+            build_s["build"] = time.perf_counter() - begin
+            exit_code = _train(start, build_s, notes)
+        return exit_code
     except UserError as error:
         code = EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
         report_once(error, code)
-        if isinstance(error, StorageLost) and dist.get_rank() == 0:
-            record_lost_storage(Path(config.run_dir), str(error))
+        if isinstance(error, StorageLost) and place.rank == 0:
+            record_lost_storage(run_dir, str(error))
         return code
     except RuntimeError:
         # A collective fails when another rank has ended; that rank has printed the cause.
@@ -118,39 +137,12 @@ def _print_nothing(text: str) -> None:
     """Print nothing. Only one rank of each node reports that storage is away; the others use this function."""
 
 
-def _set_earlier_run_aside(config: Config, patience: Patience) -> list[str]:
-    """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
-    return [*set_all_aside(open_targets(config, patience)), *move_records_aside(Path(config.run_dir))]
+@contextlib.contextmanager
+def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> Iterator[RunLease | None]:
+    """Lock the run folder, check again that it holds no other run, and unlock it at the end. Collective.
 
-
-def _run(
-    config: Config,
-    inputs: RunInputs,
-    import_s: float,
-    begin: float,  # when `run` was called, by `time.perf_counter`
-    predict_rows: PredictRows | None,
-    from_scratch: bool,
-    patience: Patience,
-    notes: list[str],
-) -> int:
-    """Lock the run folder against other processes, train until the run ends, and unlock the folder. Collective."""
-    run_dir = Path(config.run_dir)
-    is_first_rank = dist.get_rank() == 0
-    stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
-    if pause_after_lost_storage(run_dir, stop):
-        return EXIT_STOPPED
-    # Targets are checked before anything is written into the run folder.
-    from_rank_0(lambda: check_targets(config, patience))
-    lease = _hold_run_folder(config, inputs, patience)
-    try:
-        return _train(config, inputs, stop, lease, import_s, begin, predict_rows, from_scratch, patience, notes)
-    finally:
-        if lease is not None:
-            lease.release()
-
-
-def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
-    """Lock the run folder and check again that it holds no other run; return the lock (rank 0) or None. Collective."""
+    Gives the lock to rank 0, and None to the others.
+    """
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpora.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -172,32 +164,32 @@ def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> R
         leases.append(lease)
 
     from_rank_0(lambda: patience.call(hold))
-    return leases[0] if leases else None
+    try:
+        yield leases[0] if leases else None
+    finally:
+        for lease in leases:
+            lease.release()
 
 
-def _train(
+def _build(
     config: Config,
     inputs: RunInputs,
     stop: StopRequest,
-    lease: RunLease | None,
-    import_s: float,
-    begin: float,
-    predict_rows: PredictRows | None,
-    from_scratch: bool,
     patience: Patience,
+    lease: RunLease | None,
     notes: list[str],
-) -> int:
-    """Build the model and the engine and train until the run ends. Collective."""
+) -> Start:
+    """Build the model and the engine, and write the files that describe the run. Collective; adds to `notes`."""
     run_dir = Path(config.run_dir)
     wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
-    if from_scratch:
-        notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
-    begins = from_scratch or not checkpoints(open_targets(config, patience))
-    notes = notes + from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
+    if inputs.from_scratch:
+        notes += from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
+    begins = inputs.from_scratch or not checkpoints(open_targets(config, patience))
+    notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module, attention = build_module(config, special, token_counts)
-    notes = notes + _build_notes(config, attention)
+    notes += _build_notes(config, attention)
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes, source_digest = begin_with_source(
@@ -206,33 +198,36 @@ def _train(
     notes += [f"init_from: {note}" for note in source_notes]
     from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs, source_digest)))
     if config.train.largest_micro_batch:
-        config = with_micro_batch(config, module, local_device(), predict_rows)
+        config = with_micro_batch(config, module, local_device(), _predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
     monitor = RankMonitor(run_dir, config.cluster, patience, lease)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
-    skips = SkipList(run_dir, config.train.skip_steps, patience)
-    build_s: dict[str, float] | None = {"import": import_s, "build": time.perf_counter() - begin}
-    exit_code: int | None = None
+    return Start(
+        config=config,
+        inputs=inputs,
+        engine=engine,
+        special=special,
+        skips=SkipList(run_dir, config.train.skip_steps, patience),
+        stop=stop,
+        monitor=monitor,
+        patience=patience,
+    )
+
+
+def _train(start: Start, build_s: dict[str, float], notes: Sequence[str]) -> int:
+    """Train, in a new round with the same engine after each rollback, until there is an exit code. Collective."""
+    exit_code = Trainer(start, build_s, notes).run()
     while exit_code is None:
-        exit_code = Trainer(
-            config=config,
-            inputs=inputs,
-            engine=engine,
-            special=special,
-            skips=skips,
-            stop=stop,
-            monitor=monitor,
-            build_s=build_s,
-            notes=notes,
-            patience=patience,
-        ).run()
-        # Without an exit code the run goes back to a checkpoint, in a new round with the engine that exists already.
-        build_s = None
-        notes = []
-    monitor.close()
-    engine.close()
+        exit_code = Trainer(start, None).run()
+    start.monitor.close()
+    start.engine.close()
     return exit_code
+
+
+def _set_earlier_run_aside(config: Config, patience: Patience) -> list[str]:
+    """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
+    return [*set_all_aside(open_targets(config, patience)), *move_records_aside(Path(config.run_dir))]
 
 
 def _build_notes(config: Config, attention: Choice) -> list[str]:
@@ -304,3 +299,64 @@ def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
         run_dir=Path(config.run_dir),
         open_cache=lambda: open_cache(corpora, config.data, shard_folder(config, corpora)),
     )
+
+
+def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
+    """Estimate how many rows fit into `free_bytes` of a GPU. `train.micro_batch: auto` begins its search there."""
+    from electra_dist.planning.activation_memory import micro_batch_limit  # Most starts need no estimate.
+
+    plan = config.plan.model_copy(update={"num_gpus": world_size})
+    return micro_batch_limit(config.model_copy(update={"plan": plan}), free_bytes / 1e9).fitting_rows
+
+
+def record_lost_storage(run_dir: Path, why: str) -> None:
+    """Append the event `storage` to a run's ledger, unless the ledger ends with this event already.
+
+    Errors are ignored, because the ledger may be on the disk that cannot be reached.
+    """
+    with contextlib.suppress(UserError, OSError):
+        if not is_run_folder(run_dir):
+            return
+        events = read_ledger(run_dir)
+        if events and events[-1].event == "storage":
+            return
+        ledger = Ledger(run_dir)
+        try:
+            ledger.append("storage", events[-1].step if events else 0, why=why)
+        finally:
+            ledger.discard()  # This closes the file, and does not try again to write an event that was refused.
+
+
+def remaining_pause_s(ledger: Sequence[LedgerEvent], now: float) -> float:
+    """Return the seconds to wait from Unix time `now`; 0 unless the last start ended for lack of storage."""
+    if not ledger or ledger[-1].event != "storage":
+        return 0.0
+    return min(PAUSE_S, max(0.0, ledger[-1].unix_s + PAUSE_S - now))
+
+
+def _pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
+    """If the last start ended for lack of storage, wait until ten minutes after its end. Collective.
+
+    Returns True if the run was asked to stop meanwhile.
+    """
+    pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
+    end = time.monotonic() + pause_s
+    while time.monotonic() < end:
+        time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
+        if any(gather(stop.wants_stop())):
+            return True
+    return False
+
+
+def _read_pause_s(run_dir: Path) -> float:
+    """Return how many seconds this start must wait for its turn; print a line unless it is 0. Rank 0 only."""
+    ledger = []
+    with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
+        ledger = read_ledger(run_dir)
+    pause_s = remaining_pause_s(ledger, datetime.now(UTC).timestamp())
+    if pause_s > 0:
+        print_line(
+            f"the last start ended because storage stayed away ({ledger[-1].why}); this one begins in "
+            f"{pause_s:.0f} s, send SIGTERM to end it"
+        )
+    return pause_s

@@ -10,9 +10,9 @@ import pytest
 from support.run_records import ledger_event
 
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.train.health.stop_request import JobEndTime
-from electra_dist.train.reporting.time_accounting import seconds_since_process_start
+from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.saving.save_schedule import automatic_steps
+from electra_dist.train.stop_request import JobEndTime
 
 JUMPS_S = (3600.0, -86400.0)
 WALL_CLOCK = time.time

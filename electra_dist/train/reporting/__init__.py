@@ -1,1 +1,0 @@
-"""What a run reports: records of steps and evaluations, times, scored rows."""

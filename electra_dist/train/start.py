@@ -1,0 +1,31 @@
+"""Hold what one start of a run works with, once its engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from electra_dist.config import Config
+from electra_dist.engine.engine import Engine
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.patience import Patience
+from electra_dist.train.guard import SkipList
+from electra_dist.train.inputs import RunInputs
+from electra_dist.train.monitor import RankMonitor
+from electra_dist.train.stop_request import StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Parts of one start of a run on this rank, made once and shared by all rounds of the start.
+
+    A round is the part of a start from a restored checkpoint to the last step, a stop, or a rollback.
+    """
+
+    config: Config  # with the micro-batch that this number of ranks and this memory allow
+    inputs: RunInputs
+    engine: Engine
+    special: SpecialIds
+    skips: SkipList
+    stop: StopRequest
+    monitor: RankMonitor
+    patience: Patience  # with storage that is full or away
