@@ -108,8 +108,8 @@ def test_a_state_is_saved_and_restored(tmp_path: Path) -> None:
 
     def restore() -> None:
         loaded = small.empty()
-        found, _ = load_newest([store], small.share(loaded, 0, 1), small.state_at(0, world_size=1))
-        assert found is not None
+        found = load_newest([store], small.share(loaded, 0, 1), small.state_at(0, world_size=1))
+        assert found.state is not None
         assert small.equal(loaded, values)
 
     for way, work in (("save", save), ("restore", restore)):

@@ -8,12 +8,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 Tree = dict[str, Any]
+_ELEMENTS = {tuple: "[]", dict: ".*"}  # how a key names any element of a list or a mapping
 
 
 def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the field of every key below a section, by its dotted key; a section comes before its keys.
 
-    The elements of a list of sections have the list's key with [], as in "data.phases[].corpus".
+    The elements of a list of sections have the list's key with [], as in "data.phases[].corpus"; those of a mapping
+    have *, as in "tasks.*.seeds".
     """
     found: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
@@ -21,7 +23,7 @@ def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
         found[key] = field
         section = section_class(field.annotation)
         if section is not None:
-            place = f"{key}[]" if get_origin(field.annotation) is tuple else key
+            place = key + _ELEMENTS.get(get_origin(field.annotation), "")
             found |= {f"{place}.{inner_key}": inner_field for inner_key, inner_field in fields(section).items()}
     return found
 

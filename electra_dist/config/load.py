@@ -116,7 +116,7 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
     unknown = ".".join(location)
-    section, _, name = _general_key(location).rpartition(".")
+    section, _, name = _general_key(root, location).rpartition(".")
     valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
     nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     message = f"unknown key `{unknown}`"
@@ -146,13 +146,22 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
 
 def _meaning(root: type[BaseModel], location: list[str]) -> str:
     """Return a key's description to end an error message with, such as ". micro_batch: Rows ..."; "" if none."""
-    field = fields(root).get(_general_key(location))
+    field = fields(root).get(_general_key(root, location))
     return f". {location[-1]}: {field.description}" if field and field.description else ""
 
 
-def _general_key(location: Sequence[str]) -> str:
+def _general_key(root: type[BaseModel], location: Sequence[str]) -> str:
     """Return the key of `keys.fields` for the place of a value: `data.phases[].corpus` for data.phases.0.corpus."""
-    return re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(location))
+    known = fields(root)
+    key = ""
+    for part in location:
+        if part.isdigit():
+            key += "[]"
+        elif any(name.startswith(f"{key}.*") for name in known):
+            key += ".*"
+        else:
+            key = f"{key}.{part}" if key else part
+    return key
 
 
 def _reason(fault: ErrorDetails) -> str:

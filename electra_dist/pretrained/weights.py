@@ -103,7 +103,7 @@ def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """
     file = run_dir / TOKENIZER_FILE
     next_step = "copy it from a backup of this run, or start the run once more, which writes it again from the corpus"
-    with readable(file):
+    with readable(file, next_step):
         data = read_regular(file)
     expected = named_digest(run_dir, TOKENIZER_FILE)
     if expected is not None:
@@ -120,7 +120,7 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
     settings_file = run_dir / TOKENIZER_FILE
     next_step = "restore both from a backup of this run, or start the run once more, which writes both again"
     file = run_dir / RUN_VOCAB_FILE
-    with readable(file):
+    with readable(file, next_step):
         data = read_regular(file)
     expected = NamedDigest(sha256=tokenizer.sha256, named_by=str(settings_file), next_step=next_step)
     vocabulary = Vocabulary.parse(data, str(file), expected)

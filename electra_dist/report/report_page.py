@@ -254,7 +254,7 @@ def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     num_of_model = Counter((device["name"], device["memory_gb"]) for device in devices)
     for (name, memory_gb), count in sorted(num_of_model.items(), key=str):
-        memory = f", {memory_gb} GB" if memory_gb else ""
+        memory = f", {memory_gb:g} GB" if memory_gb else ""
         rows.append(("GPUs of a node", f"{count} x {name}{memory}"))
     rows.append(("driver", str(gpus["driver"])))
     return rows

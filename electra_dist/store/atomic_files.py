@@ -160,12 +160,15 @@ def disk_problem(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError in the `with` block to a one-line StoreError about `path`; no file gives StoreMissing."""
+def readable(path: Path, next_step: str = "check the path, or build or restore the file") -> Iterator[None]:
+    """Convert an OSError in the `with` block to a one-line StoreError about `path`; no file gives StoreMissing.
+
+    `next_step` says what the user can do if there is no file.
+    """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise StoreMissing(f"{path}: no such file; check the path, or build or restore the file") from None
+        raise StoreMissing(f"{path}: no such file; {next_step}") from None
     except IsADirectoryError:
         raise StoreMissing(f"{path}: is a folder, not a file; give the path of a file") from None
     except PermissionError:

@@ -85,7 +85,6 @@ CONTRADICTIONS = [
     (["engine.attention=flash", "objective.name=electric"], "", "flash does not support the one-directional"),
     (["model.type_vocab_size=1"], "", "two segments"),
     ([_MODERN, "objective.name=electric"], "", "attention in one direction"),
-    ([_MODERN, "engine.attention=flash"], "", "flash cannot limit attention to a window"),
     ([_MODERN, "engine.compile=true", "model.hidden_dropout=0.1"], "", "needs model.hidden_dropout: 0"),
     (["engine.attention=flash"], "", "flash computes in bf16 or fp16 only"),
     (["objective.generator_only_steps=5", "model.sharing=none"], "", "they must be of one size"),

@@ -43,6 +43,7 @@ OWN = {
     "launcher/chaos/file_faults.py",
     "launcher/chaos/victim.py",
     "launcher/cli/main.py",
+    "launcher/slurm/batch_script.py",
     "launcher/supervise/rank_processes.py",
 }
 
