@@ -11,8 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from electra_dist import config_file
-from electra_dist.config import Config, TrainConfig, divisors
+from electra_dist.config import Config, TrainConfig, divisors, load
 from electra_dist.config.load import load_config, parse_override, read_layers
 from electra_dist.config.rules import check_new_run
 from electra_dist.config.schedule import Schedule
@@ -65,7 +64,7 @@ def quickly_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the files of the demo's config once, and parse the overrides alone for each case."""
     layers = read_layers(DEMO, [])
     monkeypatch.setattr(
-        config_file,
+        load,
         "read_layers",
         lambda path, overrides: [*layers, *(("--set", parse_override(text)) for text in overrides)],
     )
