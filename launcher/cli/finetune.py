@@ -111,9 +111,14 @@ def finetune(
 
     from electra_dist.finetune.finetune_config import settings_for
     from electra_dist.finetune.scores import summarize
-    from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
-    from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
-    from electra_dist.finetune.seeds.run_seeds import run_all
+    from electra_dist.finetune.seeds import (
+        ModelRequest,
+        SeedProcesses,
+        TaskRequest,
+        advice_on_threads,
+        open_task,
+        run_all,
+    )
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
     if probe and parallel > 1:
@@ -196,9 +201,8 @@ def minimal_pairs(
     The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
     as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
-    from electra_dist.finetune.sentences.minimal_pairs import score_minimal_pairs, score_sentence_pairs
-    from electra_dist.finetune.sentences.pair_files import read_pair_files
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
 
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):

@@ -13,7 +13,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.escapes import printable
-from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
+from electra_dist.scoring.text_scores import TextLine, ranks, read_text_lines
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from launcher.cli.finetune import Tower, TowerOption, progress_bar
