@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -95,34 +95,18 @@ def export_generator(
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
-class TaskHead(NamedTuple):
-    """Head that a task such as classification adds to an encoder, in the form that a Hugging Face class loads."""
-
-    architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
-    weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
-    config: dict[str, Any]  # entries that config.json has besides those of the encoder, such as "id2label"
-
-
 def export_task_model(
-    encoder: State,
-    head: TaskHead,
-    model: ModelConfig,
-    special: SpecialIds,
-    vocabulary_text: str,
-    lowercase: bool,
-    out_dir: Path,
+    weights: State, config: dict[str, Any], vocabulary_text: str, lowercase: bool, max_positions: int, out_dir: Path
 ) -> None:
-    """Write an encoder with the head of a task (such as classification), and its tokenizer, as a Hugging Face folder.
+    """Write a model for a task (such as classification) and its tokenizer as a Hugging Face folder.
 
-    The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
-    is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.
+    `weights`, in fp32 on the host, and `config` are those of a class of transformers. Files of the same names in
+    `out_dir` are replaced.
     """
-    tensors = to_hf(encoder, model, "discriminator") | head.weights
-    config = hf_config(model, "discriminator", special, head.architecture) | head.config
     with tempfile.TemporaryDirectory() as folder:
         vocab_file = Path(folder) / VOCAB_FILE
         vocab_file.write_text(vocabulary_text, "utf-8")
-        _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
+        _write(dict(weights), config, vocab_file, lowercase, max_positions, out_dir)
 
 
 def _write(

@@ -19,7 +19,6 @@ from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import NodeError, UserError
-from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
@@ -28,6 +27,7 @@ from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.load_towers import load_tower_folders
 from electra_dist.pretrained.run_weights import RunWeights
+from electra_dist.scoring.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
