@@ -21,7 +21,7 @@ CORPUS = [
 EXTRAS = {
     "s3": ["boto3>=1.36", "urllib3>=2.2.2"],  # urllib3 has read1 since 2.2
     "export": ["transformers>=4.50,<6"],
-    "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
+    "finetune": ["transformers>=4.50,<6", "scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
     # Tracking services, for `log.wandb` and `log.mlflow`.

@@ -40,8 +40,6 @@ from measure import (
 
 BENCHMARKS = (
     "step",
-    "step_packed",
-    "step_modern",
     "head",
     "loader",
     "shard_cache",

@@ -1,25 +1,15 @@
-"""What does a small cache of shards fetch again, and which link to the store do nodes need that share shards?
+"""What does a small cache of shards fetch again in each epoch?
 
     python benchmarks/run.py shard_cache
 
-It measures two things:
-
-1. The share of the corpus that one node fetches in each epoch after the first, with caches of 50, 75 and 90 % of the
-   corpus. For comparison, a cache that deletes the least recently used shard is simulated on the same order of shards.
-2. Eight nodes behind one link to the store (`shard_cache_nodes.py`), which either fetch every shard from the store
-   ("alone"), or pass shards to one another ("sharing"): the seconds to the first batch of the slowest node, the share
-   of the time that the nodes wait, and the bytes that leave the store.
-
-   The "need" is the rate of the link at which nodes alone would never wait in the first epoch: eight times the corpus
-   in the time of the epoch's steps. Both kinds of nodes are measured with links of 100, 75 and 50 % of the need.
-   Sharing nodes need an eighth of this rate, so they are also measured with 100, 75 and 50 % of this eighth. In one
-   more run a node is killed in the middle of the epoch; in another, every cache holds half of the corpus.
+It measures the share of the corpus that one node fetches in each epoch after the first, with caches of 50, 75 and 90 %
+of the corpus. For comparison, a cache that deletes the least recently used shard is simulated on the same order of
+shards.
 
 Guarantee: every batch is compared with the rows that the run's row order gives for it; the benchmark ends if a batch
-differs. Bytes are counted where they leave the store.
+differs. Fetches are counted where they leave the store.
 
-Limits: the store is a local HTTP server with a limited rate, not S3. The nodes do not wait for one another at each
-step, and they share the processors of one machine, whose load average is in the record and in the table.
+Limits: the store is a local folder. `tests/data/test_sharing.py` counts what nodes fetch that share their shards.
 """
 
 from __future__ import annotations
@@ -27,25 +17,42 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import os
+import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from measure import Found, Json, ResultLine, print_table
 from random_corpus import write_corpus
-from shard_cache_nodes import Cluster, CountingStore, Run, measure_nodes
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_cache import ShardCache
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.local_store import LocalStore
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
-LINK_SHARES = (1.0, 0.75, 0.5)  # rate of the link as a share of the need, which the module's docstring defines
 _SEED = 42
+
+
+class CountingStore(LocalStore):
+    """Store in a local folder that must be copied from, as S3 must, and counts the fetched objects."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.num_fetched = 0
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        """Return None, so that the cache fetches objects instead of reading them in place."""
+        return None
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Copy an object, and count it."""
+        self.num_fetched += 1
+        with replacing(destination) as out, super().local_path(key).open("rb") as stream:
+            shutil.copyfileobj(stream, out)
 
 
 def least_recently_used(order: RowOrder, num_shards: int, capacity: int, epochs: int) -> list[float]:
@@ -120,71 +127,10 @@ def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
     )
 
 
-def runs_of(num_nodes: int, link_shares: Sequence[float]) -> list[Run]:
-    """Return the runs of several nodes: all links alone and sharing, slower links, a killed node, small caches."""
-    runs = []
-    for share in link_shares:
-        for kind in ("alone", "sharing"):
-            runs.append(Run(f"{kind}, link {share:.0%} of the need", share, is_sharing=kind == "sharing"))
-    for share in (link_share / num_nodes for link_share in link_shares):
-        runs.append(Run(f"sharing, link {share:.1%} of the need", share))
-    half = LINK_SHARES[-1]
-    link = f"sharing, link {half:.0%} of the need"
-    runs.append(Run(f"{link}, a node killed in the middle of epoch 1", half, kills_one=True))
-    runs.append(Run(f"{link}, caches of half of the corpus, 3 epochs", half, cache_share=0.5, num_epochs=3))
-    return runs
-
-
-def report_nodes(runs: list[Json], facts: str) -> list[ResultLine]:
-    """Print the table of the runs of several nodes; return the rows of the sharing runs for docs/results.md."""
-    print(f"\n{facts}")
-    rows = [
-        [run["name"], f"{run['first_batch_s']:.2f}", f"{run['waiting_share']:.0%}", _shares_of_store(run)]
-        for run in runs
-    ]
-    print_table(["nodes", "first batch s", "waiting", "bytes of the store / corpus, by epoch"], rows)
-    by_name = {run["name"]: run for run in runs}
-    lines = []
-    for name, run in by_name.items():
-        if "sharing" not in name:
-            continue
-        alone = by_name.get(name.replace("sharing", "alone"))
-        comparison = "" if alone is None else f"{_figures(alone)} if each node fetches everything"
-        lines.append(ResultLine(f"{facts}: {name}", _figures(run), comparison))
-    return lines
-
-
-def _shares_of_store(run: Json) -> str:
-    return ", ".join(f"{share:.2f}" for share in run["store_share_by_epoch"])
-
-
-def _figures(run: Json) -> str:
-    return (
-        f"first batch {run['first_batch_s']:.2f} s, waiting {run['waiting_share']:.0%} of the time, "
-        f"{_shares_of_store(run)} x the corpus fetched from the store in each epoch"
-    )
-
-
 def measure(arguments: argparse.Namespace) -> Found:
-    """Run both measurements in a temporary folder."""
-    link_shares = LINK_SHARES
-    num_shards, window, epochs = 240, 4, 4
-    cluster = Cluster(num_nodes=8, num_shards=48, rows_per_shard=256, window_shards=6, step_s=0.1)
-    if arguments.smoke:
-        link_shares = LINK_SHARES[-1:]
-        num_shards, window, epochs = 30, 1, 2
-        cluster = Cluster(num_nodes=3, num_shards=12, rows_per_shard=32, window_shards=3, step_s=0.003)
-    with tempfile.TemporaryDirectory(prefix="shard-cache-") as temporary:
-        folder = Path(temporary)
-        corpus = folder / "corpus"
-        seq_len = cluster.seq_len
-        write_corpus(str(corpus), cluster.num_shards, cluster.rows_per_shard, cluster.num_shards, seq_len=seq_len)
-        # The nodes are forked, so they run before the other measurement starts threads.
-        nodes = [
-            measure_nodes(run, corpus, folder / run.name, cluster) for run in runs_of(cluster.num_nodes, link_shares)
-        ]
-        load, _, _ = os.getloadavg()
-        sizes = measure_eviction(folder / "eviction", num_shards, window, epochs)
-    lines = [report_eviction(sizes, f"{num_shards} shards, windows of {window}")]
-    lines += report_nodes(nodes, f"{cluster.num_nodes} simulated nodes on a machine with a load average of {load:.0f}")
-    return Found(lines, {"eviction": sizes, "nodes": nodes, "cluster": cluster._asdict(), "load": load})
+    """Measure each size of the cache in a temporary folder."""
+    num_shards, window, epochs = (30, 1, 2) if arguments.smoke else (240, 4, 4)
+    with tempfile.TemporaryDirectory(prefix="shard-cache-") as folder:
+        sizes = measure_eviction(Path(folder), num_shards, window, epochs)
+    line = report_eviction(sizes, f"{num_shards} shards, windows of {window}")
+    return Found([line], {"eviction": sizes})

@@ -30,17 +30,22 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.finetune.scores import Measured, digest_of, summarize
-from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
-from electra_dist.finetune.sentences.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
-from electra_dist.finetune.sentences.pair_files import read_pair_files
-from electra_dist.finetune.sentences.token_scores import score_places
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.seeds import TaskRequest, open_task
+from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress
-from electra_dist.finetune.treebank.conllu_files import read_treebank
-from electra_dist.finetune.treebank.word_probes import Target, probe_words
+from electra_dist.finetune.word_files import read_treebank
+from electra_dist.finetune.word_probes import Target, probe_words
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
+from electra_dist.scoring.minimal_pairs import (
+    ALL,
+    PairScore,
+    read_pair_files,
+    score_minimal_pairs,
+    score_sentence_pairs,
+)
+from electra_dist.scoring.token_scores import score_places
 
 
 class Measure(abc.ABC):
@@ -125,7 +130,7 @@ class PairFilesMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
-        """Read a file or folder in the formats of `pair_files.py`; its name without suffix becomes the column's name.
+        """Read a file or folder in the formats of `read_pair_files`; the column has its name.
         At most `pairs_per_kind` pairs of each kind are used, always the same ones.
         """
         self.name = path.stem

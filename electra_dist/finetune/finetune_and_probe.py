@@ -1,4 +1,4 @@
-"""Fine-tune an encoder with one seed, or probe it, and score the result; `seeds/run_seeds.py` runs several seeds.
+"""Fine-tune an encoder with one seed, or probe it, and score the result; `seeds.py` runs several seeds.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
 `identity` is a digest of the first three.
@@ -24,12 +24,11 @@ import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.output.seed_folder import write_seed_folder
-from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.scores import Measured, best_layer, digest_of
-from electra_dist.finetune.task import Task, TaskOutcome
+from electra_dist.finetune.seed_folder import write_seed_folder
+from electra_dist.finetune.task import Task, TaskOutcome, TextFile
 from electra_dist.finetune.task_metrics import linear_outputs
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
 from electra_dist.pretrained.encoder import Backbone, Pretrained
 
@@ -88,7 +87,7 @@ def finetune_task(
     )
     if folder is not None and outcome.metrics:
         predictions = outcome.predictions + of_test_sets
-        write_seed_folder(folder, encoder, model, task.hf_head(model, settings), settings, result, predictions)
+        write_seed_folder(folder, encoder, model, settings, result, predictions)
     return result
 
 

@@ -9,8 +9,8 @@ How: the width of the encoder decides its size. Below 512 it counts as Small (th
 as Large, between them as Base (768).
 
 Limits: the code of google-research/electra differs from the paper in two values: it trains Small with lr 1e-4, and all
-sizes with weight decay 0.01. Pass `--set lr=1e-4 --set weight_decay=0.01` to use these. The default head for SQuAD is
-the one that Hugging Face's models have (`span_head`), not the reference's.
+sizes with weight decay 0.01. Pass `--set lr=1e-4 --set weight_decay=0.01` to use these. The default heads are
+those of Hugging Face's models (`head`).
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ class FinetuneConfig(Section):
     eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-6, description="AdamW's epsilon, added to the square root of the second moment"
     )
-    head: Literal["reference", "dense"] = Field(
-        default="reference",
-        description="layers of the classification head. reference: dropout, linear; dense: dropout, linear, GELU, "
-        "dropout, linear, as in Hugging Face's ElectraForSequenceClassification. Models of the architecture modern "
-        "have ModernBERT's layers below the head, so that reference is the one to use",
+    head: Literal["transformers", "paper"] = Field(
+        default="transformers",
+        description="layers of the head. transformers: those of Hugging Face's classes, so that the model that is "
+        "trained is the one that is written; paper: those of google-research/electra, to compare scores with the "
+        "paper. They are one linear layer for texts and, for SQuAD, ends that depend on the start and a classifier of "
+        "answerability. Of such a model only the predictions are written. The head of tags is the same in both",
     )
     head_dropout: Probability = Field(
-        default=0.1, description="dropout probability before each linear layer of the classification head"
+        default=0.1, description="dropout probability before each linear layer of the head for texts"
     )
     hidden_dropout: Probability = Field(
         default=0.1, description="dropout probability on the encoder's embeddings and sub-layer outputs"
@@ -111,20 +112,13 @@ class FinetuneConfig(Section):
         default=20,
         description="SQuAD: number of answer starts that are tried, and of answer ends for each start",
     )
-    span_head: Literal["linear", "reference"] = Field(
-        default="linear",
-        description="SQuAD: layers of the head. linear: one linear layer for the logits of start and end, as in "
-        "Hugging Face's ElectraForQuestionAnswering; reference: the end depends on the start, and a classifier "
-        "decides whether there is an answer, as in google-research/electra; such a model cannot be saved in Hugging "
-        "Face's format",
-    )
     span_width: Positive = Field(
         default=512,
-        description="SQuAD, span_head reference: width of the hidden layers for the answer's end and answerability",
+        description="SQuAD, head paper: width of the hidden layers for the answer's end and answerability",
     )
     answerable_weight: Annotated[float, Field(ge=0)] = Field(
         default=0.5,
-        description="SQuAD, span_head reference: weight of the answerability loss, added to the loss of start and end",
+        description="SQuAD, head paper: weight of the answerability loss, added to the loss of start and end",
     )
 
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:

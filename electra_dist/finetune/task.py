@@ -7,14 +7,26 @@ the model with its head, and the scores.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.output.text_files import TextFile
-from electra_dist.finetune.task_heads import TaskModel
+from electra_dist.finetune.models import TaskModel
 from electra_dist.finetune.training_loop import Examples, Progress
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.export import TaskHead
+
+
+class TextFile(NamedTuple):
+    """File with predictions: its name, relative to the folder of the model, and its content."""
+
+    name: str
+    text: str
+
+
+def tsv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> TextFile:
+    """Return a tab-separated file with `titles` as its first line; no cell may contain a tab or a line feed."""
+    lines = ["\t".join(cells) for cells in (titles, *rows)]
+    return TextFile(name=name, text="\n".join(lines) + "\n")
 
 
 class TaskOutcome(NamedTuple):
@@ -49,14 +61,6 @@ class Task(abc.ABC):
 
         `progress` is called after each batch with ("predict", rows done, rows in total).
         """
-
-    @abc.abstractmethod
-    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return a trained model's head under Hugging Face's weight names; None if Hugging Face has no such head."""
-
-    def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
-        """Return in one line why models of this task cannot be saved and what to do; empty if they can."""
-        return ""
 
     def predict_test_sets(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress

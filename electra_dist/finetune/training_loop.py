@@ -6,6 +6,15 @@ number of threads. All rows come from one infinite sequence, which in each pass 
 a function of seed and pass. Step t takes the elements [t * batch, (t + 1) * batch) of this sequence. There are
 int(examples * epochs / batch) steps, at least one.
 
+The head learns at the peak rate lr, and lower layers learn more slowly. Let L be the number of layers and d
+the setting `layer_decay`. Layer i, counted from 0 at the bottom, has the peak rate lr * d ** (L + 1 - i), so the top
+layer has lr * d ** 2. The embeddings and their projection have lr * d ** (L + 2). The top layer is two factors d below
+the head because the reference counts a pooler between them, which does not exist. With `lr_decay_quirk: false` this
+factor is dropped: the top layer has lr * d, and the embeddings have lr * d ** (L + 1).
+
+The schedule multiplies every peak rate by (1 - t / T) * min(1, t / (warmup_fraction * T)), where t is the number of
+finished updates and T is their total. With a warm-up, the first update (t = 0) therefore has a learning rate of 0.
+
 How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
 multiple of 8. Prediction processes the rows in order of length.
 
@@ -13,24 +22,100 @@ Cost: one forward and backward of the encoder per step; losses are copied to the
 rarely synchronized.
 
 Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
+
+Source: google-research/electra, model/optimization.py (`_get_layer_lrs`), issues 51 and 64. AdamW without bias
+correction is the optimizer of pretraining (`engine/adamw.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, derive_seed
+from torch import nn
 
+from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
-from electra_dist.finetune.task_heads import TaskModel
+from electra_dist.finetune.models import TaskModel
 from electra_dist.model.dropout_keys import DropoutKeys
+
+_LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.")  # after the encoder's prefix
+_FINAL_NORM = re.compile(r"(?:encoder\.)?final_norm\.")
+
+
+def peak_lr(name: str, encoder_prefix: str, num_layers: int, settings: FinetuneConfig) -> float:
+    """Return a parameter's peak learning rate: `settings.lr` in the head, and less in each lower layer of the encoder.
+
+    The names of the encoder's parameters begin with `encoder_prefix`. In the architecture `modern`, the LayerNorm
+    after the last layer has the peak rate of the top layer.
+    """
+    if not name.startswith(encoder_prefix):
+        return settings.lr
+    name = name.removeprefix(encoder_prefix)
+    # Depth counts from the embeddings (0) over layer 0 (1) to the head. The reference reserves the depth below the
+    # head for a pooler that does not exist, hence the quirk.
+    head_depth = num_layers + 2 if settings.lr_decay_quirk else num_layers + 1
+    layer = _LAYER.match(name)
+    if layer:
+        layer_number = int(layer[1])
+        depth = layer_number + 1
+    elif _FINAL_NORM.match(name):
+        depth = num_layers
+    else:
+        depth = 0  # the embeddings and their projection
+    return settings.lr * settings.layer_decay ** (head_depth - depth)
+
+
+def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
+    """Return the factor by which update `step` (from 0) multiplies every peak learning rate: warm-up times decay.
+
+    Both are linear. The decay also runs during the warm-up, so with a warm-up the factor never reaches 1.
+    """
+    warmup_steps = settings.warmup_fraction * num_steps
+    warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+    return warmup * (1.0 - step / num_steps)
+
+
+def layerwise_adamw(model: TaskModel, num_layers: int, settings: FinetuneConfig) -> ForeachAdamW:
+    """Build an AdamW optimizer whose learning rates decrease from the head of a `TaskModel` down to the embeddings.
+
+    All parameter groups start with a learning rate of 0: call `set_step` before every update, or nothing is learnt.
+    Biases and LayerNorm weights have no weight decay.
+    """
+    layer_norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    parameters_of: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # keyed by (peak, decay)
+    for name, parameter in model.named_parameters():
+        # "network.backbone.embeddings.norm.bias" is the parameter "bias" of the module before it.
+        module_name, _, short_name = name.rpartition(".")
+        is_decayed = module_name not in layer_norms and short_name != "bias"
+        decay = settings.weight_decay if is_decayed else 0.0
+        peak = peak_lr(name, model.encoder_prefix, num_layers, settings)
+        parameters_of[peak, decay].append(parameter)
+    param_groups: list[dict[str, Any]] = []
+    for (peak, decay), parameters in parameters_of.items():
+        param_groups.append({"params": parameters, "lr": 0.0, "peak_lr": peak, "weight_decay": decay})
+    return ForeachAdamW(
+        param_groups,
+        lr=0.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def set_step(optimizer: ForeachAdamW, factor: float) -> None:
+    """Set each parameter group's learning rate for the next update: its peak rate times `factor`, from `schedule`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
 
 T = TypeVar("T")
 Ids = Sequence[Sequence[int]]
@@ -172,9 +257,9 @@ def autocast(device: torch.device) -> torch.autocast:
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
     """Return the mean loss of a training batch, with gradient; seed torch's global generator for this step."""
     device = next(model.parameters()).device
-    ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
+    ids_BS = padded([examples.ids[row] for row in rows], model.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)
-    # Dropout in the head draws from torch's global generator; embeddings and encoder use keys.
+    # Dropout draws from torch's global generator, except that an encoder of this project uses keys.
     torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
     dropout_keys = DropoutKeys(
         seed=derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT),

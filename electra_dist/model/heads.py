@@ -124,19 +124,6 @@ class DiscriminatorHead(nn.Module):
         )
 
 
-class ModernFeatures(nn.Module):
-    """First layers of the head of a fine-tuned model: Dense(H -> H), GELU and LayerNorm, without biases."""
-
-    def __init__(self, model: ModelConfig, width: int) -> None:
-        super().__init__()
-        self.dense = Linear(width, width, bias=False)
-        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return LayerNorm(GELU(Dense(hidden))), [..., H], for states [..., H]."""
-        return self.layer_norm(F.gelu(self.dense(hidden)))
-
-
 class ModernTokenHead(GeneratorHead):
     """Head of the architecture `modern` that predicts tokens; only its output layer has a bias."""
 

@@ -182,10 +182,23 @@ class Pretrained:
         for name, rate in dropout.items():
             if not isinstance(rate, Real) or not 0 <= rate < 1:
                 raise UserError(f"backbone: the argument {name} is {rate!r}, but must be a number from 0 to below 1")
-        model = self.model.model_copy(update=dropout)
+        module = self._empty_backbone(self.model.model_copy(update=dropout))
+        module.to_empty(device="cpu")
+        module.load_state_dict(self._backbone_state())
+        return module
+
+    def check_complete(self) -> None:
+        """Raise UserError if a weight that the config needs is missing or has another shape."""
+        self._empty_backbone(self.model)
+
+    def _backbone_state(self) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in self.state.items() if not key.startswith("head.")}
+
+    def _empty_backbone(self, model: ModelConfig) -> Backbone:
+        """Return a module without storage, for which there is a weight of its shape for every parameter."""
         with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
             module = Backbone(model, self.tower, self.special)
-        weights = {key: value for key, value in self.state.items() if not key.startswith("head.")}
+        weights = self._backbone_state()
         for key, parameter in module.state_dict().items():
             if key not in weights:
                 raise UserError(
@@ -196,8 +209,6 @@ class Pretrained:
                     f"{self.name}: {key} has the shape {tuple(weights[key].shape)}, but the model's config needs "
                     f"{tuple(parameter.shape)}; copy or export the model again"
                 )
-        module.to_empty(device="cpu")
-        module.load_state_dict(weights)
         return module
 
     def head_state(self) -> dict[str, torch.Tensor]:

@@ -180,26 +180,15 @@ def export_tower(
     _write(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
 
 
-class TaskHead(NamedTuple):
-    """Head that a task such as classification adds to an encoder, in the form that a Hugging Face class loads."""
-
-    architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
-    weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
-    config: dict[str, Any]  # entries that config.json has besides those of the encoder, such as "id2label"
-
-
 def export_task_model(
-    encoder: State, head: TaskHead, model: ModelConfig, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
+    weights: State, config: dict[str, Any], vocabulary: Vocabulary, lowercase: bool, max_positions: int, out_dir: Path
 ) -> None:
-    """Write an encoder with the head of a task (such as classification), and its tokenizer, as a Hugging Face folder.
+    """Write a model for a task (such as classification) and its tokenizer as a Hugging Face folder.
 
-    The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
-    is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.
+    `weights`, in fp32 on the host, and `config` are those of a class of transformers. Files of the same names in
+    `out_dir` are replaced.
     """
-    tensors = to_hf(encoder, model, "discriminator") | head.weights
-    special = SpecialIds.from_tokens(vocabulary.special)
-    config = hf_config(model, "discriminator", special, head.architecture) | head.config
-    _write(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
+    _write(dict(weights), config, vocabulary, lowercase, max_positions, out_dir)
 
 
 def _write(

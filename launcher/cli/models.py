@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.scores import SeedSummary
     from electra_dist.pretrained.encoder import Pretrained
-    from electra_dist.scoring.text_groups import TextLine
-    from electra_dist.scoring.text_scores import TextScore
+    from electra_dist.scoring.text_scores import TextLine, TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
@@ -115,9 +114,14 @@ def finetune(
 
     from electra_dist.finetune.finetune_config import settings_for
     from electra_dist.finetune.scores import summarize
-    from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
-    from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
-    from electra_dist.finetune.seeds.run_seeds import run_all
+    from electra_dist.finetune.seeds import (
+        ModelRequest,
+        SeedProcesses,
+        TaskRequest,
+        advice_on_threads,
+        open_task,
+        run_all,
+    )
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
     if probe and parallel > 1:
@@ -200,9 +204,8 @@ def minimal_pairs(
     The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
     as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
-    from electra_dist.finetune.sentences.minimal_pairs import score_minimal_pairs, score_sentence_pairs
-    from electra_dist.finetune.sentences.pair_files import read_pair_files
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
 
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):
@@ -367,7 +370,7 @@ def score(
 
 
 def _read_lines(texts: str) -> list[TextLine]:
-    from electra_dist.scoring.text_groups import read_text_lines
+    from electra_dist.scoring.text_scores import read_text_lines
     from electra_dist.store.atomic_files import readable
     from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
@@ -384,7 +387,7 @@ def _read_lines(texts: str) -> list[TextLine]:
 
 def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
     """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
-    from electra_dist.scoring.text_groups import ranks
+    from electra_dist.scoring.text_scores import ranks
 
     all_lines = list(lines)
     previous_group = 1

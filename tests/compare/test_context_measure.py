@@ -16,11 +16,11 @@ from electra_dist.compare.measures import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
-from electra_dist.finetune.sentences.token_scores import build_token_scorer, score_places
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_towers
+from electra_dist.scoring.token_scores import build_token_scorer, score_places
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
 

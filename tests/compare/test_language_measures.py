@@ -14,7 +14,7 @@ from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
-from electra_dist.finetune.treebank import word_probes
+from electra_dist.finetune import word_probes
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 
 

@@ -21,7 +21,7 @@ from electra_dist.compare.measures import TaskMeasure
 from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
-from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
+from electra_dist.finetune.labelled_texts import GLUE, TextSpec
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 
 MakeComparison = Callable[..., Path]

@@ -14,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_level import TEXTS, byte_level_vocabulary
 from support.modern_models import modern_model, random_towers
+from support.small_encoder import head_parameters
 from transformers import pipeline
 
 from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.scores import Measured
-from electra_dist.finetune.sentences import minimal_pairs
-from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, BE, HAVE, NOUNS, THINGS
-from electra_dist.finetune.tagging.tagged_files import TaggedSentence
-from electra_dist.finetune.tagging.tagging_task import TaggingTask, tagged_rows
-from electra_dist.finetune.treebank.conllu_files import Sentence
-from electra_dist.finetune.treebank.word_states import compute_word_states
+from electra_dist.finetune.seed_folder import write_seed_folder
+from electra_dist.finetune.tagging_task import TaggingTask, tagged_rows
+from electra_dist.finetune.word_files import Sentence, TaggedSentence
+from electra_dist.finetune.word_probes import compute_word_states
 from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.scoring import minimal_pairs
+from electra_dist.scoring.number_agreement import ADJECTIVES, BE, HAVE, NOUNS, THINGS
 from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 CPU = torch.device("cpu")
@@ -81,14 +81,14 @@ def test_the_pipeline_of_a_written_folder_gives_the_dev_predictions_of_named_ent
     task = TaggingTask("ner", tmp_path)
     model = task.model(encoder, SETTINGS, seed=0)
     generator = torch.Generator().manual_seed(5)
-    for parameter in model.head.parameters():
+    for parameter in head_parameters(model):
         parameter.data.normal_(0.0, 0.7, generator=generator)
     result = Measured(
         task="ner", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failures=(),
         train_loss=0.1, steps=1, examples=1, seconds=1.0,
     )  # fmt: skip
     outcome = task.evaluate(model.eval(), encoder, SETTINGS, lambda *_: None)
-    write_seed_folder(tmp_path / "m", encoder, model, task.hf_head(model, SETTINGS), SETTINGS, result, ())
+    write_seed_folder(tmp_path / "m", encoder, model, SETTINGS, result, ())
 
     tagger: Any = pipeline("token-classification", model=str(tmp_path / "m"), aggregation_strategy="first", device=-1)
     predicted = []

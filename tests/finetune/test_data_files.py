@@ -17,12 +17,12 @@ import pyarrow.json
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
-from electra_dist.finetune.squad.passage_windows import read_squad
-from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.finetune.tagging.tagged_files import TaggedSentence, read_tagged_file
-from electra_dist.finetune.texts.text_specs import TextSpec
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.labelled_texts import TextSpec
+from electra_dist.finetune.passage_windows import read_squad
+from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.text_task import TextTask
+from electra_dist.finetune.word_files import TaggedSentence, read_tagged_file
+from electra_dist.scoring.minimal_pairs import SentencePair, read_pair_files
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
 END = '{"text": "end", "kind": "b"}\n'  # a second class, which every classification needs

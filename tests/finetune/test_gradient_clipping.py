@@ -9,8 +9,8 @@ import torch
 
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.texts.text_specs import TextSpec
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.labelled_texts import TextSpec
+from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import fit
 from electra_dist.pretrained.encoder import Pretrained
 

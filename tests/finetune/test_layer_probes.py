@@ -13,15 +13,15 @@ from transformers import ElectraModel
 from electra_dist.config import ModelConfig
 from electra_dist.finetune.finetune_and_probe import pooled, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.labelled_texts import TextSpec
 from electra_dist.finetune.scores import best_layer
-from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, NOUNS, THINGS
 from electra_dist.finetune.task_metrics import metric_standard_error
-from electra_dist.finetune.texts.text_specs import TextSpec
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
+from electra_dist.scoring.number_agreement import ADJECTIVES, NOUNS, THINGS
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")

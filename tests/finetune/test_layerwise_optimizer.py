@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
-from electra_dist.finetune.task_heads import Classifier
+from electra_dist.finetune.models import Classifier, Network, StockNetwork
+from electra_dist.finetune.paper_heads import PaperClassifier
+from electra_dist.finetune.training_loop import layerwise_adamw, schedule, set_step
 from electra_dist.pretrained.encoder import Pretrained
 
 
 def part_of(parameter_name: str) -> str:
     """Return the part of the model to which a parameter belongs: `embeddings`, `layer 0`, ... or `head`."""
-    if not parameter_name.startswith("backbone."):
+    if not parameter_name.startswith(("network.backbone.", "network.model.electra.")):
         return "head"
-    if ".layers." in parameter_name:
-        layer_number = parameter_name.split(".layers.")[1][0]
-        return f"layer {layer_number}"
+    layer = re.search(r"\.layers?\.(\d)\.", parameter_name)
+    if layer:
+        return f"layer {layer[1]}"
     return "embeddings"  # and their projection
 
 
+@pytest.mark.parametrize("head", ["transformers", "paper"])
 @pytest.mark.parametrize(
     ("quirk", "depths"),
     # Depth: how often the learning rate of a part of a model with two layers is multiplied by layer_decay. With
@@ -28,10 +32,13 @@ def part_of(parameter_name: str) -> str:
      (False, {"embeddings": 3, "layer 0": 2, "layer 1": 1, "head": 0})],
 )  # fmt: skip
 def test_every_parameter_has_the_learning_rate_of_its_depth_and_biases_and_norms_no_weight_decay(
-    encoder: Pretrained, quirk: bool, depths: dict[str, int]
+    encoder: Pretrained, quirk: bool, depths: dict[str, int], head: str
 ) -> None:
     settings = FinetuneConfig(lr=0.01, layer_decay=0.5, lr_decay_quirk=quirk, weight_decay=0.1)
-    model = Classifier(encoder.backbone(), 32, 2, settings, seed=0)
+    network: Network = PaperClassifier(encoder, 2, settings, seed=0)
+    if head == "transformers":
+        network = StockNetwork(encoder, "SequenceClassification", {}, settings, seed=0)
+    model = Classifier(network, encoder.special)
 
     optimizer = layerwise_adamw(model, 2, settings)
     set_step(optimizer, 0.25)
@@ -42,7 +49,7 @@ def test_every_parameter_has_the_learning_rate_of_its_depth_and_biases_and_norms
         group = group_of[id(parameter)]
         assert group["peak_lr"] == pytest.approx(0.01 * 0.5 ** depths[part_of(name)], rel=1e-12), name
         assert group["lr"] == pytest.approx(0.25 * group["peak_lr"], rel=1e-12)
-        is_bias_or_norm = name.endswith("bias") or "norm" in name
+        is_bias_or_norm = name.endswith("bias") or "norm" in name.lower()
         expected_weight_decay = 0.0 if is_bias_or_norm else 0.1
         assert group["weight_decay"] == expected_weight_decay, name
 

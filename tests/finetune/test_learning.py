@@ -14,11 +14,11 @@ from electra_dist.errors import UserError
 from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.labelled_texts import TextSpec
 from electra_dist.finetune.scores import summarize
-from electra_dist.finetune.seeds.run_seeds import RESULTS_FILE, run_all
-from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.finetune.texts.text_specs import TextSpec
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.seeds import RESULTS_FILE, run_all
+from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, fit
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -164,14 +164,14 @@ def test_diverged_and_degenerate_seeds_are_reported_and_only_diverged_ones_have_
     almost_no_lr = FAST.model_copy(update={"lr": 1e-12})
 
     diverged = finetune_task(nan_encoder, animals, SHORT, 0, CPU)
-    degenerate = finetune_task(encoder, animals, almost_no_lr, 4, CPU)
+    degenerate = finetune_task(encoder, animals, almost_no_lr, 3, CPU)
     good = finetune_task(encoder, animals, FAST, 5, CPU)
     summary = summarize([good, diverged, degenerate])
 
     assert diverged.score is None
     assert diverged.failures == ("diverged: the loss is nan at step 0; lower lr or raise warmup_fraction",)
     assert degenerate.failures[0].startswith("degenerate: all 60 predictions are")
-    assert list(summary.failed) == [0, 4]  # seeds
+    assert list(summary.failed) == [0, 3]  # seeds
     assert good.score is not None
     assert degenerate.score is not None
     assert summary.median == pytest.approx((good.score + degenerate.score) / 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.small_encoder import head_parameters
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -24,24 +25,24 @@ from transformers import (
 from electra_dist.config import ModelConfig
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.layerwise_optimizer import peak_lr
-from electra_dist.finetune.output.seed_folder import write_seed_folder
+from electra_dist.finetune.labelled_texts import TextSpec
+from electra_dist.finetune.models import TaskModel
 from electra_dist.finetune.scores import Measured
-from electra_dist.finetune.sentences.token_scores import build_token_scorer
-from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.finetune.tagging.tagging_task import TaggingTask
+from electra_dist.finetune.seed_folder import write_seed_folder
+from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
-from electra_dist.finetune.task_heads import Classifier, TaskModel
-from electra_dist.finetune.texts.text_specs import TextSpec
-from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.text_task import TextTask
+from electra_dist.finetune.training_loop import peak_lr
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers
+from electra_dist.scoring.token_scores import build_token_scorer
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
-FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24, span_head="linear")
+FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24)
 WITHOUT_DROPOUT = FAST.model_copy(update={"head_dropout": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0})
 RESULT = Measured(
     task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failures=(),
@@ -86,14 +87,14 @@ def with_trained_head(model: TaskModel) -> Any:
     An untrained head has biases of zero, with which a missing bias in an export would not be noticed.
     """
     generator = torch.Generator().manual_seed(5)
-    for parameter in model.head.parameters():
+    for parameter in head_parameters(model):
         parameter.data.normal_(0.0, 0.7, generator=generator)
     return model.eval()
 
 
 def save(folder: Path, task: Task, model: TaskModel, encoder: Pretrained) -> None:
     """Write a tuned model into a folder, in the form that Hugging Face's classes read."""
-    write_seed_folder(folder, encoder, model, task.hf_head(model, FAST), FAST, RESULT, ())
+    write_seed_folder(folder, encoder, model, FAST, RESULT, ())
 
 
 def our_ids(encoder: Pretrained, text: str) -> torch.Tensor:
@@ -143,7 +144,7 @@ def test_hugging_faces_classes_give_the_logits_of_spans_and_of_tags(
     their_tags = AutoModelForTokenClassification.from_pretrained(tmp_path / "tags").eval()
     for sentence in SENTENCES:
         inputs = tokenizer(sentence, return_tensors="pt")
-        start, end = spans.logits(our_ids(modern_encoder, sentence))
+        start, end = spans.predict(our_ids(modern_encoder, sentence)).unbind(-1)
         output = their_spans(**inputs)
         torch.testing.assert_close(output.start_logits, start, atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(output.end_logits, end, atol=2e-5, rtol=1e-5)
@@ -156,13 +157,13 @@ def test_a_stock_script_starts_with_the_loss_and_the_gradients_of_fine_tuning(ex
     encoder = load_pretrained(str(exports / "discriminator"))
     task = text_task(tmp_path / "data", ["a", "b", "c"])
     model = task.model(encoder, WITHOUT_DROPOUT, seed=0)
-    assert isinstance(model, Classifier)
+    ours: Any = model.network.model
     theirs = ModernBertForSequenceClassification.from_pretrained(
         exports / "discriminator", num_labels=3, ignore_mismatched_sizes=True, classifier_pooling="cls"
     )
     with torch.no_grad():
-        theirs.classifier.weight.copy_(model.head[-1].weight)  # type: ignore[index]
-        theirs.classifier.bias.copy_(model.head[-1].bias)  # type: ignore[index]
+        theirs.classifier.weight.copy_(ours.classifier.weight)
+        theirs.classifier.bias.copy_(ours.classifier.bias)
     ids = our_ids(encoder, SENTENCES[2])
 
     loss = model.train()(ids, torch.tensor([[2]]), DropoutKeys.off(ids))
@@ -171,14 +172,11 @@ def test_a_stock_script_starts_with_the_loss_and_the_gradients_of_fine_tuning(ex
     their_loss.backward()
 
     torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-5)
-    ours = model.backbone.encoder.layers[1].attention.qkv.weight.grad
-    torch.testing.assert_close(ours, theirs.model.layers[1].attn.Wqkv.weight.grad, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(
-        model.head[0].dense.weight.grad,  # type: ignore[index]
-        theirs.head.dense.weight.grad,
-        atol=1e-6,
-        rtol=1e-4,
-    )
+    for our_layer, their_layer in (
+        (ours.model.layers[1].attn.Wqkv, theirs.model.layers[1].attn.Wqkv),
+        (ours.head.dense, theirs.head.dense),
+    ):
+        torch.testing.assert_close(our_layer.weight.grad, their_layer.weight.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_a_small_classification_is_learnt_and_predicted_by_a_pipeline(
@@ -193,16 +191,6 @@ def test_a_small_classification_is_learnt_and_predicted_by_a_pipeline(
     assert result.score == 1.0
     # The tuned model is a starting point for another task.
     assert load_pretrained(str(tmp_path / "m")).model.architecture == "modern"
-
-
-def test_a_head_that_hugging_face_does_not_have_is_refused_before_the_training(
-    modern_encoder: Pretrained, tmp_path: Path
-) -> None:
-    task = text_task(tmp_path / "data", ["a", "b"])
-    assert task.saving_obstacle(modern_encoder, FAST) == ""
-    obstacle = task.saving_obstacle(modern_encoder, FAST.model_copy(update={"head": "dense"}))
-    assert "--set head=dense" in obstacle
-    assert "\n" not in obstacle
 
 
 @torch.no_grad()
@@ -240,7 +228,13 @@ def test_scores_of_tokens_are_those_of_hugging_faces_logits(exports: Path) -> No
 
 def test_the_last_layer_norm_has_the_learning_rate_of_the_top_layer() -> None:
     settings = FinetuneConfig(lr=1.0, layer_decay=0.5)
-    assert peak_lr("backbone.encoder.final_norm.weight", 4, settings) == 0.25
-    assert peak_lr("backbone.encoder.layers.3.contract.weight", 4, settings) == 0.25
-    assert peak_lr("backbone.embeddings.word.weight", 4, settings) == 0.5**6
-    assert peak_lr("head.0.dense.weight", 4, settings) == 1.0
+    for prefix, embeddings in (
+        ("network.model.model.", "embeddings.tok_embeddings"),
+        ("network.backbone.", "embeddings.word"),
+    ):
+        layers = "layers" if "model" in prefix else "encoder.layers"
+        norm = "final_norm" if "model" in prefix else "encoder.final_norm"
+        assert peak_lr(f"{prefix}{norm}.weight", prefix, 4, settings) == 0.25
+        assert peak_lr(f"{prefix}{layers}.3.contract.weight", prefix, 4, settings) == 0.25
+        assert peak_lr(f"{prefix}{embeddings}.weight", prefix, 4, settings) == 0.5**6
+    assert peak_lr("network.model.head.dense.weight", "network.model.model.", 4, settings) == 1.0

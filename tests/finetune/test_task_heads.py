@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from support.small_encoder import head_parameters
 
+from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.squad.answer_spans import best_spans
-from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.squad.span_head import SpanHead, SpanModel
-from electra_dist.finetune.task_heads import Classifier
+from electra_dist.finetune.models import Classifier, Network, StockNetwork, labels_config
+from electra_dist.finetune.paper_heads import PaperClassifier, PaperSpanModel, SpanHead
+from electra_dist.finetune.passage_windows import AnswerWindow
+from electra_dist.finetune.span_models import best_spans
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -21,7 +24,6 @@ SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)
 CLS, SEP, PAD = 2, 3, 0
 # Two rows of a question and a passage; the passages are at positions 4 to 7 and 3 to 4.
 IDS = torch.tensor([[CLS, 60, 61, SEP, 70, 71, 72, 73, SEP], [CLS, 62, SEP, 74, 75, SEP, PAD, PAD, PAD]])
-ENCODER_WIDTH = 32
 
 Weights = dict[str, np.ndarray]
 
@@ -38,21 +40,21 @@ def weights_of(module: torch.nn.Module) -> Weights:
     return {name: parameter.detach().double().numpy() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("head", ["reference", "dense"])
+@pytest.mark.parametrize("head", ["paper", "transformers"])
 def test_a_classifier_is_one_or_two_dense_layers_on_the_state_of_cls_with_cross_entropy(
     encoder: Pretrained, head: str
 ) -> None:
-    settings = SETTINGS.model_copy(update={"head": head})
-    model = Classifier(encoder.backbone(), ENCODER_WIDTH, 3, settings, seed=1)
-    model.eval()
+    network: Network = PaperClassifier(encoder, 3, SETTINGS, seed=1)
+    if head == "transformers":
+        network = StockNetwork(encoder, "SequenceClassification", labels_config("abc"), SETTINGS, seed=1)
+    model = Classifier(network, encoder.special).eval()
 
-    cls_states = model.backbone(IDS).detach().double().numpy()[:, 0]
-    weights = weights_of(model.head)
-    if head == "reference":
-        logits = cls_states @ weights["1.weight"].T + weights["1.bias"]
-    else:
-        hidden = gelu(cls_states @ weights["1.weight"].T + weights["1.bias"])
-        logits = hidden @ weights["4.weight"].T + weights["4.bias"]
+    logits = encoder.backbone().eval()(IDS).detach().double().numpy()[:, 0]
+    parameters = [parameter.detach().double().numpy() for parameter in head_parameters(model)]
+    assert len(parameters) == (2 if head == "paper" else 4)
+    for number in range(0, len(parameters), 2):
+        logits = logits if number == 0 else gelu(logits)
+        logits = logits @ parameters[number].T + parameters[number + 1]
     cross_entropy = -(log_softmax(logits[0])[2] + log_softmax(logits[1])[0]) / 2  # the labels are 2 and 0
 
     np.testing.assert_allclose(model.predict(IDS).detach().numpy(), logits, atol=1e-6)
@@ -61,13 +63,29 @@ def test_a_classifier_is_one_or_two_dense_layers_on_the_state_of_cls_with_cross_
 
 
 def test_the_loss_of_a_regression_is_the_mean_squared_error_of_one_output(encoder: Pretrained) -> None:
-    model = Classifier(encoder.backbone(), ENCODER_WIDTH, 1, SETTINGS, seed=1).eval()
+    model = Classifier(PaperClassifier(encoder, 1, SETTINGS, seed=1), encoder.special, (0.0, 1.0)).eval()
 
     loss = model(IDS, torch.tensor([[0.2], [0.9]]), DropoutKeys.off(IDS))
 
     outputs = model.predict(IDS).detach().numpy()[:, 0]
     squared_errors = (outputs - [0.2, 0.9]) ** 2
     assert loss.item() == pytest.approx(squared_errors.mean(), abs=1e-7)
+
+
+@pytest.mark.parametrize("damage", ["lack encoder.layers.1.expand.weight", "encoder.layers.1.expand.weight has the"])
+def test_weights_that_are_missing_or_of_another_shape_are_one_line(encoder: Pretrained, damage: str) -> None:
+    name = "encoder.layers.1.expand.weight"
+    state = {key: weight for key, weight in encoder.state.items() if key != name}
+    if "has the" in damage:
+        state[name] = encoder.state[name][1:]
+    damaged = dataclasses.replace(encoder, state=state)
+    for build in (
+        lambda: StockNetwork(damaged, "SequenceClassification", {}, SETTINGS, seed=1),
+        lambda: PaperClassifier(damaged, 2, SETTINGS, seed=1),
+    ):
+        with pytest.raises(UserError, match=damage) as error:
+            build()
+        assert "\n" not in str(error.value)
 
 
 class SpanLogits(NamedTuple):
@@ -105,8 +123,9 @@ def span_logits_by_hand(weights: Weights, state_SH: np.ndarray, allowed_S: np.nd
 
 def test_the_span_loss_equals_the_references_formula(encoder: Pretrained) -> None:
     """Cross-entropy of start and end, halved, plus half the binary cross-entropy of "no answer"; mean over rows."""
-    model = SpanModel(encoder.backbone(), ENCODER_WIDTH, SETTINGS, seed=1).eval()
-    states = model.backbone(IDS).detach().double().numpy()
+    settings = SETTINGS.model_copy(update={"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    model = PaperSpanModel(encoder, settings, seed=1).eval()
+    states = model.network.backbone(IDS).detach().double().numpy()
     # [CLS] stands for "no answer"; the passage and the [SEP] after it are allowed.
     allowed = np.array([[1, 0, 0, 0, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 1, 0, 0, 0]], bool)
     np.testing.assert_array_equal(model.allowed(IDS).numpy(), allowed)
@@ -116,7 +135,7 @@ def test_the_span_loss_equals_the_references_formula(encoder: Pretrained) -> Non
 
     row_losses = []
     for row, (start, end, impossible) in enumerate(targets):
-        logits = span_logits_by_hand(weights_of(model.head), states[row], allowed[row], start)
+        logits = span_logits_by_hand(weights_of(model.network.head), states[row], allowed[row], start)
         span_loss = -(log_softmax(logits.starts)[start] + log_softmax(logits.ends)[end]) / 2
         sign = -1 if impossible else 1
         answer_loss = np.log1p(np.exp(sign * logits.no_answer))

@@ -12,10 +12,10 @@ import torch
 
 from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.sentences.token_scores import score_places, sentence_log_probs
 from electra_dist.finetune.task import TaskOutcome
 from electra_dist.finetune.training_loop import Diverged, count_steps, predict, row_sequence
 from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.scoring.token_scores import score_places, sentence_log_probs
 
 
 def test_every_pass_sees_each_row_once_in_a_new_order_and_incomplete_batches_give_no_step() -> None:

@@ -19,7 +19,6 @@ from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import NodeError, UserError
-from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
@@ -27,6 +26,7 @@ from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.weights import RunWeights, load_tower_folders
+from electra_dist.scoring.token_scores import pseudo_log_likelihood, replaced_logits
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")

@@ -13,9 +13,6 @@ from transformers import AutoTokenizer, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
-from electra_dist.finetune.sentences.minimal_pairs import score_sentence_pairs
-from electra_dist.finetune.sentences.pair_files import SentencePair
-from electra_dist.finetune.sentences.token_scores import kept_log_probs, sentence_log_probs
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput
@@ -23,8 +20,9 @@ from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.hf_folders import PretrainingRecord, write_pretraining_record
-from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
-from electra_dist.scoring.text_scores import TextScorer, cut_windows
+from electra_dist.scoring.minimal_pairs import SentencePair, score_sentence_pairs
+from electra_dist.scoring.text_scores import TextLine, TextScorer, cut_windows, ranks, read_text_lines
+from electra_dist.scoring.token_scores import kept_log_probs, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")

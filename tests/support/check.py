@@ -46,7 +46,7 @@ FAST = (
     "tests/engine/test_optimizer.py",
     "tests/engine/test_learning_rate.py",
     "tests/finetune/test_task_metrics.py",
-    "tests/finetune/squad/test_squad_metrics.py",
+    "tests/finetune/test_squad_metrics.py",
     "tests/kernels/test_mlm_head.py",
     "tests/kernels/test_keyed_random.py",
     "tests/launcher/cli/test_console.py",

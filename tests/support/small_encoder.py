@@ -1,13 +1,15 @@
-"""Fixtures of a tiny encoder with random weights and a vocabulary of common words."""
+"""Fixtures of a tiny encoder with random weights and a vocabulary of common words, and the head of a tuned model."""
 
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from electra_dist.config import ModelConfig
-from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, NOUNS, THINGS
+from electra_dist.finetune.models import TaskModel
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.scoring.number_agreement import ADJECTIVES, NOUNS, THINGS
 from electra_dist.tokenizer import Vocabulary
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -71,3 +73,8 @@ def modern_encoder(modern_model: ModelConfig, vocabulary: Vocabulary) -> Pretrai
 def encoder(model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
     """The discriminator of `model` with random weights."""
     return Pretrained.from_state("tiny", build_towers(model, 3).state_dict(), model, vocabulary, lowercase=True)
+
+
+def head_parameters(model: TaskModel) -> list[nn.Parameter]:
+    """Return the parameters of a model's head; the last two are weight and bias of its output layer."""
+    return [value for name, value in model.named_parameters() if not name.startswith(model.encoder_prefix)]

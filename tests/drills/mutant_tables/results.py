@@ -59,7 +59,7 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: the top layer has the learning rate of the head",
-        file="electra_dist/finetune/layerwise_optimizer.py",
+        file="electra_dist/finetune/training_loop.py",
         original="depth = layer_number + 1",
         mutated="depth = layer_number + 2",
         test="tests/finetune/test_layerwise_optimizer.py::"
@@ -67,7 +67,7 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: the learning rate does not fall",
-        file="electra_dist/finetune/layerwise_optimizer.py",
+        file="electra_dist/finetune/training_loop.py",
         original="return warmup * (1.0 - step / num_steps)",
         mutated="return warmup",
         test="tests/finetune/test_layerwise_optimizer.py::"
@@ -90,63 +90,63 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: an answer may be one token too long",
-        file="electra_dist/finetune/squad/answer_spans.py",
+        file="electra_dist/finetune/span_models.py",
         original="num_tokens <= max_answer",
         mutated="num_tokens <= max_answer + 1",
-        test="tests/finetune/squad/test_squad_task.py::"
+        test="tests/finetune/test_squad_task.py::"
         "test_a_span_is_an_answer_only_if_it_is_short_lies_in_the_passage_and_starts_at_an_owned_token",
     ),
     Mutant(
         name="finetune: F1 of an answer counts a repeated word as often as it is predicted",
-        file="electra_dist/finetune/squad/squad_metrics.py",
+        file="electra_dist/finetune/squad_task.py",
         original="num_common = (Counter(predicted_words) & Counter(gold_words)).total()",
         mutated="num_common = sum(word in gold_words for word in predicted_words)",
-        test="tests/finetune/squad/test_squad_metrics.py::test_exact_match_and_f1_of_one_answer_equal_the_values_by_hand",
+        test="tests/finetune/test_squad_metrics.py::test_exact_match_and_f1_of_one_answer_equal_the_values_by_hand",
     ),
     Mutant(
         name="finetune: SQuAD leaves out questions without a prediction",
-        file="electra_dist/finetune/squad/squad_metrics.py",
+        file="electra_dist/finetune/squad_task.py",
         original="return 100.0 * sum(scores) / len(gold)",
         mutated="return 100.0 * sum(scores) / len(scores)",
-        test="tests/finetune/squad/test_squad_metrics.py::"
+        test="tests/finetune/test_squad_metrics.py::"
         "test_squad_1_takes_the_best_gold_answer_and_counts_a_missing_prediction_as_wrong",
     ),
     Mutant(
         name="finetune: a token belongs to the window where it has least context",
-        file="electra_dist/finetune/squad/passage_windows.py",
+        file="electra_dist/finetune/passage_windows.py",
         original="return max(containing, key=context)",
         mutated="return min(containing, key=context)",
-        test="tests/finetune/squad/test_passage_windows.py::"
+        test="tests/finetune/test_passage_windows.py::"
         "test_each_token_is_owned_by_the_one_window_where_it_has_most_context",
     ),
     Mutant(
         name="finetune: a span of another type continues the one before",
-        file="electra_dist/finetune/tagging/entity_metrics.py",
+        file="electra_dist/finetune/tagging_task.py",
         original="if prefix in _BEGIN or span_type != open_type:",
         mutated="if prefix in _BEGIN or not open_type:",
-        test="tests/finetune/tagging/test_tagging.py::test_spans_of_tags_are_those_of_the_evaluation_of_conll",
+        test="tests/finetune/test_tagging.py::test_spans_of_tags_are_those_of_the_evaluation_of_conll",
     ),
     Mutant(
         name="finetune: multi-word tokens count as words of a treebank",
-        file="electra_dist/finetune/treebank/conllu_files.py",
+        file="electra_dist/finetune/word_files.py",
         original='is_syntactic_word = "-" not in columns[_ID] and "." not in columns[_ID]',
         mutated='is_syntactic_word = "." not in columns[_ID]',
-        test="tests/finetune/treebank/test_word_probes.py::"
+        test="tests/finetune/test_word_probes.py::"
         "test_words_tags_and_heads_are_read_without_multiword_tokens_and_empty_nodes",
     ),
     Mutant(
         name="finetune: a predicted label of a regression is not scaled back",
-        file="electra_dist/finetune/texts/label_targets.py",
+        file="electra_dist/finetune/text_task.py",
         original="value_N = low + (high - low) * predicted_N.astype(np.float64)",
         mutated="value_N = predicted_N.astype(np.float64)",
-        test="tests/finetune/texts/test_text_task.py",
+        test="tests/finetune/test_text_task.py",
     ),
     Mutant(
         name="finetune: a tie counts as a right minimal pair",
-        file="electra_dist/finetune/sentences/minimal_pairs.py",
+        file="electra_dist/scoring/minimal_pairs.py",
         original="is_hit = (good_scores > bad_scores).tolist()",
         mutated="is_hit = (good_scores >= bad_scores).tolist()",
-        test="tests/finetune/sentences/test_minimal_pairs.py::"
+        test="tests/scoring/test_minimal_pairs.py::"
         "test_a_pair_is_right_if_the_ungrammatical_word_has_the_higher_logit_for_replaced_and_a_tie_is_wrong",
     ),
     Mutant(
@@ -166,7 +166,7 @@ RESULTS = (
     ),
     Mutant(
         name="scoring: the worst candidate of a group comes first",
-        file="electra_dist/scoring/text_groups.py",
+        file="electra_dist/scoring/text_scores.py",
         original="key=lambda index: (texts[index].group, -scores[index], index)",
         mutated="key=lambda index: (texts[index].group, scores[index], index)",
         test="tests/scoring/test_text_scores.py::test_re_ranking_sorts_each_group_by_score_and_keeps_the_order_of_ties",

@@ -1,0 +1,309 @@
+"""Probe the frozen states of words for their parts of speech and for their heads, at every layer.
+
+Guarantee: the result depends on the encoder's weights and the treebank alone. On a CPU with the same number of threads
+it is reproduced bit for bit. The layer is chosen on a fixed tenth of the training sentences, which is held out; the
+test sentences decide nothing.
+
+How: the words of a sentence are encoded as a text in which spaces separate them, and the state of a word is that of
+its first piece. The state of [CLS], which represents the root of the sentence's tree, precedes those of the words, so
+the state at place i is that of word i, counted from 1 as in CoNLL-U. The tag of a word is predicted by a linear model
+of its state, softmax(W x_i / sqrt(H) + b). The head of a word is predicted among [CLS], which stands for the root, and
+the other words of the sentence, by a bilinear model of both states, softmax over j of (x_i^T B x_j / H + c^T x_j).
+States are standardized with the training data. Both models begin at 0 and are trained by Adam, whose learning rate
+falls linearly to 0, on batches of 32 sentences in a fixed order, for 10 epochs and at least 400 steps. The held-out
+accuracy is computed after each tenth of the steps, and the weights with the highest one are used. Both training
+problems are convex.
+
+Cost: one forward pass of each sentence, then seconds of one core for each layer, with 2,000 training sentences and a
+width of 256. All states are kept: (L + 1) x H floats for each word, which is 1.3 GB for the 250,000 words of UD
+English-EWT with L = 4 and H = 256.
+
+Limits: punctuation counts as words, and the heads of a sentence need not form a tree.
+
+Shapes: B sentences, W places ([CLS] and words) of the longest one, H hidden width, C classes: tags, or
+places; L1 layers + 1, for the embeddings, T places of all sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.scores import Measured, best_layer
+from electra_dist.finetune.training_loop import Progress, predict, quiet, row_sequence
+from electra_dist.finetune.word_files import Sentence, Treebank
+from electra_dist.pretrained.encoder import Pretrained
+
+_BATCH = 64  # sentences per forward pass
+
+
+class WordStates(NamedTuple):
+    """States of [CLS] and of the words of each sentence, at every layer, one sentence after the other."""
+
+    sentences: list[Sentence]  # those that fit into the model's positions
+    first_T: list[int]  # place of each sentence's [CLS] in `state_LTH`
+    state_LTH: torch.Tensor  # fp32 on the host, [L1, T, H]
+
+    def of_sentence(self, layer: int, number: int) -> torch.Tensor:
+        """Return the states of one sentence at one layer, [1 + words, H]; the first one is that of [CLS]."""
+        first = self.first_T[number]
+        return self.state_LTH[layer, first : first + 1 + len(self.sentences[number].words)]
+
+
+def compute_word_states(
+    encoder: Pretrained, sentences: Sequence[Sentence], device: torch.device, progress: Progress
+) -> WordStates:
+    """Return the states of [CLS] and of the first piece of each word, at every layer, without gradient.
+
+    Sentences with more pieces than the model has positions are left out; which ones depends on the vocabulary and the
+    number of positions only. Raises UserError if no sentence is left. `progress` is called after each batch with
+    ("predict", sentences done, sentences in total).
+    """
+    kept_sentences = []
+    rows = []
+    places_of_row = []  # for each row, the indices of [CLS] and of the first piece of each word
+    for sentence in sentences:
+        row, places = _encode(encoder, sentence)
+        if len(row) <= encoder.model.max_positions:
+            kept_sentences.append(sentence)
+            rows.append(row)
+            places_of_row.append(places)
+    if not rows:
+        raise UserError(
+            f"{encoder.name}: no sentence of the treebank fits into {encoder.model.max_positions} positions; use a "
+            f"treebank with shorter sentences"
+        )
+
+    lengths = [len(places) for places in places_of_row]
+    ends = np.cumsum(lengths)
+    first_T = (ends - lengths).tolist()
+    backbone = encoder.backbone().to(device).eval()
+    state_LTH = torch.empty(encoder.tower.num_layers + 1, int(ends[-1]), encoder.tower.hidden_size)
+
+    def all_layers(ids_BS: torch.Tensor) -> torch.Tensor:
+        return torch.stack(backbone.layer_states(ids_BS))
+
+    for row_numbers, state_LBSH in predict(all_layers, rows, encoder.special.pad, _BATCH, device, progress):
+        for index, number in enumerate(row_numbers):
+            first = first_T[number]
+            word_state_LWH = state_LBSH[:, index, places_of_row[number]]
+            state_LTH[:, first : first + lengths[number]] = word_state_LWH.float().cpu()
+    return WordStates(sentences=kept_sentences, first_T=first_T, state_LTH=state_LTH)
+
+
+def _encode(encoder: Pretrained, sentence: Sentence) -> tuple[list[int], list[int]]:
+    """Return the ids of a sentence with [CLS] and [SEP], and the indices of [CLS] and of each word's first piece."""
+    special = encoder.special
+    row = [special.cls]
+    places = [0]
+    for pieces in encoder.tokenizer.encode_words(sentence.words):
+        places.append(len(row))
+        row += pieces or [special.unk]
+    row.append(special.sep)
+    return row, places
+
+
+Target = Literal["tags", "heads"]
+_EPOCHS = 10
+_MIN_STEPS = 400  # a small treebank is read more often than _EPOCHS times
+_NUM_CHECKS = 10  # how often the held-out accuracy is computed
+_BATCH = 32  # sentences per step
+_LR = 2e-2  # at the first step
+_NO_WORD = -100  # target of padding, which cross_entropy ignores
+
+
+class _Batch(NamedTuple):
+    """Padded states of some sentences at one layer, and the class (tag or head) of each word."""
+
+    state_BWH: torch.Tensor  # standardized; 0 at padding
+    is_place_BW: torch.Tensor  # bool: [CLS] and words
+    target_BW: torch.Tensor  # int64: the class of each word; `_NO_WORD` at [CLS] and at padding
+
+
+def probe_words(
+    encoder: Pretrained,
+    treebank: Treebank,
+    target: Target,
+    device: torch.device,
+    progress: Progress = quiet,
+) -> Measured:
+    """Train a probe on the states of each layer; return the test accuracy at the layer that is best on held-out data.
+
+    `target` is what is predicted for each word: "tags", its part of speech, or "heads", the word on which it depends.
+    Sentences too long for the model are left out; UserError is raised if none is left. `progress` is called with
+    ("predict", sentences done, in total), then with ("fit layers", layers done, in total).
+    """
+    train = compute_word_states(encoder, treebank.train, device, progress)
+    test = compute_word_states(encoder, treebank.test, device, progress)
+    tags = sorted({tag for sentence in treebank.train for tag in sentence.tags})
+    num_train = len(train.sentences)
+    order = np.random.default_rng(0).permutation(num_train).tolist()
+    held_out_numbers = order[: num_train // 10]
+    fitted_numbers = order[num_train // 10 :]
+
+    num_states = len(train.state_LTH)
+    held_out_scores: list[float | None] = []
+    counts_of_layers = []
+    for layer in range(num_states):
+        scale = _Standardization(train.state_LTH[layer])
+        probe = _new_probe(target, encoder.tower.hidden_size, len(tags)).to(device)
+        batches = _batches(train, layer, fitted_numbers, scale, target, tags, device)
+        held_out_batches = _batches(train, layer, held_out_numbers, scale, target, tags, device)
+        held_out_scores.append(_fit(probe, batches, held_out_batches))
+        test_numbers = list(range(len(test.sentences)))
+        counts_of_layers.append(_counts(probe, _batches(test, layer, test_numbers, scale, target, tags, device)))
+        progress("fit layers", layer + 1, num_states)
+
+    layer = best_layer(held_out_scores)
+    return Measured(
+        task=target,
+        mode=target,
+        metric="accuracy",
+        score=_accuracy(counts_of_layers[layer]),
+        examples=num_train,
+        standard_error=_standard_error(counts_of_layers[layer]),
+        layer=layer,
+        layer_scores=[_accuracy(counts) for counts in counts_of_layers],
+        held_out_scores=held_out_scores,
+    )
+
+
+def _new_probe(target: Target, hidden_size: int, num_tags: int) -> nn.Module:
+    if target == "heads":
+        return _HeadProbe(hidden_size)
+    return _TagProbe(hidden_size, num_tags)
+
+
+class _Standardization:
+    """Shift and scale that give each feature of the training states mean 0 and standard deviation 1."""
+
+    def __init__(self, state_TH: torch.Tensor) -> None:
+        self._mean_H = state_TH.mean(0)
+        self._std_H = state_TH.std(0).clamp_min(1e-6)
+
+    def __call__(self, state_WH: torch.Tensor) -> torch.Tensor:
+        return (state_WH - self._mean_H) / self._std_H
+
+
+class _TagProbe(nn.Module):
+    """Linear model from the state of a word to its part of speech; all weights begin at 0."""
+
+    def __init__(self, hidden_size: int, num_tags: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, num_tags))
+        self.bias = nn.Parameter(torch.zeros(num_tags))
+
+    def forward(self, batch: _Batch) -> torch.Tensor:
+        """Return the logits of all C tags at each place ([CLS] or word), [B, W, C]."""
+        scale = 1.0 / math.sqrt(len(self.weight))  # keeps the change of a logit per step small for wide states
+        return batch.state_BWH @ self.weight * scale + self.bias
+
+
+class _HeadProbe(nn.Module):
+    """Bilinear model that scores every place of a sentence as the head of a word; all weights begin at 0."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.product = nn.Parameter(torch.zeros(hidden_size, hidden_size))
+        self.candidate = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, batch: _Batch) -> torch.Tensor:
+        """Return for each place the logits of all places as its head, [B, W, W]; -inf for padding and for itself."""
+        hidden_size = len(self.candidate)
+        query_BWH = batch.state_BWH @ self.product / hidden_size
+        logits_BWW = query_BWH @ batch.state_BWH.transpose(1, 2) + (batch.state_BWH @ self.candidate)[:, None, :]
+        itself_WW = torch.eye(logits_BWW.shape[-1], dtype=torch.bool, device=logits_BWW.device)
+        is_candidate_BWW = batch.is_place_BW[:, None, :] & ~itself_WW
+        return logits_BWW.masked_fill(~is_candidate_BWW, -math.inf)
+
+
+def _batches(
+    states: WordStates,
+    layer: int,
+    numbers: Sequence[int],
+    scale: _Standardization,
+    target: Target,
+    tags: Sequence[str],
+    device: torch.device,
+) -> list[_Batch]:
+    """Return the states of the sentences `numbers` at one layer as padded batches, in order of sentence length."""
+    by_length = sorted(numbers, key=lambda number: len(states.sentences[number].words))
+    batches = []
+    for start in range(0, len(by_length), _BATCH):
+        batch_numbers = by_length[start : start + _BATCH]
+        state_of = [scale(states.of_sentence(layer, number)) for number in batch_numbers]
+        classes_of = [_classes(states.sentences[number], target, tags) for number in batch_numbers]
+        state_BWH = nn.utils.rnn.pad_sequence(state_of, batch_first=True)
+        target_BW = nn.utils.rnn.pad_sequence(classes_of, batch_first=True, padding_value=_NO_WORD)
+        length_B1 = torch.tensor([[len(state)] for state in state_of])
+        is_place_BW = torch.arange(state_BWH.shape[1]) < length_B1
+        batches.append(_Batch(state_BWH.to(device), is_place_BW.to(device), target_BW.to(device)))
+    return batches
+
+
+def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.Tensor:
+    """Return the class of each word, int64 [W]: the number of its tag, or the place of its head; -100 for [CLS]."""
+    if target == "heads":
+        return torch.tensor([_NO_WORD, *sentence.heads])
+    # A tag that the training data lack gets a number that no model predicts.
+    number_of = {tag: number for number, tag in enumerate(tags)}
+    return torch.tensor([_NO_WORD, *(number_of.get(tag, len(tags)) for tag in sentence.tags)])
+
+
+def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence[_Batch]) -> float | None:
+    """Train a probe in place; keep its best weights on held-out data and return their accuracy (None without data)."""
+    optimizer = torch.optim.Adam(probe.parameters(), lr=_LR)
+    best_score: float | None = None
+    best_weights = {}
+    num_steps = max(_MIN_STEPS, _EPOCHS * len(batches))
+    steps_of_check = num_steps // _NUM_CHECKS
+    numbers = row_sequence(len(batches), seed=0)
+    for step in range(1, num_steps + 1):
+        optimizer.param_groups[0]["lr"] = _LR * (1.0 - (step - 1) / num_steps)
+        batch = batches[next(numbers)]
+        loss = F.cross_entropy(probe(batch).flatten(0, 1), batch.target_BW.flatten(), ignore_index=_NO_WORD)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if held_out_batches and step % steps_of_check == 0:
+            score = _accuracy(_counts(probe, held_out_batches))
+            if best_score is None or score > best_score:
+                best_score = score
+                best_weights = {name: weight.clone() for name, weight in probe.state_dict().items()}
+    if best_score is not None:
+        probe.load_state_dict(best_weights)
+    return best_score
+
+
+@torch.no_grad()
+def _counts(probe: nn.Module, batches: Sequence[_Batch]) -> list[tuple[int, int]]:
+    """Return for each sentence of the batches (number of words that the probe predicts right, number of words)."""
+    counts = []
+    for batch in batches:
+        is_word_BW = batch.target_BW != _NO_WORD
+        is_right_BW = (probe(batch).argmax(-1) == batch.target_BW) & is_word_BW
+        counts += list(zip(is_right_BW.sum(1).tolist(), is_word_BW.sum(1).tolist(), strict=True))
+    return counts
+
+
+def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
+    return sum(right for right, _ in counts) / sum(words for _, words in counts)
+
+
+def _standard_error(counts: Sequence[tuple[int, int]]) -> float | None:
+    """Return the standard error of the accuracy over the choice of sentences (not of words); None for one sentence."""
+    num_sentences = len(counts)
+    if num_sentences < 2:
+        return None
+    # A ratio estimator for n sentences: sqrt(n / (n - 1) * sum of (right_i - accuracy * words_i)^2), divided by all
+    # words (Cochran, Sampling Techniques, 1977, section 2.11).
+    accuracy = _accuracy(counts)
+    squares = sum((right - accuracy * words) ** 2 for right, words in counts)
+    return math.sqrt(num_sentences / (num_sentences - 1) * squares) / sum(words for _, words in counts)

@@ -1,0 +1,298 @@
+"""Measure minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair.
+
+The pairs are those of `number_agreement.py`, such as "the boy is tired" and "the boy are tired", or those of files,
+such as BLiMP's. The grammatical sentence must score strictly higher; a tie counts as a miss.
+Nothing is trained, so the result describes the model as it came from pretraining. Chance is 50 %.
+
+How: the score of a sentence depends on the head with which the encoder was pretrained; `token_scores.py` computes it.
+- A masked language model: the pseudo-log-likelihood of the sentence, with each token masked in turn.
+- A discriminator, or a model that restores replaced tokens: on pairs of files, the sum over all tokens of the sentence
+  of log P(this token is the original one). On pairs of `number_agreement.py`, whose sentences differ in one word, the
+  logit or the log-probability of that word alone.
+- The discriminator of Electric: the same with minus its energies in place of log P.
+
+Every line of a file belongs to a pair; a line that does not is an error with its number, so no pair is left out
+silently. The digest covers the bytes of all files. The suffix decides the format.
+- `.jsonl` (BLiMP, https://github.com/alexwarstadt/blimp): one JSON object per line with the sentences `sentence_good`
+  and `sentence_bad`. The kind of a pair is its `UID`, without one its `linguistics_term`, without both the name of the
+  file.
+- `.txt` (Zorro, https://github.com/phueb/Zorro): pairs of lines, first the ungrammatical sentence, then the
+  grammatical one. The kind of a pair is the name of the file.
+
+A standard error is that of the choice of pairs: sqrt(p (1 - p) / n) for n pairs of one kind, and over all pairs the
+same with the kinds as strata.
+
+Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator and some 17,000 for an MLM. All
+67,000 pairs of BLiMP are 134,000 sentences for a discriminator, and about ten times as many for an MLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.input_files import parse_json_line, split_lines
+from electra_dist.finetune.training_loop import Progress, quiet
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.scoring.number_agreement import Pair, make_pairs
+from electra_dist.scoring.token_scores import (
+    kept_log_probs,
+    predicts_tokens,
+    pseudo_log_likelihood,
+    replaced_logits,
+    sentence_log_probs,
+)
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+
+_SUFFIXES = (".jsonl", ".txt")
+
+
+class SentencePair(NamedTuple):
+    """Grammatical and ungrammatical sentence that differ little, and the kind of grammar that the pair tests."""
+
+    kind: str  # such as "adjunct_island"
+    good: str
+    bad: str
+
+
+class PairFiles(NamedTuple):
+    """Minimal pairs that were read from files, in the order of the files, and a digest of these files."""
+
+    pairs: list[SentencePair]
+    sha256: str  # of the names and the bytes of all files
+
+    def sample(self, per_kind: int | None) -> PairFiles:
+        """Return a fixed random sample of at most `per_kind` pairs (None: all) of each kind, in the files' order."""
+        if per_kind is None:
+            return self
+        rows_of: dict[str, list[int]] = {}
+        for row, pair in enumerate(self.pairs):
+            rows_of.setdefault(pair.kind, []).append(row)
+        kept_rows: list[int] = []
+        for rows in rows_of.values():
+            order = np.random.default_rng(seed=0).permutation(len(rows))
+            kept_rows += [rows[index] for index in order[:per_kind]]
+        return self._replace(pairs=[self.pairs[row] for row in sorted(kept_rows)])
+
+
+def read_pair_files(paths: Sequence[Path]) -> PairFiles:
+    """Read minimal pairs from files and folders; of a folder, all .jsonl and .txt files are read, sorted by name.
+
+    Raises UserError, which names the file and the line, for a line that belongs to no pair.
+    """
+    digest = hashlib.sha256()
+    pairs: list[SentencePair] = []
+    for file in _files(paths):
+        raw = read_regular(file, MOST_DATA_BYTES)
+        digest.update(f"{file.name} {len(raw)}\n".encode())
+        digest.update(raw)
+        lines = split_lines(raw, file)
+        while lines and not lines[-1].strip():
+            lines.pop()
+        if not lines:
+            raise UserError(f"{file}: no sentences; add at least one pair, or remove the file")
+        if file.suffix == ".jsonl":
+            pairs += [_pair_of_object(file, number, line) for number, line in enumerate(lines, start=1)]
+        else:
+            pairs += _pairs_of_lines(file, lines)
+    return PairFiles(pairs=pairs, sha256=digest.hexdigest())
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """Return `paths` with each folder replaced by its .jsonl and .txt files, sorted by name."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files_of_folder = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+            if not files_of_folder:
+                raise UserError(f"{path}: no .jsonl or .txt file in this folder; name a folder of minimal pairs")
+            files += files_of_folder
+        elif not path.is_file():
+            raise UserError(f"{path}: no such file or folder of minimal pairs; correct the path")
+        elif path.suffix not in _SUFFIXES:
+            raise UserError(
+                f"{path}: not a file of minimal pairs; use a .jsonl file in BLiMP's format or a .txt file in Zorro's"
+            )
+        else:
+            files.append(path)
+    return files
+
+
+def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
+    """Parse a line of a .jsonl file as a pair; if the JSON object names no kind, the name of the file is the kind."""
+    json_line = parse_json_line(file, number, line)
+    record = json_line.record
+    for key in ("sentence_good", "sentence_bad"):
+        if record.get(key) is None or not json_line.text(key).strip():
+            raise UserError(f"{file}:{number}: no sentence in `{key}`; add the key with its sentence")
+    kind_keys = [key for key in ("UID", "linguistics_term") if record.get(key) not in (None, "")]
+    kind = json_line.name(kind_keys[0]) if kind_keys else file.stem
+    return SentencePair(kind=kind, good=record["sentence_good"], bad=record["sentence_bad"])
+
+
+def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:
+    """Return the pairs of a .txt file: each ungrammatical sentence is followed by its grammatical one."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise UserError(f"{file}:{number}: a blank line; remove it, because the lines are read in pairs")
+    if len(lines) % 2 == 1:
+        raise UserError(
+            f"{file}:{len(lines)}: an odd number of lines; each ungrammatical sentence needs the grammatical one in "
+            f"the line after it"
+        )
+    pairs = []
+    for bad, good in zip(lines[0::2], lines[1::2]):
+        pairs.append(SentencePair(kind=file.stem, good=good, bad=bad))
+    return pairs
+
+
+ALL = "all"  # name of the score over all phenomena
+
+
+class PairScore(NamedTuple):
+    """Accuracy, a fraction, on the pairs of one phenomenon (such as subject-verb agreement), or on `ALL` pairs."""
+
+    phenomenon: str
+    pairs: int  # number of pairs
+    accuracy: float
+    example: str  # a sentence with both forms, as in "the boy is/*are tired ."; empty for `ALL`
+    standard_error: float  # of the accuracy, over the choice of pairs
+
+
+class _SingleTokens:
+    """Container of all words that are a single token, both at the beginning of a text and after a space."""
+
+    def __init__(self, encoder: Pretrained) -> None:
+        self._encoder = encoder
+        self._is_single: dict[object, bool] = {}  # the words that were looked up before
+
+    def __contains__(self, word: object) -> bool:
+        if word not in self._is_single:
+            ids_of_words = self._encoder.tokenizer.encode_words([str(word), str(word)])
+            is_known = [self._encoder.special.unk] not in ids_of_words
+            self._is_single[word] = is_known and all(len(ids) == 1 for ids in ids_of_words)
+        return self._is_single[word]
+
+
+def score_minimal_pairs(
+    encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet, seed: int = 0
+) -> list[PairScore]:
+    """Return how often an encoder prefers the grammatical sentence of pairs made by `number_agreement.make_pairs`.
+
+    `num_pairs` are made for each phenomenon (kind of agreement), or fewer if the vocabulary is small. There is one
+    score for each phenomenon with at least one pair, then one for all pairs, named `ALL`. Raises UserError if the
+    model has no pretraining head, or if its vocabulary lacks the words to form any pair.
+    """
+    pairs_of = make_pairs(_SingleTokens(encoder), num_pairs, seed)  # phenomenon -> its pairs
+    all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
+    if not all_pairs:
+        raise UserError(
+            f"{encoder.name}: the vocabulary has too few of the templates' English words to form a sentence pair; "
+            f"use a model with an English vocabulary"
+        )
+    scores = _sentence_scores(encoder, all_pairs, device, progress)
+    phenomena = [pair.phenomenon for pair in all_pairs]
+    examples = {name: _example(pairs[0]) for name, pairs in pairs_of.items() if pairs}
+    return _pair_scores(phenomena, scores, examples)
+
+
+def score_sentence_pairs(
+    encoder: Pretrained, pairs: Sequence[SentencePair], device: torch.device, progress: Progress = quiet
+) -> list[PairScore]:
+    """Return how often an encoder prefers the grammatical sentence of given pairs (at least one), such as BLiMP's.
+
+    There is one score for each kind of pair, in the order in which the kinds first occur, then one for all pairs,
+    named `ALL`. Raises UserError if the model has no pretraining head, or if a sentence has more tokens than the model
+    has positions.
+    """
+    special = encoder.special
+    sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
+    for pair in pairs:
+        sentences += [pair.good, pair.bad]
+    ids = []
+    for sentence, token_ids in zip(sentences, encoder.tokenizer.encode(sentences), strict=True):
+        row = [special.cls, *token_ids, special.sep]
+        if len(row) > encoder.model.max_positions:
+            raise UserError(
+                f"{encoder.name}: a sentence has {len(row)} tokens, but the model has {encoder.model.max_positions} "
+                f"positions: `{sentence}`; remove its pair from the file"
+            )
+        ids.append(row)
+    scores = sentence_log_probs(encoder, ids, device, progress)
+    examples: dict[str, str] = {}
+    for pair in pairs:
+        examples.setdefault(pair.kind, f"{pair.good} / *{pair.bad}")
+    return _pair_scores([pair.kind for pair in pairs], scores, examples)
+
+
+def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
+    """Return the accuracy for each kind of pair, then for all; `scores` alternates grammatical and ungrammatical."""
+    good_scores = scores[0::2]
+    bad_scores = scores[1::2]
+    is_hit = (good_scores > bad_scores).tolist()  # a tie counts as a miss
+    hits_of: dict[str, list[bool]] = {kind: [] for kind in examples}
+    for kind, hit in zip(kinds, is_hit, strict=True):
+        hits_of[kind].append(hit)
+
+    results = []
+    variance_of_hits = 0.0  # of the number of hits among all pairs, with the kinds as strata
+    for kind, hits in hits_of.items():
+        accuracy = sum(hits) / len(hits)
+        variance = accuracy * (1.0 - accuracy)  # of a single pair
+        results.append(
+            PairScore(
+                phenomenon=kind,
+                pairs=len(hits),
+                accuracy=accuracy,
+                example=examples[kind],
+                standard_error=math.sqrt(variance / len(hits)),
+            )
+        )
+        variance_of_hits += variance * len(hits)
+    results.append(
+        PairScore(
+            phenomenon=ALL,
+            pairs=len(is_hit),
+            accuracy=sum(is_hit) / len(is_hit),
+            example="",
+            standard_error=math.sqrt(variance_of_hits) / len(is_hit),
+        )
+    )
+    return results
+
+
+def _sentence_scores(
+    encoder: Pretrained, pairs: Sequence[Pair], device: torch.device, progress: Progress
+) -> torch.Tensor:
+    """Return two scores per pair, fp32 [2 * pairs], first the grammatical sentence's; a higher score is better."""
+    special = encoder.special
+    ids = []
+    positions = []  # for each row, the index of the word that differs
+    for pair in pairs:
+        for sentence in (pair.good, pair.bad):
+            word_ids = encoder.tokenizer.encode_words(sentence)  # one id for each word
+            ids.append([special.cls, *itertools.chain.from_iterable(word_ids), special.sep])
+            positions.append(1 + pair.position)  # [CLS] shifts every word by one
+
+    if not predicts_tokens(encoder):
+        return -replaced_logits(encoder, ids, positions, device, progress)
+    if encoder.reads_masks:
+        return pseudo_log_likelihood(encoder, ids, device, progress)
+    # Replace MLM or All-Tokens MLM: the model never saw [MASK] in training, so it reads the sentence as it stands.
+    return kept_log_probs(encoder, ids, positions, device, progress)
+
+
+def _example(pair: Pair) -> str:
+    """Format a pair as one sentence with a star at the ungrammatical form, as in "the boy is/*are tired ."."""
+    position = pair.position
+    words = list(pair.good)
+    words[position] = f"{pair.good[position]}/*{pair.bad[position]}"
+    return " ".join(words)
