@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 Tree = dict[str, Any]
-_ELEMENTS = {tuple: "[]", dict: ".*"}  # how a key names any element of a list or a mapping
+_ELEMENTS: dict[Any, str] = {tuple: "[]", dict: ".*"}  # how a key names any element of a list or a mapping
 
 
 def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
