@@ -13,6 +13,7 @@ from support.real_runs import free_port
 
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.store.patience import Patience
 from electra_dist.train.monitor import RankMonitor
 
 COLLECTIVES = """
@@ -74,7 +75,7 @@ def test_only_a_save_without_progress_is_reported_as_a_wait_for_storage(
 ) -> None:
     """A slow save renews the heartbeat for as long as it takes; a wait for storage counts from its beginning."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monitor = RankMonitor(tmp_path, ClusterConfig())
+    monitor = RankMonitor(tmp_path, ClusterConfig(), Patience(0.0), None)
     monitor.beat("checkpoint", 5)
     [first] = read_heartbeats(tmp_path)
     phases = []
