@@ -16,7 +16,7 @@ from electra_dist.run.ledger import LedgerEvent
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """Facts on how this node's ranks ended: events of the ledger (the run's list of events), and exit codes."""
+    """Hold how the ranks of this node ended: the events that they wrote to the ledger, and their exit codes."""
 
     events: Sequence[LedgerEvent]  # the ledger's events since the ranks were started
     codes: Mapping[int, int]  # rank -> exit code of the ranks that have ended; -N: signal N ended it

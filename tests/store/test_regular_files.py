@@ -28,7 +28,6 @@ OWN = {
     "electra_dist/data/cache_folder.py",
     "electra_dist/data/peer_group.py",
     "electra_dist/data/shard_server.py",
-    "electra_dist/engine/meeting_port.py",
     "electra_dist/gpu_cores.py",
     "electra_dist/store/regular_files.py",
     "electra_dist/report/model_card.py",

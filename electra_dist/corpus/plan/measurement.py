@@ -57,7 +57,7 @@ _BYTES_PER_WORD = 5  # lower bound of the mean, with the space; so enough words 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Build for which a plan is made: its settings and input files, on which the costs of its steps are measured."""
+    """Measure the costs of a build's steps on its own settings and input files."""
 
     config: Config
     files: list[InputFile]  # [] if the plan is for a number of tokens only
