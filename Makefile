@@ -54,7 +54,7 @@ lint: $(VENV)/ready-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 typecheck: $(VENV)/ready-test
-	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
+	$(BIN)/mypy -p electra_dist -p electra_launcher -p electra_kernels
 
 check: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/support/check.py $(if $(SECONDS),--seconds $(SECONDS))

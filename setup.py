@@ -80,12 +80,18 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    # The import name `kernels` belongs to a Hugging Face package that transformers looks for. The configs of the
-    # repository are installed inside electra_dist, where config/load.find_config_file finds them.
-    package_dir={"electra_kernels": "kernels/electra_kernels", "electra_dist.configs": "configs"},
+    # The import name `kernels` belongs to a Hugging Face package that transformers looks for, and a user's project may
+    # have a folder `launcher`. The configs of the repository are installed inside electra_dist, where
+    # config/load.find_config_file finds them.
+    package_dir={
+        "electra_kernels": "kernels/electra_kernels",
+        "electra_launcher": "launcher/electra_launcher",
+        "electra_dist.configs": "configs",
+    },
     packages=[
-        *find_packages(include=["electra_dist", "electra_dist.*", "launcher", "launcher.*"]),
+        *find_packages(include=["electra_dist", "electra_dist.*"]),
         *find_packages("kernels"),
+        *find_packages("launcher"),
         "electra_dist.configs",
     ],
     package_data={
@@ -94,8 +100,8 @@ setup(
         "electra_dist.report": ["templates/*"],
         "electra_kernels": ["py.typed"],
         "electra_kernels.native": ["*.cu"],
-        "launcher": ["py.typed"],
-        "launcher.slurm": ["*.sh"],
+        "electra_launcher": ["py.typed"],
+        "electra_launcher.slurm": ["*.sh"],
     },
     # Without a C compiler the package installs all the same, and NumPy makes the same bits, slower.
     ext_modules=[
@@ -130,5 +136,5 @@ setup(
         "psutil>=5.9",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["electra-dist=launcher.cli.main:main"]},
+    entry_points={"console_scripts": ["electra-dist=electra_launcher.cli.main:main"]},
 )

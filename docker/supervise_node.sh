@@ -1,7 +1,7 @@
 #!/bin/bash
 # Supervise the ranks of one node of a run in a container, for schedulers that know only whether to start it again.
 #
-#   docker/supervise_node.sh CONFIG NODES NODE_RANK MASTER_ADDR [option of launcher.supervise]...
+#   docker/supervise_node.sh CONFIG NODES NODE_RANK MASTER_ADDR [option of electra_launcher.supervise]...
 #
 # TERM (the pod is deleted, evicted or preempted) is passed on: the ranks save, and the supervisor ends with 75. The
 # exit code is 0 if the run is done and 78 if the configuration or the data have an error: neither needs another start.
@@ -24,7 +24,7 @@ trap pass_on TERM
 
 # Kubeflow sets these variables for torchrun, one rank per pod. Preflight would take them for those of a rank.
 env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT \
-    python -m launcher.supervise --config "$config" --nodes "$nodes" --node-rank "$node_rank" \
+    python -m electra_launcher.supervise --config "$config" --nodes "$nodes" --node-rank "$node_rank" \
     --master-addr "$master_addr" "$@" &
 supervisor=$!
 [ -z "$received" ] || kill -TERM "$supervisor" # It came before the supervisor's number was known.

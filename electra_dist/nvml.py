@@ -10,7 +10,7 @@ NVML does not disturb running kernels. This module does not import torch.
 
 Limits: NVML reports every GPU that the operating system shows to this process; those that CUDA_VISIBLE_DEVICES hides,
 which may be another job's, are left out. NVML numbers GPUs by their PCI address, as CUDA numbers GPUs of one model.
-This module only reads; `launcher/preflight/gpu_checks.py` decides which readings make a node unhealthy.
+This module only reads; `electra_launcher/preflight/gpu_checks.py` decides which readings make a node unhealthy.
 """
 
 from __future__ import annotations

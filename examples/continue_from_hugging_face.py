@@ -74,7 +74,7 @@ def main() -> None:
     build = ["electra-dist", "corpus", "build", "--input", str(arguments.text), *vocab, "--config", str(config)]
     for command in (
         [*build, "--output", str(arguments.output / "corpus")],
-        [sys.executable, "-m", "launcher.pretrain", "--config", str(config)],
+        [sys.executable, "-m", "electra_launcher.pretrain", "--config", str(config)],
     ):
         print("$", " ".join(command), flush=True)
         code = subprocess.run(command).returncode

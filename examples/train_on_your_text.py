@@ -75,7 +75,7 @@ def main() -> None:
     corpus = arguments.output / "corpus"
     source = ("--input", str(arguments.text), "--vocab", str(vocab), "--config", str(config))
     run("electra-dist", "corpus", "build", *source, "--output", str(corpus))
-    run(sys.executable, "-m", "launcher.pretrain", "--config", str(config))
+    run(sys.executable, "-m", "electra_launcher.pretrain", "--config", str(config))
     print(f"next: electra-dist score --model {arguments.output}/run TEXTS")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,6 +68,23 @@ def real_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Start Python programs by exec in the tests of a start itself, which have the marker `real_start`."""
     if request.node.get_closest_marker("real_start") is not None:
         monkeypatch.setattr(subprocess, "Popen", RealPopen)
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    """Restore what a test changes of torch for the whole process: the number of threads, and ZeRO 3's product.
+
+    DeepSpeed replaces `torch.nn.functional.linear` when it makes an engine at stage 3; its own one rounds otherwise.
+    """
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads(), torch.nn.functional.linear
+    yield
+    torch.set_num_threads(before[0])
+    torch.nn.functional.linear = before[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

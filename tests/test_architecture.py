@@ -43,14 +43,14 @@ DOCSTRING_SHARES = {"electra_dist/objectives": 0.40, "kernels/electra_kernels": 
 SMALL_MODULES = 22
 SMALL_FOLDERS = 8
 WITHOUT_TORCH = (
-    "launcher.cli.runs",
-    "launcher.slurm.submit",
-    "launcher.slurm.job",
-    "launcher.slurm.batch_script",
-    "launcher.supervise.__main__",
-    "launcher.preflight.__main__",
-    "launcher.cli.status",
-    "launcher.cli.main",
+    "electra_launcher.cli.runs",
+    "electra_launcher.slurm.submit",
+    "electra_launcher.slurm.job",
+    "electra_launcher.slurm.batch_script",
+    "electra_launcher.supervise.__main__",
+    "electra_launcher.preflight.__main__",
+    "electra_launcher.cli.status",
+    "electra_launcher.cli.main",
 )
 _TELL_TORCH = """
 import importlib, sys
@@ -207,10 +207,15 @@ def test_a_planted_upward_import_is_found(tree: Callable[..., Graph], statement:
 
 
 def test_an_import_within_a_layer_is_found(tree: Callable[..., Graph]):
-    found = tree({"launcher/slurm/job.py": "from launcher.chaos import drill", "launcher/chaos/drill.py": ""})
-    parts = {"launcher/slurm": (7, "a"), "launcher/chaos": (7, "a")}
+    found = tree(
+        {
+            "launcher/electra_launcher/slurm/job.py": "from electra_launcher.chaos import drill",
+            "launcher/electra_launcher/chaos/drill.py": "",
+        }
+    )
+    parts = {"launcher/electra_launcher/slurm": (7, "a"), "launcher/electra_launcher/chaos": (7, "a")}
     assert len(upward_imports(found, parts)) == 1
-    assert upward_imports(found, {**parts, "launcher/slurm": (7, "b")}) == []
+    assert upward_imports(found, {**parts, "launcher/electra_launcher/slurm": (7, "b")}) == []
 
 
 def test_the_installed_name_of_the_kernels_is_resolved(tree: Callable[..., Graph]):
@@ -235,17 +240,17 @@ def test_planted_cycles_are_found(tree: Callable[..., Graph]):
             "electra_dist/store/local_store.py": "from electra_dist.train import step",
             "electra_dist/store/atomic_files.py": "",
             "electra_dist/train/step.py": "import electra_dist.store.atomic_files",
-            "launcher/cli/main.py": "from launcher.cli import status",
-            "launcher/cli/status.py": "def f():\n    from launcher.cli.main import app",
+            "launcher/electra_launcher/cli/main.py": "from electra_launcher.cli import status",
+            "launcher/electra_launcher/cli/status.py": "def f():\n    from electra_launcher.cli.main import app",
         }
     )
     assert cycles(package_imports(found)) == [["electra_dist/store", "electra_dist/train"]]
-    assert cycles(found) == [["launcher/cli/main.py", "launcher/cli/status.py"]]
+    assert cycles(found) == [["launcher/electra_launcher/cli/main.py", "launcher/electra_launcher/cli/status.py"]]
 
 
 def test_layers_are_read_from_a_table():
-    text = "| layer | package |\n|---|---|\n| 1 | `electra_dist/a.py` | x |\n| 7b | `launcher/cli/` | `y/` |\n"
-    assert read_layers(text) == [((1, ""), "electra_dist/a.py"), ((7, "b"), "launcher/cli")]
+    text = "| layer | package |\n|---|---|\n| 1 | `electra_dist/a.py` | x |\n| 7b | `electra_dist/train/` | `y/` |\n"
+    assert read_layers(text) == [((1, ""), "electra_dist/a.py"), ((7, "b"), "electra_dist/train")]
 
 
 COUNTED = '''"""A module.

@@ -108,13 +108,13 @@ OWN_OUTPUT = (
     "electra_dist/config/reference.py",
     "electra_dist/corpus/prepare/prepare_config.py",
     "electra_dist/planning/plan_page.py",
-    "launcher/chaos/__main__.py",
-    "launcher/cli/plans.py",
-    "launcher/cli/console.py",
-    "launcher/cli/corpus_submit.py",
-    "launcher/cli/main.py",
-    "launcher/cli/models.py",
-    "launcher/cli/runs.py",
+    "launcher/electra_launcher/chaos/__main__.py",
+    "launcher/electra_launcher/cli/plans.py",
+    "launcher/electra_launcher/cli/console.py",
+    "launcher/electra_launcher/cli/corpus_submit.py",
+    "launcher/electra_launcher/cli/main.py",
+    "launcher/electra_launcher/cli/models.py",
+    "launcher/electra_launcher/cli/runs.py",
 )
 SAFE = ("printable", "error_line", "as_json")
 

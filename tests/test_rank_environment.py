@@ -74,12 +74,12 @@ def test_names_of_machines_and_devices_and_counts_of_slurm_are_checked() -> None
 @pytest.mark.parametrize(
     ("program", "variables"),
     [
-        ("launcher.pretrain", {"RANK": "abc"}),
-        ("launcher.pretrain", {"RANK": "2", "WORLD_SIZE": "2"}),
-        ("launcher.pretrain", {"LOCAL_RANK": "gpu0"}),
-        ("launcher.preflight", {"WORLD_SIZE": "two"}),
-        ("launcher.preflight", {"RANK": "x"}),
-        ("launcher.supervise", {"DS_ACCELERATOR": "tpu"}),
+        ("electra_launcher.pretrain", {"RANK": "abc"}),
+        ("electra_launcher.pretrain", {"RANK": "2", "WORLD_SIZE": "2"}),
+        ("electra_launcher.pretrain", {"LOCAL_RANK": "gpu0"}),
+        ("electra_launcher.preflight", {"WORLD_SIZE": "two"}),
+        ("electra_launcher.preflight", {"RANK": "x"}),
+        ("electra_launcher.supervise", {"DS_ACCELERATOR": "tpu"}),
     ],
 )
 def test_a_start_with_such_a_variable_ends_with_78_and_one_line(

@@ -74,7 +74,7 @@ def test_what_a_program_prints_is_never_decoded_strictly(calls: list[tuple[str, 
 @pytest.mark.real_start
 def test_programs_run_in_utf8_mode_in_an_ascii_locale():
     program = (
-        "import sys; from launcher.entry import begin_program; begin_program();"
+        "import sys; from electra_launcher.entry import begin_program; begin_program();"
         "print(sys.flags.utf8_mode, sys.flags.dont_write_bytecode, sys.argv[1])"
     )
     environment = {**os.environ, **ASCII_LOCALE}
@@ -87,7 +87,7 @@ def test_programs_run_in_utf8_mode_in_an_ascii_locale():
 def test_the_command_line_finds_a_folder_whose_name_is_not_ascii_in_an_ascii_locale(tmp_path: Path):
     name = "\N{LATIN SMALL LETTER E WITH ACUTE}"
     config = write_tiny_config(tmp_path / f"{name}.yaml", tmp_path / name, "corpus")
-    command = [sys.executable, "-c", "from launcher.cli.main import main; main()", "submit", "--dry-run"]
+    command = [sys.executable, "-c", "from electra_launcher.cli.main import main; main()", "submit", "--dry-run"]
     command += ["--config", str(config), "--nodes", "1", "--gpus-per-node", "0"]
     environment = {**os.environ, **ASCII_LOCALE}
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", cwd=ROOT)

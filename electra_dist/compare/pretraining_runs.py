@@ -5,9 +5,9 @@ is complete, whatever its exit code. If an earlier comparison was killed and its
 for, not started twice. After Ctrl-C, the ranks of the runs that this comparison has started save a checkpoint and end;
 the next start continues from it. A run that an earlier comparison has started goes on.
 
-How: a run is started by `python -m launcher.supervise`, which starts the ranks and watches them, with the YAML file of
-the run. A user can run the same command. Its output is appended to RUN.log. Progress is read from the heartbeat files,
-in which the ranks record their step.
+How: a run is started by `python -m electra_launcher.supervise`, which starts the ranks and watches them, with the YAML
+file of the run. A user can run the same command. Its output is appended to RUN.log. Progress is read from the
+heartbeat files, in which the ranks record their step.
 """
 
 from __future__ import annotations
@@ -128,7 +128,15 @@ def _current_step(cell: Cell) -> int:
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
     """Run the supervisor of a run; return its exit code. If `pause` raises, the ranks save a checkpoint and end."""
-    command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "electra_launcher.supervise",
+        "--config",
+        str(cell.file),
+        "--gpus-per-node",
+        str(ranks),
+    ]
     with _log_file(cell).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
         process = subprocess.Popen(

@@ -122,6 +122,6 @@ def is_free(port: int) -> bool:
 
 def _refused(fault: str) -> UserError:
     return UserError(
-        f"environment: {fault}; start the run by deepspeed, by launcher.supervise or by electra-dist submit, which "
-        f"set the variables of the ranks, or unset them for a run on a single rank"
+        f"environment: {fault}; start the run by deepspeed, by electra_launcher.supervise or by electra-dist submit, "
+        f"which set the variables of the ranks, or unset them for a run on a single rank"
     )

@@ -97,7 +97,7 @@ class JobEnded(DatedRecord):
     codes: dict[str, int] = {}  # exit codes of the nodes
     ledger_events: Count = 0
     checkpoint_step: Count = 0
-    verdict: str  # action that follows (launcher/slurm/job.py)
+    verdict: str  # action that follows (launcher/electra_launcher/slurm/job.py)
     why: str = ""
 
 

@@ -164,7 +164,7 @@ class Reporter:
         if look.slow_ranks:
             self.note(
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
-                f"check their nodes with python -m launcher.preflight --config {self._run_dir / CONFIG_FILE}"
+                f"check their nodes with python -m electra_launcher.preflight --config {self._run_dir / CONFIG_FILE}"
             )
         if result.overflow:
             self._note_overflow(done - 1, result)

@@ -93,7 +93,7 @@ class StopRequest:
 
     def _find_reason(self) -> str:
         if self._stop_file.exists():
-            # launcher/slurm/job.py recognises this reason by its first word.
+            # launcher/electra_launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"
         if self._job_end is None:
             return ""

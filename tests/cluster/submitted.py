@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from electra_launcher.slurm.batch_script import JobOptions
+from electra_launcher.slurm.submit import check
+from electra_launcher.slurm.submit import submit as submit_jobs
 from machines import show, wait_for
 from slurm import SlurmCluster
 
 from electra_dist.run.ledger import JobBegan, JobEnded, JobSubmitted, LedgerEvent, read_jobs, read_ledger
-from launcher.slurm.batch_script import JobOptions
-from launcher.slurm.submit import check
-from launcher.slurm.submit import submit as submit_jobs
 
 FAKE_PYTHON = Path(__file__).parent / "fake_python"
 

@@ -19,7 +19,7 @@ from slurm import SlurmCluster
 from electra_dist.data.manifest import read_manifest
 from electra_dist.store.open_store import open_store
 
-COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
+COMMAND = [sys.executable, "-c", "from electra_launcher.cli.main import main; main()", "corpus"]
 WORDS = [f"word{number}" for number in range(300)]
 # Words without digits, which MinHash does not distinguish, in two languages.
 SYLLABLES = ["ba", "ce", "di", "fo", "gu", "la", "me", "ni", "ro", "su", "ta", "ve"]

@@ -25,12 +25,12 @@ def test_a_node_that_is_cut_off_is_left_behind_and_what_lives_on_there_harms_not
     slurm.cut("n2")
     cut = time.monotonic()
     wait_for(lambda: slurm.node_state("n2").startswith("down"), 60, run.queue)
-    old = slurm.processes("n2", "launcher.")
+    old = slurm.processes("n2", "electra_launcher.")
     print(f"given up by Slurm after {time.monotonic() - cut:.1f} s; alive there, behind the cut: {len(old)} processes")
     assert old
     wait_for(lambda: run.events("resume"), 180, run.log)
     print(f"cut to the next start without the node: {time.monotonic() - cut:.1f} s")
-    waited = wait_for(lambda: not slurm.processes("n2", "launcher."), 120, "n2 keeps processes of the run")
+    waited = wait_for(lambda: not slurm.processes("n2", "electra_launcher."), 120, "n2 keeps processes of the run")
     print(f"the next start to nothing left on the old node, still behind the cut: {waited:.1f} s")
     run.wait(400)
     assert run.nodes() == ["n1,n2", "n1,n3"]

@@ -15,7 +15,7 @@ from slurm import SlurmCluster
 from support.corpus_texts import make_prose
 from support.real_runs import REPOSITORY
 
-_COMMAND = "from launcher.cli.main import main; main()"
+_COMMAND = "from electra_launcher.cli.main import main; main()"
 
 
 def prepare(folder: Path, executor: dict[str, Any], texts: Path) -> str:

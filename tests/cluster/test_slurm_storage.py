@@ -142,10 +142,10 @@ def wait_for_steps(run: SubmittedRun, count: int) -> None:
 
 def kill_training(slurm: SlurmCluster, run: SubmittedRun) -> None:
     """Kill the supervisor and the ranks on node n1 with SIGKILL, as the kernel does if memory runs out."""
-    for process in slurm.processes("n1", "launcher.supervise"):
+    for process in slurm.processes("n1", "electra_launcher.supervise"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    wait_for(lambda: not slurm.processes("n1", "launcher.supervise"), 60, run.log)
+    wait_for(lambda: not slurm.processes("n1", "electra_launcher.supervise"), 60, run.log)
 
 
 def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_hangs(

@@ -52,7 +52,9 @@ def deepspeed(folder: Path, config: Path) -> list[str]:
 def supervised(config: Path) -> list[str]:
     """pdsh puts each host's number, from 0, in the place of %n."""
     command = f"cd {REPOSITORY}; DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONPATH={os.environ.get('PYTHONPATH', '')} "
-    command += f"{sys.executable} -m launcher.supervise --config {config} --nodes 2 --node-rank %n --master-addr n1"
+    command += (
+        f"{sys.executable} -m electra_launcher.supervise --config {config} --nodes 2 --node-rank %n --master-addr n1"
+    )
     return ["env", "PDSH_RCMD_TYPE=ssh", "pdsh", "-S", "-w", "n1,n2", command]
 
 

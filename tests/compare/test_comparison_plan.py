@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from typer.testing import CliRunner
 
 from electra_dist.compare.comparison_config import CompareConfig
@@ -16,7 +17,6 @@ from electra_dist.config import Config, TowerConfig
 from electra_dist.config.load import load_config, load_section
 from electra_dist.errors import UserError
 from electra_dist.model.counts import run_flops, steps_of_flops
-from launcher.cli.main import app
 
 MakeComparison = Callable[..., Path]
 
@@ -173,7 +173,7 @@ def test_a_mistake_in_the_file_is_a_one_line_error_and_nothing_is_written(
 
 def test_the_command_ends_with_exit_code_78_and_one_error_line(make_comparison: MakeComparison) -> None:
     file = make_comparison(steps=None)  # neither `steps` nor `flops`
-    script = "from launcher.cli.main import main; main()"
+    script = "from electra_launcher.cli.main import main; main()"
 
     done = subprocess.run(
         [sys.executable, "-c", script, "compare", str(file)], capture_output=True, text=True, timeout=120

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import step_records, wait_until
 from typer.testing import CliRunner
-
-from launcher.cli.main import app
 
 pytestmark = pytest.mark.multiproc
 
@@ -22,7 +21,7 @@ EXIT_STOPPED = 75  # exit code of a command that was stopped on purpose and can 
 
 def compare_command(file: Path) -> list[str]:
     """Return the command `electra-dist compare FILE`, for a process of its own."""
-    return [sys.executable, "-c", "from launcher.cli.main import main; main()", "compare", str(file)]
+    return [sys.executable, "-c", "from electra_launcher.cli.main import main; main()", "compare", str(file)]
 
 
 def write_times(files: list[Path]) -> dict[Path, int]:

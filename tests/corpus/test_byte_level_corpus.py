@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from electra_launcher.cli.main import app
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_level import TEXTS, byte_level_vocabulary
@@ -28,7 +29,6 @@ from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.weights import check_vocabulary
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, new_tokenizer
-from launcher.cli.main import app
 
 VOCABULARY = byte_level_vocabulary()
 

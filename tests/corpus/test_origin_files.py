@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from electra_launcher.cli.main import app
 from support.s3_server import S3Server
 from typer.testing import CliRunner
 
@@ -30,7 +31,6 @@ from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
-from launcher.cli.main import app
 
 RequestFactory = Callable[..., BuildRequest]
 Prose = Callable[[int, int], list[str]]

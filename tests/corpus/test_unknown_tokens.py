@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import write_tiny_config
 from typer.testing import CliRunner
 
@@ -19,7 +20,6 @@ from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.train.inputs import remarks_on_corpora
-from launcher.cli.main import app
 
 Request = Callable[..., BuildRequest]
 KNOWN = "to in he was that it his her as had " * 3

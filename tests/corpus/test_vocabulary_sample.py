@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.corpus import app
 from typer.testing import CliRunner
 
 from electra_dist.corpus.vocabulary import VocabularySample
-from launcher.cli.corpus import app
 
 
 def documents(num_files: int, num_documents: int) -> list[tuple[int, int, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import write_corpus, write_tiny_config
 from support.remote_store import Remote
 from typer.testing import CliRunner
@@ -25,7 +26,6 @@ from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.store.local_store import LocalStore
 from electra_dist.tokenizer import NamedDigest, Vocabulary
 from electra_dist.train.inputs import check_inputs
-from launcher.cli.main import app
 
 ERROR_DOCUMENT = b'<?xml version="1.0"?>\n<Error><Code>InternalError</Code></Error>\n'
 

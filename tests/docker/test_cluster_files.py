@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from electra_launcher.supervise.__main__ import _parse
 from support.real_runs import REPOSITORY
 
 from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
-from launcher.supervise.__main__ import _parse
 
 DOCKER = REPOSITORY / "docker"
 NODE_SCRIPT = DOCKER / "supervise_node.sh"
@@ -105,7 +105,7 @@ def test_each_command_is_one_that_the_supervisor_accepts_and_numbers_the_nodes(
     subprocess.run(command, cwd=REPOSITORY, env=fake_node, check=True, timeout=30)
 
     module_option, module, *arguments = arguments_of(fake_node)
-    assert (module_option, module) == ("-m", "launcher.supervise")
+    assert (module_option, module) == ("-m", "electra_launcher.supervise")
     options = _parse(arguments)
     assert (options.nodes, options.node_rank, options.master_addr) == (2, 1, address)
     assert options.gpus_per_node == 8

@@ -1,4 +1,4 @@
-"""Runs `launcher.chaos` on a tiny run of 2 CPU ranks: 60 faults of all kinds in random order.
+"""Runs `electra_launcher.chaos` on a tiny run of 2 CPU ranks: 60 faults of all kinds in random order.
 
     python tests/drills/chaos_drill.py --count 60 --seed 1
 
@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from electra_launcher.chaos import __main__
+from electra_launcher.chaos.faults import FAULTS
 from support.real_runs import write_corpus, write_tiny_config
-
-from launcher.chaos import __main__
-from launcher.chaos.faults import FAULTS
 
 EVERY_STEPS = 5
 

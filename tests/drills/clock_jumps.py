@@ -74,7 +74,7 @@ def main() -> int:
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        clock = ClockShim(folder, ranks="launcher.supervise.rank_main")
+        clock = ClockShim(folder, ranks="electra_launcher.supervise.rank_main")
         write_corpus(str(folder / "corpus"), [100, 100, 100])
         write_corpus(str(folder / "corpus" / "heldout"), [40], seed=1)
         undisturbed = folder / "undisturbed"

@@ -50,7 +50,7 @@ from support.real_runs import REPOSITORY, DrillVerdict, print_verdicts
 TESTS_FAILED = 1  # exit code of pytest; other codes mean that the tests did not run
 LIMIT_S = 300.0  # how long the tests of one mutant may take
 COMPILED = ("electra_dist", "kernels", "launcher", "tests/support")  # folders whose modules forks load as bytecode
-OWN_PACKAGES = ("electra_dist", "electra_kernels", "launcher", "support")  # which forks import from the copy
+OWN_PACKAGES = ("electra_dist", "electra_kernels", "electra_launcher", "support")  # which forks import from the copy
 # Packages of others that tests import; a fork finds them imported.
 PRELOADED = (
     *("boto3", "botocore.client", "deepspeed", "hypothesis", "matplotlib.figure", "numpy", "pandas", "psutil"),
@@ -189,11 +189,11 @@ def become_pytest(copy: Path, tests: list[str], output: IO[bytes]) -> NoReturn:
         os.dup2(output.fileno(), 2)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.chdir(copy)
-        paths = [str(copy), str(copy / "kernels")]
+        paths = [str(copy), str(copy / "kernels"), str(copy / "launcher")]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = True
-        own_folders = {REPOSITORY / name for name in ("", "kernels", "tests", "tests/drills")}
+        own_folders = {REPOSITORY / name for name in ("", "kernels", "launcher", "tests", "tests/drills")}
         sys.path[:] = [*paths, *(path for path in sys.path if Path(path).resolve() not in own_folders)]
         for name in [name for name in sys.modules if name.partition(".")[0] in OWN_PACKAGES]:
             del sys.modules[name]

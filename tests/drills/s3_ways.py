@@ -100,8 +100,9 @@ def train(config: str, log: str, environment: dict[str, str], unresolved_until: 
         environment: variables to set, such as the credentials.
         unresolved_until: time of the monotonic clock until which `UNRESOLVED_HOST` cannot be resolved.
     """
+    from electra_launcher import pretrain
+
     from electra_dist.store.patience import Pace
-    from launcher import pretrain
 
     with open(log, "ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
@@ -238,7 +239,7 @@ def main() -> int:
     ways = [way for way in WAYS if any(part in way.name for part in parts)]
     begin = time.monotonic()
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["electra_dist.train.run", "launcher.pretrain", "boto3"])
+    processes.set_forkserver_preload(["electra_dist.train.run", "electra_launcher.pretrain", "boto3"])
     with tempfile.TemporaryDirectory(prefix="s3-ways-") as folder_name, running_s3(args.server) as server:
         folder = Path(folder_name)
         os.environ.update(server.env)

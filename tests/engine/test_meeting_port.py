@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from electra_launcher.supervise.rendezvous import Rendezvous
 from support.real_runs import REPOSITORY
 
 from electra_dist.engine.rank_environment import check_port, is_free
 from electra_dist.errors import UserError
-from launcher.supervise.rendezvous import Rendezvous
 
 MEET = """
 import os, sys

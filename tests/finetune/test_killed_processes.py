@@ -16,7 +16,7 @@ import pytest
 from electra_dist.errors import EXIT_USER_ERROR
 from electra_dist.pretrained.encoder import Pretrained
 
-COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "finetune", "--task", "custom"]
+COMMAND = [sys.executable, "-c", "from electra_launcher.cli.main import main; main()", "finetune", "--task", "custom"]
 TIMEOUT_S = 240
 
 

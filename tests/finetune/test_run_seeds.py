@@ -235,7 +235,6 @@ def test_more_threads_than_cores_are_reported_with_the_number_that_fits() -> Non
 def test_seeds_in_two_processes_give_the_bytes_of_seeds_one_after_another(
     model: ModelConfig, vocabulary: Vocabulary, encoder: Pretrained, request_of_task: TaskRequest, tmp_path: Path
 ) -> None:
-    torch.set_num_threads(1)  # as in each of the processes; a test before this one may have set another number
     (tmp_path / "vocab.txt").write_text(vocabulary.text)
     state = build_towers(model, 3).state_dict()
     export_tower(state, model, "discriminator", Vocabulary.read(tmp_path / "vocab.txt"), True, tmp_path / "hf")

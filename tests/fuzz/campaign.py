@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("COLUMNS", "100")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for launcher
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 
 from fuzz.damages import Damage, damaged, damages

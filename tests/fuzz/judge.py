@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from electra_launcher.cli.main import main
 from fuzz.readers import Reader
 from support.forked_popen import ForkedPopen
 from support.real_runs import REPOSITORY
 
 from electra_dist.errors import TornCheckpoint, UserError, error_line
-from launcher.cli.main import main
 
 CODES = {0: "good", 1: "fault found", 69: "unhealthy node", 75: "stopped", 78: "refused"}
 MORE_SECONDS = 10.0  # of processor time, than on good input; the time that passes depends on what else runs
 LONGEST_SECONDS = 100.0  # that pass until a case ends, which sleeps or hangs
 MORE_BYTES = 200 << 20
-_ONE_COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()"]
+_ONE_COMMAND = [sys.executable, "-c", "from electra_launcher.cli.main import main; main()"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from electra_launcher.cli.corpus_prepare import _print_report
+from electra_launcher.slurm import job
+from electra_launcher.supervise.rendezvous import Rendezvous
 from fuzz.specimens import check_manifest, newest_checkpoint, progress_parameters
 from rich.console import Console
 from support.checkpoints import verify
@@ -46,9 +49,6 @@ from electra_dist.store.open_store import open_store
 from electra_dist.train.guard import SkipList
 from electra_dist.train.inputs import check_inputs
 from electra_dist.train.token_counts import read_counts
-from launcher.cli.corpus_prepare import _print_report
-from launcher.slurm import job
-from launcher.supervise.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import yaml
+from electra_launcher.supervise.rendezvous import Rendezvous
 from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
 
 from electra_dist.checkpoint.manifest import Manifest
@@ -37,7 +38,6 @@ from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.train.token_counts import write_counts
-from launcher.supervise.rendezvous import Rendezvous
 
 NUM_STEPS = 6
 SECOND_CORPUS_FROM_STEP = 3

@@ -1,4 +1,4 @@
-"""Golden scripts: what `electra-dist submit --dry-run` writes in front of launcher/slurm/job.sh, over its options."""
+"""Golden scripts: what `electra-dist submit --dry-run` writes in front of job.sh, over its options."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+from electra_launcher.slurm.batch_script import JOB_FILE
 from support.real_runs import write_tiny_config
 
 from golden.comparison import Kind
 from golden.doors import command, named_places
-from launcher.slurm.batch_script import JOB_FILE
 
 OPTIONS: dict[str, list[str]] = {
     "requeued": ["--nodes", "2"],

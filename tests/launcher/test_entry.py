@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.entry import LastingStream, exit_code_of
 from support.real_runs import quick_command, step_records
 
 from electra_dist.errors import StorageLost, StoreAway, StoreMissing, UserError
-from launcher.entry import LastingStream, exit_code_of
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,11 @@ def test_a_program_that_ends_by_itself_keeps_its_code_and_a_bug_is_raised() -> N
 @pytest.mark.parametrize(("body", "code"), [("return 69", 69), ("sys.exit(2)", 2), ("1 / 0", 1)])
 def test_a_process_that_is_ended_has_the_code_of_its_program_whatever_would_follow(body: str, code: int) -> None:
     """Python's own clean-up may abort a process with threads of torch."""
-    lines = ["import atexit, os, sys", "from launcher.entry import end_process_with", "atexit.register(os._exit, 3)"]
+    lines = [
+        "import atexit, os, sys",
+        "from electra_launcher.entry import end_process_with",
+        "atexit.register(os._exit, 3)",
+    ]
     lines += ["def program():", "    print('last line')", f"    {body}", "end_process_with(program)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert done.returncode == code
@@ -99,7 +103,7 @@ def test_a_command_without_a_reader_of_its_output_ends_well() -> None:
 
 
 def test_preflight_judges_the_node_without_a_reader_of_its_output(tiny_config: Callable[..., Path]) -> None:
-    command = [sys.executable, "-m", "launcher.preflight", "--config", str(tiny_config("run"))]
+    command = [sys.executable, "-m", "electra_launcher.preflight", "--config", str(tiny_config("run"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()  # long before the command prints: it has to import its modules first

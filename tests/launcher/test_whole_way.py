@@ -95,7 +95,7 @@ def test_from_raw_text_to_the_answers_of_a_pipeline(installed: Installation) -> 
     assert sum(kind["files"] for kind in report["files_read"].values()) == len(RAW_FORMATS)
     assert report["inputs_skipped"]["unknown_kind"][".jpg"] == 1
     deepspeed = ("python", "-m", "deepspeed.launcher.runner")  # the script `deepspeed`; only our wheel's are installed
-    run(*deepspeed, "--num_gpus", "1", "--module", "launcher.pretrain", "--config", "mine.yaml")
+    run(*deepspeed, "--num_gpus", "1", "--module", "electra_launcher.pretrain", "--config", "mine.yaml")
     run("electra-dist", "verify", "run")
     run("electra-dist", "export", "run", "--checkpoint", "best", "--license", "apache-2.0")
     card = (folder / "run" / "export" / "discriminator" / "README.md").read_text()

@@ -40,7 +40,7 @@ def test_every_name_that_is_offered_exists_and_is_documented():
         ed.open_corpora  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["electra_dist", "electra_kernels", "launcher"])
+@pytest.mark.parametrize("package", ["electra_dist", "electra_kernels", "electra_launcher"])
 def test_the_packages_are_marked_as_typed(package: str):
     assert (files(package) / "py.typed").is_file()
     setup_py = (ROOT / "setup.py").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_launcher.cli.main import app
 from huggingface_hub import ModelCard
 from support.folder_contents import file_contents
 from support.real_runs import REPOSITORY, SEQ_LEN, quick_command, read_losses, write_corpus, write_tiny_config
@@ -51,7 +52,6 @@ from electra_dist.report.model_card import model_card
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.open_store import open_store
 from electra_dist.train.token_counts import write_counts
-from launcher.cli.main import app
 
 pytestmark = pytest.mark.multiproc
 

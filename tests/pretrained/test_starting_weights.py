@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_launcher.cli.checkpoint_paths import find_targets
 from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble
@@ -30,7 +31,6 @@ from electra_dist.pretrained import weights as weights_module
 from electra_dist.pretrained.encoder import _tower_state
 from electra_dist.pretrained.export import export_run
 from electra_dist.pretrained.weights import load_source
-from launcher.cli.checkpoint_paths import find_targets
 
 MakeConfig = Callable[..., Path]
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from typer.testing import CliRunner
 
 from electra_dist.config.load import dump_yaml, load_config
@@ -23,7 +24,6 @@ from electra_dist.report.overlay_page import unique_names, write_overlay
 from electra_dist.report.panels import PANELS
 from electra_dist.report.report_page import write_report
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord
-from launcher.cli.main import app
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from electra_launcher.pretrain import _write_report
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.run_records import STEP
@@ -32,7 +33,6 @@ from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, TextSample, read_metrics
-from launcher.pretrain import _write_report
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TAGS_WITHOUT_END = {"meta", "br", "hr", "img", "input", "link"}

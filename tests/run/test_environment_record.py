@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_launcher import pretrain
 from support.fake_nvml import pynvml as fake_nvml
 
 from electra_dist import nvml
 from electra_dist.errors import NodeError
 from electra_dist.run import environment_record
 from electra_dist.version import DEEPSPEED
-from launcher import pretrain
 
 
 def test_gpus_are_recorded_with_driver_name_and_memory_and_are_absent_without_a_driver(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.supervise.supervisor_files import Log
 from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.errors import UserError
@@ -21,7 +22,6 @@ from electra_dist.run.console import (
     format_line,
 )
 from electra_dist.run.metrics import EvalRecord, StepRecord
-from launcher.supervise.supervisor_files import Log
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"
 TOTAL_STEPS = 400_000

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher import pretrain as pretrain_program
+from electra_launcher.cli.main import app
 from support.supervised_runs import REAL, supervised
 from typer.testing import CliRunner
 
@@ -19,8 +21,6 @@ from electra_dist.config.secrets import without_secret_arguments, without_secret
 from electra_dist.errors import UserError, error_line
 from electra_dist.run.environment_record import write_environment
 from electra_dist.store.atomic_files import PRIVATE, create_file, replacing
-from launcher import pretrain as pretrain_program
-from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 SECRET = "tr0ub4dor"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_launcher.cli.main import app
 from support.real_runs import write_tiny_config
 from transformers import ElectraForPreTraining
 from typer.testing import CliRunner
@@ -21,7 +22,6 @@ from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.minimal_pairs import SentencePair, read_pair_files, score_sentence_pairs
 from electra_dist.scoring.token_scores import pseudo_log_likelihood, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
-from launcher.cli.main import app
 
 CPU = torch.device("cpu")
 BLIMP_LINES = [

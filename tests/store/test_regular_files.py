@@ -38,12 +38,12 @@ OWN = {
     "electra_dist/store/s3/s3_store.py",
     "electra_dist/train/clock.py",
     "electra_dist/compare/pretraining_runs.py",
-    "launcher/chaos/drill.py",
-    "launcher/chaos/file_faults.py",
-    "launcher/chaos/victim.py",
-    "launcher/cli/main.py",
-    "launcher/slurm/batch_script.py",
-    "launcher/supervise/rank_processes.py",
+    "launcher/electra_launcher/chaos/drill.py",
+    "launcher/electra_launcher/chaos/file_faults.py",
+    "launcher/electra_launcher/chaos/victim.py",
+    "launcher/electra_launcher/cli/main.py",
+    "launcher/electra_launcher/slurm/batch_script.py",
+    "launcher/electra_launcher/supervise/rank_processes.py",
 }
 
 

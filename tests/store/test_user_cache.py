@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.preflight.storage_checks import needs
+from electra_launcher.slurm.submit import with_absolute_paths
 from support.real_runs import tiny_tree
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import COMPILED_CODE_VARIABLE, keep_compiled_code, user_cache_folder
-from launcher.preflight.storage_checks import needs
-from launcher.slurm.submit import with_absolute_paths
 
 
 @pytest.fixture(autouse=True)

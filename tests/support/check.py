@@ -104,7 +104,6 @@ def run_tests(files: Sequence[str], seconds: float) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", "-n", "2", "--dist", "loadfile"]
     command += ["--no-loadscope-reorder", "-p", "support.until_time_is_up"]
     command += [f"--until={time.monotonic() + seconds}", *(f"--file={file}" for file in files), "tests"]
-    # ROOT comes first: otherwise a program that a test starts would find tests/launcher when it imports `launcher`.
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -120,7 +119,7 @@ def run_all(selected: Sequence[Selected], seconds: float) -> int:
     if not (ROOT / ".mypy_cache").exists():
         print("types: there is no .mypy_cache yet, so they take half a minute of processor time more")
     begin = time.monotonic()
-    packages = [part for name in ("electra_dist", "launcher", "electra_kernels") for part in ("-p", name)]
+    packages = [part for name in ("electra_dist", "electra_launcher", "electra_kernels") for part in ("-p", name)]
     command = [sys.executable, "-m", "mypy", *packages]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as types:
         code = run_tests([one.file for one in selected] or FAST, seconds)

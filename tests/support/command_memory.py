@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-ELECTRA_DIST = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import main; main()"
+ELECTRA_DIST = "import sys; sys.argv[0] = 'electra-dist'; from electra_launcher.cli.main import main; main()"
 # The peak is that of the process's own memory: `ru_maxrss` would include the memory of the process that forked it.
 _PRINT_NEED = """
 import atexit, re, resource, sys

@@ -99,11 +99,11 @@ def import_everything() -> None:
         with contextlib.suppress(ImportError):  # another version has no such module
             importlib.import_module(name)
     import electra_kernels
+    import electra_launcher
 
     import electra_dist
-    import launcher
 
-    for package in (electra_dist, launcher, electra_kernels):
+    for package in (electra_dist, electra_launcher, electra_kernels):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 # A module of an optional package, or one that Triton's absence forbids.

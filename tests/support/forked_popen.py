@@ -32,8 +32,19 @@ _real_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 # Variables that are read when Python starts or a library is imported: a command that changes one is started for real.
 READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "ATEN_", "DNNL_", "ONEDNN_", "TRITON_")
 READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED")
-FORKED_PACKAGES = ("electra_dist", "launcher", "electra_kernels", "deepspeed", "moto")  # whose modules are forked
-_IGNORING_SHELL = ["sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]  # of launcher.supervise.rank_processes
+FORKED_PACKAGES = (
+    "electra_dist",
+    "electra_launcher",
+    "electra_kernels",
+    "deepspeed",
+    "moto",
+)  # whose modules are forked
+_IGNORING_SHELL = [
+    "sh",
+    "-c",
+    'trap "" TERM USR1 USR2; exec "$@"',
+    "sh",
+]  # of electra_launcher.supervise.rank_processes
 _EXECUTE_CHILD = inspect.signature(RealPopen._execute_child)  # type: ignore[attr-defined]
 
 
@@ -172,7 +183,7 @@ def _changes_imports(environment: Mapping[str, str]) -> bool:
 
 def _import_folders(environment: Mapping[str, str]) -> set[str]:
     """Return the folders of PYTHONPATH, and those of this repository, in which the server finds its modules."""
-    own = {str(TESTS.parent), str(TESTS), str(TESTS.parent / "kernels")}
+    own = {str(TESTS.parent / folder) for folder in ("", "tests", "kernels", "launcher")}
     return own.union(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
 
 

@@ -7,8 +7,9 @@ function, or under TYPE_CHECKING. `from package import name` is an import of the
 otherwise of `package/__init__.py`.
 
 How: a file is identified by its path below the root, for example `electra_dist/store/local_store.py`. Packages are
-those that `docs/layers.md` lists: a folder of electra_dist or of launcher with all its subfolders (except those
-of `APART`, which are packages of their own), a single module of one of the two, electra_kernels, or the benchmarks.
+those that `docs/layers.md` lists: a folder of electra_dist or of electra_launcher with all its subfolders (except
+those of `APART`, which are packages of their own), a single module of one of the two, electra_kernels, or the
+benchmarks.
 
 Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
 `python -m`, are not counted.
@@ -79,16 +80,17 @@ def file_imports(root: Path = ROOT) -> Graph:
 def _module_name(file: str) -> str:
     """Return the name under which a file is imported.
 
-    electra_kernels is installed from the folder `kernels`; a benchmark is a script whose own folder is on the path.
+    electra_kernels and electra_launcher are installed from the folders `kernels` and `launcher`; a benchmark is a
+    script whose own folder is on the path.
     """
     name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return name.removeprefix("kernels.").removeprefix("benchmarks.")
+    return name.removeprefix("kernels.").removeprefix("launcher.").removeprefix("benchmarks.")
 
 
 def package_of(file: str) -> str:
     """Return the package that a file belongs to, by the name that it has in the table of layers."""
     parts = PurePosixPath(file).parts
-    if "/".join(parts[:3]) in APART:
+    if "/".join(parts[:3]) in APART or parts[:2] == ("launcher", "electra_launcher"):
         return "/".join(parts[:3])
     return parts[0] if parts[0] == "benchmarks" else "/".join(parts[:2])
 

@@ -19,9 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
+from electra_launcher.pretrain import main
 from torch.distributed import distributed_c10d
-
-from launcher.pretrain import main
 
 SHARED = os.environ["TMPDIR"]
 PATH_EVENTS = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "os.listdir", "os.remove", "os.chmod")

@@ -23,7 +23,7 @@ from support.import_graph import Graph, imported_names, reachable
 FARTHEST = 3
 PACKAGES = ("benchmarks", "electra_dist", "kernels", "launcher")  # folders whose files the sources import or read
 FOLDERS = (*PACKAGES, "docker", "examples", "tests")
-PROGRAMS = {"electra-dist": "launcher/cli/main.py"}
+PROGRAMS = {"electra-dist": "launcher/electra_launcher/cli/main.py"}
 READ_ALL = ("tests/support/import_graph.py", "tests/test_docs.py")  # these read the texts of all sources
 
 
@@ -45,13 +45,13 @@ def read_python_files(root: Path) -> dict[str, str]:
 def module_names(files: Iterable[str]) -> dict[str, str]:
     """Map each name under which the project's programs and tests import a module to the file of the module.
 
-    The folders `kernels`, `benchmarks` and `tests` are on the path of imports, so their names are not part of the name
-    of a module. A name that a test and a source file share is the source file's.
+    The folders `kernels`, `launcher`, `benchmarks` and `tests` are on the path of imports, so their names are
+    not part of the name of a module. A name that a test and a source file share is the source file's.
     """
     names: dict[str, str] = {}
     for file in sorted(files, key=lambda file: not file.startswith("tests/")):
         parts = list(PurePosixPath(file).with_suffix("").parts)
-        if parts[0] in ("kernels", "benchmarks", "tests"):
+        if parts[0] in ("kernels", "launcher", "benchmarks", "tests"):
             parts.pop(0)
         if parts[-1] == "__init__":
             parts.pop()
@@ -150,8 +150,8 @@ def mirrored(changed: str, tests: Sequence[str]) -> dict[str, int]:
     folders = path.parent.parts
     if folders[0] == "electra_dist":
         folders = folders[1:]
-    elif folders[0] == "kernels":
-        folders = ("kernels", *folders[2:])
+    elif folders[0] in ("kernels", "launcher"):
+        folders = (folders[0], *folders[2:])
     named = re.compile(rf"test_{path.stem.strip('_')}(?:_\w+)?\.py")
     found = {}
     for file in tests:

@@ -19,7 +19,7 @@ from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "launcher" / "supervise" / "fake_supervise.py")]
-REAL = [sys.executable, "-m", "launcher.supervise"]
+REAL = [sys.executable, "-m", "electra_launcher.supervise"]
 
 
 class Supervised:

@@ -112,7 +112,7 @@ def trace() -> dict[str, Counter[Function]]:
         config = write_tiny_config(Path(folder) / "config.yaml", run_dir, corpus, **settings)
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-        from launcher.pretrain import main as pretrain
+        from electra_launcher.pretrain import main as pretrain
 
         recorder = Trace()
         sys.setprofile(recorder)

@@ -29,12 +29,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from electra_launcher.pretrain import main
+
 from electra_dist.data.loader import RowLoader
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train import run
 from electra_dist.train.guard import SkipList
-from launcher.pretrain import main
 
 FAULTS: dict[str, Any] = json.loads(os.environ["FAULTS"])
 RANK = int(os.environ.get("RANK", "0"))

@@ -16,8 +16,9 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from electra_launcher.pretrain import main
+
 from electra_dist.engine import loss_scale
-from launcher.pretrain import main
 
 get_accelerator().is_fp16_supported = lambda: True
 for name, value in json.loads(os.environ.get("LOSS_SCALE", "{}")).items():

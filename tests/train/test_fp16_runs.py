@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import REPOSITORY, go_back, quick_command, step_records
 from typer.testing import CliRunner
-
-from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 

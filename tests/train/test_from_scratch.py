@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher import pretrain
+from electra_launcher.cli.main import app
 from support.real_runs import REPOSITORY, read_losses
 from typer.testing import CliRunner
-
-from launcher import pretrain
-from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
 from electra_dist.config import GuardConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.train.guard import Guard, SkipList
-from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 Losses = Callable[[Path], list[tuple]]

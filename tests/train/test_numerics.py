@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from electra_launcher import pretrain
+from electra_launcher.cli.main import app
+from electra_launcher.supervise import __main__ as supervise
 from support import checkpoints as small
 from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
@@ -22,9 +25,6 @@ from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError
 from electra_dist.run.folder import check_run_folder, recorded_numerics, run_identity
 from electra_dist.run.ledger import read_ledger
 from electra_dist.store.open_store import open_store
-from launcher import pretrain
-from launcher.cli.main import app
-from launcher.supervise import __main__ as supervise
 
 MakeConfig = Callable[..., Path]
 ACCEPT = "--accept-new-numerics"
@@ -33,7 +33,7 @@ NEWER_PRETRAIN = """
 import sys
 from electra_dist.config import config
 config.NUMERICS += 1
-from launcher.pretrain import main
+from electra_launcher.pretrain import main
 sys.exit(main())
 """
 NEWER = ("-c", NEWER_PRETRAIN)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import go_back, quick_command, read_losses, step_records, write_corpus, write_tiny_config
 from typer.testing import CliRunner
 
@@ -25,7 +26,6 @@ from electra_dist.report.report_page import describe_run
 from electra_dist.report.run_record import read_run
 from electra_dist.store.open_store import open_store
 from electra_dist.train.inputs import check_inputs
-from launcher.cli.main import app
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 

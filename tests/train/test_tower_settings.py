@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.checkpoint_paths import find_targets
 from support.real_runs import go_back, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble
@@ -16,7 +17,6 @@ from electra_dist.planning.plan_page import plan_sections
 from electra_dist.pretrained.export import export_run
 from electra_dist.pretrained.weights import with_generator_digest
 from electra_dist.run.folder import open_run
-from launcher.cli.checkpoint_paths import find_targets
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 Losses = Callable[[Path], list[tuple]]

@@ -22,7 +22,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import Vocabulary
 
 RequestFactory = Callable[..., BuildRequest]
-COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
+COMMAND = [sys.executable, "-c", "from electra_launcher.cli.main import main; main()", "corpus"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import botocore.client
 import pytest
+from electra_launcher.cli.corpus import app
 from support.corpus_texts import make_prose, make_vocabulary
 from support.s3_fixtures import bucket
 from support.s3_fixtures import moto as s3
@@ -28,7 +29,6 @@ from electra_dist.corpus.plan.corpus_plan import Prices, Workload, machines_need
 from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, PrepareRate, measure_rates, read_rates
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
-from launcher.cli.corpus import app
 
 CONFIG = Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml"
 KINDS = {

@@ -12,7 +12,7 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[3]
 NO_NETWORK = Path(__file__).parent / "no_network"
-_COMMAND = "from launcher.cli.main import main; main()"
+_COMMAND = "from electra_launcher.cli.main import main; main()"
 
 
 def start_prepare(config: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:

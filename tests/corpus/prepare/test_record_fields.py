@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from electra_launcher.cli.main import app
 from typer.testing import CliRunner
 
 from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from launcher.cli.main import app
 
 RECORDS = [
     {"text": "the first text", "id": "post-1", "title": "One", "tags": ["a", {"b": None}], "score": 0.5},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from electra_launcher.cli.corpus import app
 from support.corpus_texts import make_prose, make_vocabulary
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
-from launcher.cli.corpus import app
 
 SEQ_LEN = 64
 SPECIAL = make_vocabulary().special

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import electra_launcher.cli.main
+import electra_launcher.pretrain
 from deepspeed.accelerator import get_accelerator
 from drills.campaign.cases import Interruption
 from drills.kill_matrix.durable_operations import Moment, OperationLog
 from drills.kill_matrix.short_run import fork, wait_for
 from support.real_runs import free_port
 
-import launcher.cli.main
-import launcher.pretrain
 from electra_dist.engine import loss_scale
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 from electra_dist.train.guard import Guard
@@ -81,7 +81,7 @@ def start(
     def rank_main(rank: int) -> int:
         hit = interruption if interruption is not None and interruption.rank == rank else None
         _prepare_process(hit, watched, rank, frozenset(spikes), first_loss_scale)
-        return launcher.pretrain.main(["--config", str(config), *["--from-scratch"] * from_scratch])
+        return electra_launcher.pretrain.main(["--config", str(config), *["--from-scratch"] * from_scratch])
 
     variables = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     rank_of_pid = {}
@@ -98,7 +98,7 @@ def run_command(arguments: Sequence[str], output: Path) -> int:
     def main() -> int:
         sys.argv[1:] = arguments
         try:
-            return launcher.cli.main.main()
+            return electra_launcher.cli.main.main()
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 0
 
@@ -114,7 +114,7 @@ def _prepare_process(
     """
     get_accelerator().is_fp16_supported = lambda: True
     loss_scale.INITIAL_SCALE, loss_scale.STEPS_UNTIL_GROWTH = first_loss_scale, 3
-    launcher.pretrain._write_report = lambda run_dir: None
+    electra_launcher.pretrain._write_report = lambda run_dir: None
     changes = CountedChanges(watched, rank) if hit is not None and hit.kind == "kill at a change" else None
     pending = [hit] if hit is not None else []
     present_step = -1

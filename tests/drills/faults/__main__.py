@@ -43,12 +43,11 @@ from drills.faults.campaign import Campaign
 from drills.faults.forked_run import start_programs_as_forks
 from drills.faults.kinds import PlannedLeg, plan_legs
 from drills.faults.progress import Leg, Progress, read_progress
+from electra_launcher.chaos.fault_plot import write_fault_plot
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from support.fork_server import import_everything
 from support.small_disks import can_mount
-
-from launcher.chaos.fault_plot import write_fault_plot
 
 _SPARE_S = 90.0  # part of the time limit that is left for the comparison of the last leg
 

@@ -18,6 +18,8 @@ from drills.faults.forked_run import ForkedDrill, run_uninterrupted
 from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedFault, PlannedLeg
 from drills.faults.progress import Leg, Progress
 from drills.kill_matrix.short_run import fork
+from electra_launcher.chaos.__main__ import compared_lines
+from electra_launcher.chaos.drill import Hit, Planned, Stuck
 from support.checkpoints import committed
 from support.fault_server import FaultPlan, FaultProxy
 from support.real_runs import free_port, step_records, write_corpus, write_tiny_config
@@ -28,8 +30,6 @@ from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_STOPPED
 from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.store.local_store import LocalStore
-from launcher.chaos.__main__ import compared_lines
-from launcher.chaos.drill import Hit, Planned, Stuck
 
 EVERY_STEPS = 4  # steps between two checkpoints of the run with faults
 NUM_FIRST_STEPS = 20  # steps by whose losses the drill recognizes a CPU that computes other bits
@@ -117,7 +117,7 @@ class Campaign:
         Raises:
             RuntimeError: more than five faults left the run stuck, or the run did not stop as it must.
         """
-        command = [sys.executable, "-m", "launcher.supervise", "--config", str(self._config(self.run_dir))]
+        command = [sys.executable, "-m", "electra_launcher.supervise", "--config", str(self._config(self.run_dir))]
         command += ["--gpus-per-node", str(planned.ranks)]
         for override in overrides:
             command += ["--set", override]

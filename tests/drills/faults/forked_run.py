@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import electra_launcher.pretrain
 from drills.kill_matrix.short_run import fork, wait_for, wait_for_other_threads
+from electra_launcher.chaos.drill import Drill
 from support.forked_popen import ForkedPopen
 from support.process_names import ProcessNames
 from support.real_runs import free_port
 
-import launcher.pretrain
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.run.processes import MARK
 from electra_dist.train.trainer import Trainer
-from launcher.chaos.drill import Drill
 
 COMMIT_FAULT = "kill-at-commit"  # file in the run folder that makes rank 0 kill itself: "before" or "after" a commit
 
@@ -36,7 +36,7 @@ def start_programs_as_forks() -> None:
     """
     ForkedPopen.names = ProcessNames()
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
-    pretrain = launcher.pretrain.main
+    pretrain = electra_launcher.pretrain.main
 
     def pretrain_and_die(arguments: Sequence[str]) -> int:
         """Train as a rank of a supervisor, which gives the folder of the run in a variable."""
@@ -44,7 +44,7 @@ def start_programs_as_forks() -> None:
             _prepare_kill_at_commit(Path(os.environ[MARK].rpartition("#")[0]))
         return pretrain(arguments)
 
-    launcher.pretrain.main = pretrain_and_die  # type: ignore[assignment]
+    electra_launcher.pretrain.main = pretrain_and_die  # type: ignore[assignment]
 
 
 class ForkedDrill(Drill):
@@ -106,8 +106,8 @@ def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_s
         """Run one rank in the forked process, and return its exit code."""
         os.setsid()  # As in the run with faults, Ctrl-C in the terminal then reaches only the drill.
         _stop_after(last_step)
-        launcher.pretrain._write_report = lambda run_dir: None
-        return launcher.pretrain.main(arguments)
+        electra_launcher.pretrain._write_report = lambda run_dir: None
+        return electra_launcher.pretrain.main(arguments)
 
     output = config.with_suffix(".log")
     rank_of_pid = {}

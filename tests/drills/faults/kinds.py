@@ -3,7 +3,7 @@
 A leg is a stretch of the run with a fixed number of ranks and a fixed place of its data. The place determines which
 kinds of faults the leg has:
 
-    local   corpus and checkpoints in folders: all kinds of `launcher.chaos` except `disk`, and `commit`
+    local   corpus and checkpoints in folders: all kinds of `electra_launcher.chaos` except `disk`, and `commit`
     s3      the corpus and a second copy of each checkpoint on an S3 service behind a proxy: the faults of that service
     disk    a second copy of each checkpoint on a small disk: `disk`, and kills
 
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drills.faults.forked_run import COMMIT_FAULT
+from electra_launcher.chaos.drill import Stuck, ordered_kinds
+from electra_launcher.chaos.faults import FAULTS, Fault
+from electra_launcher.chaos.victim import Act, Victim
 
 from electra_dist.errors import EXIT_CRASH
-from launcher.chaos.drill import Stuck, ordered_kinds
-from launcher.chaos.faults import FAULTS, Fault
-from launcher.chaos.victim import Act, Victim
 
 Place = Literal["local", "s3", "disk"]
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from electra_launcher.chaos.drill import Hit
+
 from electra_dist.store.atomic_files import replacing
-from launcher.chaos.drill import Hit
 
 _FILE = "drill.json"
 _HITS = "hits.jsonl"

@@ -12,10 +12,10 @@ from typing import Any
 
 from drills.faults.kinds import ALL_FAULTS
 from drills.faults.progress import Progress
+from electra_launcher.chaos.drill import Hit
 
 from benchmarks.measure import hardware
 from electra_dist.run.environment_record import commit, versions
-from launcher.chaos.drill import Hit
 
 
 def make_record(progress: Progress) -> dict[str, Any]:

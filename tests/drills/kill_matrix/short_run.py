@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import electra_launcher.pretrain
 import torch
 from drills.kill_matrix.durable_operations import Kill, Operation, OperationLog
 from support import checkpoints as small
@@ -38,7 +39,6 @@ from support.real_runs import free_port, write_tiny_config
 from support.s3_server import S3Server
 
 import electra_dist.store.s3.s3_store
-import launcher.pretrain
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.retention import retain
 from electra_dist.checkpoint.writer import CheckpointWriter
@@ -150,7 +150,7 @@ def run_phase(trial: Trial, corpus: Path, phase: str, kill: Kill | None) -> Phas
             if phase == OLDER_ATTEMPT:
                 return save_as_older_attempt(trial)
             plan_events(trial.run_dir, is_preempted=phase == START_1 and rank == 0)
-            return launcher.pretrain.main(["--config", str(config)])
+            return electra_launcher.pretrain.main(["--config", str(config)])
         finally:
             report = {"operations": log.operations, "missed": log.missed}
             unfinished = trial.folder / f"operations-{rank}.json.unfinished"  # this process may be killed meanwhile
@@ -275,7 +275,7 @@ def plan_events(run_dir: Path, is_preempted: bool) -> None:
         return out
 
     ReplacedTokenDetection.forward = with_events  # type: ignore[method-assign]
-    launcher.pretrain._write_report = lambda run_dir: None
+    electra_launcher.pretrain._write_report = lambda run_dir: None
     use_small_parts()
 
 

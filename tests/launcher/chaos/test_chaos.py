@@ -14,6 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.chaos import __main__, drill
+from electra_launcher.chaos.__main__ import differences
+from electra_launcher.chaos.drill import Drill, Planned, plan
+from electra_launcher.chaos.faults import FAULTS
+from electra_launcher.chaos.file_faults import FILLER, SmallDisk, free_disk
+from electra_launcher.chaos.victim import Victim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.run_records import EVAL, step_with_loss
@@ -24,12 +30,6 @@ from electra_dist.run.heartbeat import Beat
 from electra_dist.run.lease import LeaseLost, take_lease
 from electra_dist.run.processes import MARK, mark_of
 from electra_dist.run.records import encode
-from launcher.chaos import __main__, drill
-from launcher.chaos.__main__ import differences
-from launcher.chaos.drill import Drill, Planned, plan
-from launcher.chaos.faults import FAULTS
-from launcher.chaos.file_faults import FILLER, SmallDisk, free_disk
-from launcher.chaos.victim import Victim
 
 KINDS = sorted(FAULTS)
 

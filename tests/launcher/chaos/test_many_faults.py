@@ -15,11 +15,11 @@ from drills.faults import campaign
 from drills.faults.campaign import Campaign
 from drills.faults.kinds import ALL_FAULTS, plan_legs
 from drills.faults.progress import Leg, Progress, read_progress
+from electra_launcher.chaos.drill import Hit
 from support.real_runs import REPOSITORY
 from support.run_records import step_with_loss
 
 from electra_dist.run.records import encode
-from launcher.chaos.drill import Hit
 
 FIRST_LOSSES = [[5.7, 8.1], [5.6, 7.9]]
 

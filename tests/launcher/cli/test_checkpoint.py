@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.cli.main import app
 from support import checkpoints as small
 from support import s3_server
 from support.checkpoints import checkpoint_in, committed, folder_name, verify
@@ -23,7 +24,6 @@ from electra_dist.errors import UserError
 from electra_dist.run.folder import run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from launcher.cli.main import app
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 FILE = small.file_name(1)  # of an unfinished save

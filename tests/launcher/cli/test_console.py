@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher import pretrain
+from electra_launcher.chaos import __main__ as chaos
+from electra_launcher.cli import main, status
+from electra_launcher.cli.main import COMMANDS, app
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
 from electra_dist.errors import EXIT_STOPPED, error_line
 from electra_dist.version import VERSION
-from launcher import pretrain
-from launcher.chaos import __main__ as chaos
-from launcher.cli import main, status
-from launcher.cli.main import COMMANDS, app
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DEMO = REPOSITORY / "configs" / "demo_cpu.yaml"
@@ -28,7 +28,7 @@ MakeConfig = Callable[..., Path]
 
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `electra-dist` with its output in a pipe."""
-    program = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'electra-dist'; from electra_launcher.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,
@@ -40,21 +40,22 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.real_start
 def test_help_and_completion_list_every_command_and_import_none_of_them() -> None:
-    listing = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import app; app(standalone_mode=False)"
-    loaded = "print('LOADED', [name for name in sys.modules if name.startswith('launcher.cli.')])"
+    program = "import sys; sys.argv[0] = 'electra-dist'; from electra_launcher.cli.main import app; "
+    listing = program + "app(standalone_mode=False)"
+    loaded = "print('LOADED', [name for name in sys.modules if name.startswith('electra_launcher.cli.')])"
     done = subprocess.run(
         [sys.executable, "-c", f"{listing}\n{loaded}", "-h"], capture_output=True, text=True, timeout=60
     )
     assert all(f" {name} " in done.stdout for name in COMMANDS), done.stderr
     assert "Show where a run stands" in done.stdout  # the first line of the function's docstring
-    assert "LOADED ['launcher.cli.main']" in done.stdout
+    assert "LOADED ['electra_launcher.cli.main']" in done.stdout
     completion = {"_ELECTRA_DIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "compare", "config"]
 
 
 @pytest.mark.real_start
 def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
-    modules = {module for module, _ in COMMANDS.values()} - {"launcher.cli.corpus"}
+    modules = {module for module, _ in COMMANDS.values()} - {"electra_launcher.cli.corpus"}
     heavy = ("torch", "numpy", "matplotlib", "electra_dist.config", "rich.progress", "rich.table")
     program = f"import sys, {', '.join(sorted(modules))}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import webdataset
 import yaml
+from electra_launcher.cli.corpus import app
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
-from launcher.cli.corpus import app
 
 
 def run(*arguments: object) -> str:

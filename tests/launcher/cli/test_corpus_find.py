@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from electra_launcher.cli.corpus import app
 from support.corpus_texts import make_prose, make_vocabulary
 from support.run_records import STEP
 from typer.testing import CliRunner
@@ -22,7 +23,6 @@ from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.run.records import encode
 from electra_dist.tokenizer import WordPieceTokenizer
-from launcher.cli.corpus import app
 
 PLANTED = "quite a rare sentence with zebras"
 MARKS = "!$%&*+;<=>?@"  # one for each document of the source wiki; no other document has such a token

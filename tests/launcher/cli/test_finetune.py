@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.pretrained.encoder import Pretrained
-from launcher.cli.main import app
 
 
 @pytest.fixture

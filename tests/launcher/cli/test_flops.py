@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from electra_launcher.cli.main import app
 from typer.testing import CliRunner
-
-from launcher.cli.main import app
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_launcher.cli.main import app
 from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
@@ -16,7 +17,6 @@ from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring.text_scores import TextScorer
 from electra_dist.tokenizer import Vocabulary
-from launcher.cli.main import app
 
 INPUT = "the boy is tired\nthe boy are tired\n\nthese dogs\nthese dog saw\nthis dog\n"
 TEXTS = [line for line in INPUT.split("\n") if line]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.plans import advice
 
 from electra_dist.speed.step_profile import HOST, Part, StepProfile
-from launcher.cli.plans import advice
 
 
 def step_profile(**changes: object) -> StepProfile:
@@ -41,7 +41,7 @@ def step_profile(**changes: object) -> StepProfile:
 @pytest.mark.multiproc
 def test_json_has_the_fields_that_others_rely_on(tiny_config: Callable[..., Path]) -> None:
     config = tiny_config()
-    run = "from launcher.cli.main import main; main()"
+    run = "from electra_launcher.cli.main import main; main()"
     command = [sys.executable, "-c", run, "speed", str(config), "--json", "--steps", "1"]
 
     # Without the variable DeepSpeed prints a line about the missing GPU when it is imported.

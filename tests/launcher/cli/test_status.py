@@ -13,6 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from electra_launcher.cli import status
+from electra_launcher.cli.main import app
+from electra_launcher.cli.status import facts, gather, hung_ranks, lines, waits_for_storage
+from electra_launcher.slurm.slurm import NodeOut, QueuedJob, QueueView
 from support.hostile_text import HOSTILE, assert_shown
 from support.run_records import EVAL, STEP
 from typer.testing import CliRunner
@@ -26,10 +30,6 @@ from electra_dist.run.metrics import EvalRecord
 from electra_dist.run.processes import node_name
 from electra_dist.run.records import Record, encode
 from electra_dist.run.strikes import Strike, add_strike
-from launcher.cli import status
-from launcher.cli.main import app
-from launcher.cli.status import facts, gather, hung_ranks, lines, waits_for_storage
-from launcher.slurm.slurm import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()
@@ -239,18 +239,18 @@ def test_a_dead_run_without_slurm_is_shown_with_the_deepspeed_command(run: Path)
     ledger(run, event("crash", 50, step=12))
     page = shown(run)
     assert page[0].endswith(": dead (crash, 50s ago)")
-    assert commands(page) == [f"deepspeed --module launcher.pretrain --config {run}/config.yaml"]
+    assert commands(page) == [f"deepspeed --module electra_launcher.pretrain --config {run}/config.yaml"]
 
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        ({"n1": 2}, ["deepspeed --num_gpus 2 --module launcher.pretrain --config {run}/config.yaml"]),
+        ({"n1": 2}, ["deepspeed --num_gpus 2 --module electra_launcher.pretrain --config {run}/config.yaml"]),
         (
             {"n1": 8, "n2": 4},
             [
                 r"printf '%s\n' 'n1 slots=8' 'n2 slots=4' > {run}/hostfile",
-                "deepspeed --hostfile {run}/hostfile --module launcher.pretrain --config {run}/config.yaml",
+                "deepspeed --hostfile {run}/hostfile --module electra_launcher.pretrain --config {run}/config.yaml",
             ],
         ),
     ],

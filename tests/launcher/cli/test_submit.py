@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from electra_launcher.cli.main import app
+from electra_launcher.slurm import submit
+from electra_launcher.slurm.environment_archive import PackedFile
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.run.ledger import Ledger, read_jobs
 from electra_dist.run.strikes import Strike, add_strike
-from launcher.cli.main import app
-from launcher.slurm import submit
-from launcher.slurm.environment_archive import PackedFile
 
 MakeConfig = Callable[..., Path]
 

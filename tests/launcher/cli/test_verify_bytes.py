@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.main import app
 from support.real_runs import write_corpus
 from typer.testing import CliRunner
 
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from launcher.cli.main import app
 
 
 def verify(*arguments: str) -> tuple[int, str, str]:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from electra_launcher.preflight.storage_checks import LOG_BYTES, Need, check_disks, classify_disk, needs
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
-from launcher.preflight.storage_checks import LOG_BYTES, Need, check_disks, classify_disk, needs
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LARGE = 335_136_769 + 19_511_098  # parameters of both towers: see tests/model

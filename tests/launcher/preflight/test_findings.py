@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from launcher.preflight.findings import Finding, as_json, exit_code, from_error, print_findings, strike_of
+from electra_launcher.preflight.findings import Finding, as_json, exit_code, from_error, print_findings, strike_of
 
 
 def finding(severity: str, node: str = "n1", device: str = "", what: str = "x") -> Finding:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from electra_launcher.preflight.findings import Finding
+from electra_launcher.preflight.gpu_checks import Speed, classify_gpus, classify_load, classify_speeds
 from support.fake_nvml import pynvml as fake
 
 from electra_dist import nvml
 from electra_dist.nvml import GpuHealth, GpuProbe
-from launcher.preflight.findings import Finding
-from launcher.preflight.gpu_checks import Speed, classify_gpus, classify_load, classify_speeds
 
 LOST = fake.NVML_ERROR_GPU_IS_LOST
 

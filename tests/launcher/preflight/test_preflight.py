@@ -1,4 +1,4 @@
-"""`launcher.preflight` as a node runs it: with a fake NVML, without NVML, and with storage that cannot be used."""
+"""Preflight as a node runs it: with a fake NVML, without NVML, and with storage that cannot be used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from electra_launcher.preflight import __main__ as preflight
+from electra_launcher.preflight import node_check
+from electra_launcher.preflight.__main__ import main
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
 
@@ -22,9 +25,6 @@ from electra_dist.run.strikes import read_strikes
 from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
-from launcher.preflight import __main__ as preflight
-from launcher.preflight import node_check
-from launcher.preflight.__main__ import main
 
 STUB = REPOSITORY / "tests" / "support" / "fake_nvml"
 
@@ -33,7 +33,7 @@ def run(config: Path, *args: str, gpus: list[dict[str, Any]] | None = None, **en
     """Run the preflight of a node called n1, with `gpus` (differences from a healthy H200) or without NVML."""
     if gpus is not None:
         env |= {"PYTHONPATH": str(STUB), "FAKE_NVML": json.dumps(gpus)}
-    command = [sys.executable, "-m", "launcher.preflight", "--config", str(config), *args]
+    command = [sys.executable, "-m", "electra_launcher.preflight", "--config", str(config), *args]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "SLURMD_NODENAME": "n1", **env}
     )
@@ -58,7 +58,7 @@ def test_a_node_without_gpus_is_ok_and_one_line_reports_that_there_are_none(tiny
 def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_imported(tiny_config: Callable[..., Path]):
     code = (
         "import sys; sys.modules['pynvml'] = None; sys.argv[0] = 'preflight.py'\n"
-        "from launcher.preflight.__main__ import main\n"
+        "from electra_launcher.preflight.__main__ import main\n"
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)\n"
     )
     command = [sys.executable, "-c", code, "--config", str(tiny_config())]

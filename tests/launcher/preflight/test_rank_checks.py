@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_launcher.preflight import rank_checks
+from electra_launcher.preflight.findings import Finding
+from electra_launcher.preflight.gpu_checks import Speed
+from electra_launcher.preflight.rank_checks import RankReport, check_load, classify_ranks, partner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_nvml import pynvml as fake
@@ -20,10 +24,6 @@ from support.real_runs import REPOSITORY
 
 from electra_dist import nvml
 from electra_dist.run.strikes import read_strikes
-from launcher.preflight import rank_checks
-from launcher.preflight.findings import Finding
-from launcher.preflight.gpu_checks import Speed
-from launcher.preflight.rank_checks import RankReport, check_load, classify_ranks, partner
 
 
 @given(st.integers(3, 20), st.data())
@@ -123,7 +123,12 @@ def start_rank(
 ) -> subprocess.Popen[str]:
     """Start the preflight of one rank on a node of its own; `code` replaces the module that is run."""
     launched = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, *(["-c", code] if code else ["-m", "launcher.preflight"]), "--config", str(config)]
+    command = [
+        sys.executable,
+        *(["-c", code] if code else ["-m", "electra_launcher.preflight"]),
+        "--config",
+        str(config),
+    ]
     return subprocess.Popen(
         command,
         env={**os.environ, **launched, "MASTER_PORT": str(port), "SLURMD_NODENAME": f"n{rank}", **env},
@@ -159,8 +164,9 @@ def test_a_rank_that_cannot_reach_the_others_ends_with_1_and_no_node_gets_a_stri
     tiny_config: Callable[..., Path], free_port: int
 ):
     code = (
-        "import sys, datetime, launcher.preflight.rank_checks as r; r.TIMEOUT = datetime.timedelta(seconds=3)\n"
-        "from launcher.preflight.__main__ import main; sys.exit(main(sys.argv[1:]))\n"
+        "import sys, datetime, electra_launcher.preflight.rank_checks as r\n"
+        "r.TIMEOUT = datetime.timedelta(seconds=3)\n"
+        "from electra_launcher.preflight.__main__ import main; sys.exit(main(sys.argv[1:]))\n"
     )
     config = tiny_config()
     alone = start_rank(config, 0, 2, free_port, code)

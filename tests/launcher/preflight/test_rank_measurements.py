@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from electra_launcher.preflight import rank_checks
+from electra_launcher.preflight.rank_checks import exchange, partner, peers
 from hypothesis import given
 from hypothesis import strategies as st
-
-from launcher.preflight import rank_checks
-from launcher.preflight.rank_checks import exchange, partner, peers
 
 
 @given(st.integers(3, 40))

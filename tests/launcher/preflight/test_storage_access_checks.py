@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from electra_launcher.preflight import storage_checks
+from electra_launcher.preflight.findings import Finding
+from electra_launcher.preflight.storage_checks import check_storage, classify_skew
 from support.real_runs import REPOSITORY
 
 from electra_dist.config.load import load_config
@@ -14,9 +17,6 @@ from electra_dist.errors import StoreAway
 from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
-from launcher.preflight import storage_checks
-from launcher.preflight.findings import Finding
-from launcher.preflight.storage_checks import check_storage, classify_skew
 
 FULL = Finding(severity="user error", node="n1", what="disk of /data: full", next_step="free space")
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.slurm.batch_script import JOB_FILE, Container, JobOptions, Submission, batch_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config.load import load_config
 from electra_dist.corpus.prepare.slurm_submission import HANDED_ON, environment_of_submission, left_out
 from electra_dist.errors import UserError
-from launcher.slurm.batch_script import JOB_FILE, Container, JobOptions, Submission, batch_script
 
 LARGE = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml", ["run_dir=/shared/runs/large"])
 REQUEUED = Submission(

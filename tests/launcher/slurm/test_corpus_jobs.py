@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from electra_launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
 
 from electra_dist.errors import UserError
-from launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
 
 
 def make_jobs(folder: Path, **changes: object) -> CorpusJobs:

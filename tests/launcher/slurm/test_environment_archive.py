@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script
+from electra_launcher.slurm.environment_archive import OWN_PACKAGES, archive_name, environment_files, write_archive
 
 from electra_dist.config.load import load_config
-from launcher.slurm.batch_script import JobOptions, Submission, batch_script
-from launcher.slurm.environment_archive import OWN_PACKAGES, archive_name, environment_files, write_archive
 
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml")
 
@@ -100,7 +100,8 @@ def test_a_changed_environment_has_another_archive_and_an_equal_one_is_not_packe
 
 def test_the_own_packages_are_packed_wherever_they_are_installed() -> None:
     names = {packed.name for packed in environment_files([], OWN_PACKAGES)}
-    assert {"electra_dist/config/config.py", "launcher/pretrain.py", "electra_kernels/keyed_random.py"} <= names
+    wanted = {"electra_dist/config/config.py", "electra_launcher/pretrain.py", "electra_kernels/keyed_random.py"}
+    assert wanted <= names
 
 
 @pytest.mark.parametrize("planted", ["link", "other mode", "other user"])

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.slurm import job
+from electra_launcher.slurm.job import JobVerdict, decide, main
 from hypothesis import given
 from hypothesis import strategies as st
 from support.run_records import ledger_event as event
@@ -15,8 +17,6 @@ from support.run_records import ledger_event as event
 from electra_dist.errors import StoreAway, UserError
 from electra_dist.run.history import session_of
 from electra_dist.run.ledger import JobBegan, JobEnded, JobRecord, JobSubmitted, Ledger, LedgerEvent, read_jobs
-from launcher.slurm import job
-from launcher.slurm.job import JobVerdict, decide, main
 
 TIME = "2026-01-01T00:00:00+00:00"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script
 from support.small_disks import can_mount, small_disk
 
 from electra_dist.config.load import load_config
 from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
-from launcher.slurm.batch_script import JobOptions, Submission, batch_script
 
 JOB = "7"
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml")
@@ -48,8 +48,8 @@ esac
 PYTHON = """#!/bin/bash
 echo "python ${*:2}" >>"$CALLS"
 case "$*" in
-*"launcher.slurm.job begin"*) exit "${BEGIN_CODE:-0}" ;;
-*"launcher.slurm.job end"*)
+*"electra_launcher.slurm.job begin"*) exit "${BEGIN_CODE:-0}" ;;
+*"electra_launcher.slurm.job end"*)
     awk -v count="$(grep -c 'job end' "$CALLS")" 'NR <= count { line = $0 } END { print line }' <<<"$VERDICT"
     exit "${END_CODE:-0}" ;;
 esac
@@ -296,7 +296,7 @@ def test_a_run_folder_that_is_read_only_when_a_job_begins_is_waited_for(slurm: F
         assert not slurm.calls()
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         assert process.wait(60) == 0
-        assert [call.split()[0] for call in slurm.calls("launcher.slurm.job")] == ["python", "python"]
+        assert [call.split()[0] for call in slurm.calls("electra_launcher.slurm.job")] == ["python", "python"]
         assert "next: stopped on purpose" in slurm.log()
 
 

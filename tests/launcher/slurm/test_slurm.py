@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from launcher.slurm.slurm import parse_jobs, parse_nodes, queue_view
+from electra_launcher.slurm.slurm import parse_jobs, parse_nodes, queue_view
 
 
 def test_parsing_finds_held_jobs_and_lists_each_unused_node_once_with_its_reason():

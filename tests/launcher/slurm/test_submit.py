@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
+from electra_launcher.slurm.batch_script import job_name
+from electra_launcher.slurm.submit import command_of_run, sweep
 
 from electra_dist.errors import UserError
-from launcher.slurm.batch_script import job_name
-from launcher.slurm.submit import command_of_run, sweep
 
 
 def test_two_run_folders_never_share_a_job_name():

@@ -21,6 +21,10 @@ import os
 import time
 from pathlib import Path
 
+from electra_launcher import pretrain
+from electra_launcher.entry import end_process_with
+from electra_launcher.supervise import rank_main
+
 from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
@@ -28,16 +32,13 @@ from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, read_ledger
 from electra_dist.run.processes import is_alive
 from electra_dist.train.stop_request import StopRequest
-from launcher import pretrain
-from launcher.entry import end_process_with
-from launcher.supervise import rank_main
 
 STEP_S = 0.05
 SAVE_EVERY = 5
 
 
 def train(arguments: list[str]) -> int:
-    """Stand in for launcher.pretrain.main: make steps until the end, a stop or a fault; return the exit code."""
+    """Stand in for the main of pretrain.py: make steps until the end, a stop or a fault; return the exit code."""
     rank = int(os.environ["RANK"])
     config = load_config(arguments[arguments.index("--config") + 1])
     run = Path(config.run_dir)

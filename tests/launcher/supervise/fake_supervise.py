@@ -1,13 +1,13 @@
-"""Runs launcher.supervise with fake_rank.py in place of the training."""
+"""Runs electra_launcher.supervise with fake_rank.py in place of the training."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from launcher.entry import outlive_the_reader
-from launcher.supervise import __main__ as supervise
-from launcher.supervise import rank_processes, silence, supervisor
+from electra_launcher.entry import outlive_the_reader
+from electra_launcher.supervise import __main__ as supervise
+from electra_launcher.supervise import rank_processes, silence, supervisor
 
 if __name__ == "__main__":
     outlive_the_reader()

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from electra_launcher.supervise.hang_report import HangReport, nccl_environment, request_nccl_traces
 from support.supervised_runs import FAKE, supervised
-
-from launcher.supervise.hang_report import HangReport, nccl_environment, request_nccl_traces
 
 QUICK = {"train.num_steps": 100_000, "cluster.hang_step_floor_s": 2.0}
 
@@ -38,7 +37,7 @@ def test_the_stacks_of_the_ranks_of_all_nodes_are_collected_before_any_rank_is_k
     assert texts["node-0.txt"].startswith("a rank of another node is hung")
     for number in (0, 1):
         assert f"rank {number}, pid " in texts[f"node-{number}.txt"]
-        assert "launcher/supervise/rank_main.py" in texts[f"node-{number}.txt"]
+        assert "launcher/electra_launcher/supervise/rank_main.py" in texts[f"node-{number}.txt"]
 
 
 def test_nccl_s_records_are_requested_through_the_pipes_and_copied(tmp_path: Path) -> None:

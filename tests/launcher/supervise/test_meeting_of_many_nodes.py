@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from launcher.supervise.rendezvous import Rendezvous
+from electra_launcher.supervise.rendezvous import Rendezvous
 
 NODES = 128
 OPENED: Counter[str] | None = None  # file name -> how often it was opened; None: nothing is counted

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.supervise.notify import event_of, notify
 from support.supervised_runs import FAKE, supervised
 
 from electra_dist.run.processes import is_alive
-from launcher.supervise.notify import event_of, notify
 
 WRITE_ALL = 'echo "$ELECTRA_DIST_EVENT $ELECTRA_DIST_EXIT_CODE $ELECTRA_DIST_RUN_DIR $ELECTRA_DIST_REASON" >> '
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.supervise import supervisor
+from electra_launcher.supervise.rank_placement import Placement
 
 from electra_dist.config.load import load_config
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
-from launcher.supervise import supervisor
-from launcher.supervise.rank_placement import Placement
 
 
 @pytest.fixture

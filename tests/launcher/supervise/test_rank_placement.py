@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_launcher.supervise import rank_placement
+from electra_launcher.supervise.rank_placement import Placement
 
 from electra_dist.engine.rank_environment import RankPlace, rank_place
 from electra_dist.errors import UserError
-from launcher.supervise import rank_placement
-from launcher.supervise.rank_placement import Placement
 
 
 def place(**options: Any) -> Placement:

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from electra_launcher.supervise import rank_processes
+from electra_launcher.supervise.rank_main import _await_end_of
+from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.rank_processes import RankProcesses, condensed
 
 from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
-from launcher.supervise import rank_processes
-from launcher.supervise.rank_main import _await_end_of
-from launcher.supervise.rank_placement import Placement
-from launcher.supervise.rank_processes import RankProcesses, condensed
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):

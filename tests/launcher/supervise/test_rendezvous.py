@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from launcher.supervise import rendezvous
-from launcher.supervise.rendezvous import Rendezvous
+from electra_launcher.supervise import rendezvous
+from electra_launcher.supervise.rendezvous import Rendezvous
 
 
 def never() -> bool:

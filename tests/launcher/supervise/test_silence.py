@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from electra_launcher.supervise import silence
+from electra_launcher.supervise.silence import FirstSeen, FolderWatch, SilenceWatch, probe_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_disks import can_mount, freezable_disk
 from support.supervised_runs import FAKE, supervised
 
 from electra_dist.run.heartbeat import Beat, HangLimits, Heartbeat, Phase, hung
-from launcher.supervise import silence
-from launcher.supervise.silence import FirstSeen, FolderWatch, SilenceWatch, probe_folder
 
 FLOOR_S = 2.0
 LOOK_S = 0.5

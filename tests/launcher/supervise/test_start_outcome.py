@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from electra_launcher.supervise.start_outcome import StartEnd, awaits_ledger, outcome
 from support.run_records import ledger_event
-
-from launcher.supervise.start_outcome import StartEnd, awaits_ledger, outcome
 
 
 def end(*events: str, **fields: Any) -> StartEnd:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.preflight.node_check import preflight
 from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
 from electra_dist.run.lease import read_owner
 from electra_dist.run.processes import node_name
 from electra_dist.run.strikes import read_strikes
-from launcher.preflight.node_check import preflight
 
 MakeConfig = Callable[..., Path]
 FAKE_NVML = Path(__file__).resolve().parents[2] / "support" / "fake_nvml"
@@ -48,7 +48,7 @@ def test_a_hung_rank_is_noticed_its_stacks_are_logged_and_the_resumed_run_gives_
     shown = {rank: log.partition(f"  rank {rank}, pid ")[2].partition("  rank ")[0] for rank in (0, 1)}
     assert shown[1].partition("\n")[0].count("T (stopped)") == 1
     for text in shown.values():  # the stacks of both ranks, including the stopped one
-        assert "electra_dist/train/trainer.py" in text and "launcher/supervise/rank_main.py" in text
+        assert "electra_dist/train/trainer.py" in text and "launcher/electra_launcher/supervise/rank_main.py" in text
     assert read_losses(run_dir) == read_losses(tmp_path / "uncut")
 
 

@@ -1,0 +1,267 @@
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index` and `python-docs`; others are in files of their own.
+
+A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
+torch are imported only in the command that uses them, because every worker process of a build imports this file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from electra_dist.config.load import load_config
+from electra_dist.console import Console
+from electra_dist.corpus.build_console import (
+    BuildConsole,
+    input_table,
+    length_line,
+    plural,
+    remarks,
+    source_table,
+    summary,
+)
+from electra_dist.corpus.build_report import BuildReport, find_preparations, read_report
+from electra_dist.corpus.inputs.find_inputs import search_inputs
+from electra_dist.corpus.python_docs import write_python_docs
+from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+from electra_dist.errors import UserError
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from electra_launcher.cli.console import open_console
+from electra_launcher.cli.corpus_find import find
+from electra_launcher.cli.corpus_plan import plan
+from electra_launcher.cli.corpus_prepare import prepare
+from electra_launcher.cli.corpus_stats import stats
+from electra_launcher.cli.corpus_submit import submit
+from electra_launcher.cli.corpus_vocab import find_vocabulary, train_vocab
+
+if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
+    from electra_dist.corpus.builder.join_parts import JoinedCorpus
+
+app = typer.Typer(
+    help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
+)
+app.command()(prepare)
+
+app.command("submit")(submit)
+app.command("vocab")(train_vocab)
+app.command("plan")(plan)
+app.command("find")(find)
+app.command("stats")(stats)
+
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        help="file, folder, s3:// URL or brace pattern (shard-{000..099}.tar) of text; may be repeated: .txt .md "
+        ".json .jsonl .csv .tsv .wet .tar (also with .gz .bz2 .xz .zst), .parquet, .zip",
+    ),
+]
+ConfigFile = Annotated[
+    Path, typer.Option("--config", help="YAML of the run; data.seq_len, corpus.* and seed are used")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="override a key of the config, for example corpus.packing=none")
+]
+TextField = Annotated[
+    str,
+    typer.Option(help="JSON field, column of a table, or ending of members of a tar or zip, that holds the text"),
+]
+EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")]
+
+
+@app.command()
+def build(
+    inputs: Inputs,
+    output: Annotated[str, typer.Option(help="folder or s3://bucket/prefix of the corpus")],
+    config: ConfigFile,
+    overrides: Overrides = None,
+    vocab: Annotated[
+        Path | None,
+        typer.Option(help="vocab.txt; default: the one in OUTPUT, or a new one of model.vocab_size from the input"),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per usable core")] = None,
+    text_field: TextField = "text",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="build one of several parts, such as 2/4, on any machine that shares OUTPUT; all parts have the same "
+            "other options. `corpus merge OUTPUT` joins them"
+        ),
+    ] = None,
+) -> None:
+    """Build a corpus (rows of token ids in WebDataset shards) from text files.
+
+    A build that was interrupted is resumed; a finished corpus is left unchanged.
+    """
+    from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
+    from electra_dist.corpus.builder.build_request import BuildRequest
+
+    chosen_part = parse_part(part) if part else None
+
+    settings = load_config(config, overrides or ())
+    _refuse_output_among_inputs(inputs, output)
+    files, skipped = search_inputs(inputs, settings.data.endpoint_url)
+    console = open_console(soft_wrap=False)
+    total_bytes = sum(file.size for file in files)
+    size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
+    left_out = skipped.summary_of_skipped()
+    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True)
+    if part and vocab is None and not open_store(output, settings.data.endpoint_url).exists(VOCAB_FILE):
+        raise UserError(
+            f"--part {part}: {output} has no vocab.txt, and each part would train one; train it once with "
+            "`electra-dist corpus vocab`, and give it to every part with --vocab"
+        )
+    vocabulary = find_vocabulary(vocab, files, settings, output, text_field, console)
+    if vocabulary.size != settings.model.vocab_size:
+        raise UserError(
+            f"{vocab or output}: the vocabulary has {vocabulary.size} entries but model.vocab_size is "
+            f"{settings.model.vocab_size}; set model.vocab_size to {vocabulary.size}, or give another --vocab"
+        )
+    request = BuildRequest(
+        inputs=files,
+        vocabulary=vocabulary,
+        output=output,
+        seq_len=settings.data.seq_len,
+        seed=settings.seed,
+        corpus=settings.corpus,
+        text_field=text_field,
+        num_workers=workers or len(os.sched_getaffinity(0)),
+        endpoint_url=settings.data.endpoint_url,
+        skipped_inputs=skipped,
+        prepared=find_preparations(inputs, settings.data.endpoint_url),
+    )
+    if chosen_part is None:
+        _print_result(output, build_corpus(request, BuildConsole(console)), console)
+        return
+    resumed_shards = build_part(request, chosen_part, BuildConsole(console))
+    if resumed_shards is None:
+        console.print(f"{output}: already built, nothing to do", soft_wrap=True)
+    else:
+        console.print(
+            f"{output}: part {chosen_part.label} is finished; when all parts are, run `electra-dist corpus merge "
+            f"{output}`",
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def merge(
+    corpus: Annotated[str, typer.Argument(help="the --output of the parts")], endpoint_url: EndpointUrl = None
+) -> None:
+    """Join the parts of a corpus that `corpus build --part` has built; no shard is rewritten.
+
+    The corpus, with its fingerprint, is the same for any number of parts. A part that is missing is reported.
+    """
+    from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+    from electra_dist.data.manifest import MANIFEST_KEY
+
+    is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
+    result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
+    _print_result(corpus, result, open_console(soft_wrap=False))
+
+
+def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
+    """Print counts, build report and fingerprint of a finished corpus, and whether it was built by an earlier call."""
+    manifest = result.manifest
+    heldout_totals = result.heldout.totals if result.heldout else None
+    console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
+    _print_report(result.report, console)
+    console.print(f"{output}: {_outcome(result)}; {len(manifest.shards)} shards", soft_wrap=True)
+    console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
+
+
+def _outcome(result: JoinedCorpus) -> str:
+    if result.was_there:
+        return "already built, nothing to do"
+    if result.resumed_shards:
+        return f"built ({result.resumed_shards} shards were finished before)"
+    return "built"
+
+
+def _print_report(report: BuildReport | None, console: Console) -> None:
+    """Print two tables (what the build read and left out; the figures of each source) and hints on what to change."""
+    if report is None:
+        console.print("no report of the inputs: the corpus was indexed")
+        return
+    console.print(input_table(report))
+    console.print(source_table(report))
+    console.print(length_line(report), soft_wrap=True)
+    unknown = unknown_tokens_of_report(report)
+    for line in [*remarks(report), *remarks_on_unknown_tokens(unknown, 1.0, "corpus.max_unk_rate", "sources")]:
+        console.print(line, soft_wrap=True)
+
+
+@app.command()
+def info(
+    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    endpoint_url: EndpointUrl = None,
+) -> None:
+    """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
+    from electra_dist.data.manifest import heldout_of, read_manifest
+
+    store = open_store(corpus, endpoint_url)
+    manifest = read_manifest(store)
+    console = open_console(soft_wrap=False)
+    if "documents_in" in manifest.totals:  # an indexed corpus has no counts of documents
+        heldout_totals = None
+        if manifest.totals["documents_heldout"]:
+            heldout_totals = read_manifest(open_store(heldout_of(corpus), endpoint_url)).totals
+        console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
+    _print_report(read_report(store), console)
+    console.print(
+        f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
+        f"{manifest.num_tokens:,} tokens, vocabulary of {manifest.tokenizer.vocab_size}",
+        soft_wrap=True,
+    )
+    console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
+
+
+@app.command()
+def index(
+    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix with *.tar of *.rows.npy members")],
+    vocab: Annotated[Path, typer.Option(help="vocab.txt whose line numbers are the ids in the rows")],
+    cased: Annotated[
+        bool, typer.Option("--cased", help="the text of the rows kept its upper case and accents")
+    ] = False,
+    endpoint_url: EndpointUrl = None,
+) -> None:
+    """Make a corpus of shards that another WebDataset writer made: check them, and write corpus.json and vocab.txt.
+
+    Both files are written into the folder of the shards. Nothing is written if a shard is refused, or if the folder
+    has a corpus.json already.
+    """
+    from electra_dist.corpus.index_shards import index_corpus
+
+    manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
+    console = open_console()
+    console.print(
+        f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
+        f"{manifest.num_tokens:,} tokens"
+    )
+    console.print(f"fingerprint {manifest.fingerprint}")
+
+
+@app.command("python-docs")
+def python_docs(output: Annotated[Path, typer.Option(help="folder in which to write python_docs.txt")]) -> None:
+    """Write the docstrings and help topics of this Python installation to a text file, as input for `corpus build`.
+
+    It is a small English text that needs no download.
+    """
+    path, num_documents = write_python_docs(output)
+    size_mb = path.stat().st_size / 1e6
+    open_console().print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
+
+
+def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
+    """Raise a UserError if the output is inside an input: a second build would read the first one's files as text."""
+    for path in inputs:
+        if "://" in output:
+            is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")
+        else:
+            is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
+        if is_inside:
+            raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")

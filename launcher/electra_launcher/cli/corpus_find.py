@@ -1,0 +1,148 @@
+"""Command `electra-dist corpus find`: rows with a text, a source or a document, and the steps that read these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import typer
+from rich.progress import track
+
+from electra_dist.config import Config
+from electra_dist.console import Console
+from electra_dist.corpus.find.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
+from electra_dist.corpus.find.search_result import MAX_SHOWN, SearchResult, json_tree, print_result, uses_of_found_rows
+from electra_dist.data.corpora import Corpora, open_corpora
+from electra_dist.data.manifest import read_manifest
+from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder, open_run
+from electra_dist.store.open_store import open_store
+from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.options import AsJson
+
+_DEFAULT_LEAST = 16  # consecutive tokens of a longer text that a row must contain, unless --least is given
+_USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
+
+
+class Request(NamedTuple):
+    """Arguments of the command: where to search, and what to search for."""
+
+    corpus: str | None  # folder or s3:// prefix; None: the corpora of the run
+    run: Path | None  # run folder; None: no steps are printed
+    query: Query  # text, source or document
+
+
+def find(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CORPUS] [RUN] [TEXT]",
+            help="folder or s3:// prefix of the corpus; run folder, to print the steps that read the rows; text, in "
+            "which line breaks separate sentences",
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="find the rows with documents of this source (`corpus info` lists sources)")
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
+    ] = None,
+    corpus: Annotated[str | None, typer.Option(help="the same as CORPUS; default: the corpora of RUN")] = None,
+    run: Annotated[Path | None, typer.Option(help="the same as RUN")] = None,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"consecutive tokens of TEXT that a row must contain; default: all, at most {_DEFAULT_LEAST}"
+        ),
+    ] = None,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the rows that hold TEXT, a source or a document and, for a run, the steps that use these rows.
+
+    TEXT is searched for in all shards. Sources and documents are looked up in the origin files that `corpus build`
+    writes (corpus.origins). Exit codes: 0 the search is complete, also if no row was found; 78 wrong arguments, no
+    origin files, or a damaged corpus.
+    """
+    corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
+    config = open_run(run) if run else None
+    corpora = _open(corpus, config, endpoint_url)
+    search = RowSearch(query, corpora, _progress)
+    found, num_tokens = _search(search, query, corpora, least)
+    num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
+    num_heldout = 0
+    if not query.is_text:
+        num_heldout = rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url))
+    sources: list[str] = []
+    if query.source is not None and not len(found.rows):
+        sources = search.sources()  # so that the user sees which names there are
+    result = SearchResult(
+        corpora=corpora,
+        query=query,
+        num_rows=len(found.rows),
+        num_shards=len(np.unique(found.shards)),
+        hits=search.hits(found, num_listed),
+        num_tokens=num_tokens,
+        heldout_rows=num_heldout,
+        sources=sources,
+    )
+    if config is not None and run is not None:
+        uses, step_counts = uses_of_found_rows(found, num_listed, corpora, config, run)
+        result = result._replace(uses=uses, step_counts=step_counts, num_steps=config.train.num_steps)
+    if as_json:
+        print_json(json_tree(result))
+    else:
+        print_result(result, open_console())
+
+
+def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None) -> tuple[FoundRows, int | None]:
+    """Run the search; return the rows found, and the token count of the searched text (None without a text)."""
+    if query.text is None:
+        return search.rows_with_documents(), None
+    forms = tokens_of_text(query.text, corpora)
+    return search.rows_with_text(forms, least or _DEFAULT_LEAST), max(map(len, forms))
+
+
+def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
+    return endpoint_url or (config.data.endpoint_url if config is not None else None)
+
+
+def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> Corpora:
+    """Open `corpus`; if it is None, open all corpora of the run, with their shards numbered consecutively."""
+    if config is not None and corpus is None:
+        return open_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
+    if corpus is None:
+        raise UserError(f"CORPUS is missing; {_USAGE}")
+    if config is not None and config.data.phases:
+        raise UserError(
+            "CORPUS: the run reads several corpora (data.phases); leave CORPUS out to search all of them, or leave "
+            "RUN out to search one"
+        )
+    store = open_store(corpus, _endpoint_url(config, endpoint_url))
+    return Corpora.of(store, read_manifest(store, "CORPUS"), corpus)
+
+
+def _progress(shards: Iterable[int]) -> Iterable[int]:
+    return track(list(shards), "searching", console=Console(stderr=True), transient=True)
+
+
+def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
+    """Decide which of the positional arguments `words` are CORPUS, RUN and TEXT, given the options of the command."""
+    if query.source is not None and query.document is not None:
+        raise UserError("--source and --document: both are given; give one of them")
+    remaining = list(words)
+    if query.source is None and query.document is None:
+        if not remaining:
+            raise UserError(f"nothing to find; {_USAGE}")
+        query = query._replace(text=remaining.pop())
+    if remaining and corpus is None:
+        corpus = remaining.pop(0)
+    if remaining and run is None:
+        run = Path(remaining.pop(0))
+    if remaining:
+        raise UserError(f"{remaining[0]}: one argument too many; {_USAGE} (a text of several words in quotes)")
+    if run is None and corpus is not None and "://" not in corpus and is_run_folder(Path(corpus)):
+        return Request(None, Path(corpus), query)
+    return Request(corpus, run, query)

@@ -1,0 +1,134 @@
+"""`electra-dist corpus vocab`: train a vocabulary on input files. `corpus build` finds or trains its own here, too."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from electra_dist.config import Config
+from electra_dist.console import Console
+from electra_dist.corpus.builder.build_records import read_output_vocabulary
+from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
+from electra_dist.corpus.inputs.text_decoding import SkippedDocument, Undecodable, decode
+from electra_dist.corpus.inputs.text_readers import DocumentStream
+from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample, train_kind
+from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from electra_launcher.cli.console import open_console
+
+SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
+_SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
+_ASSUMED_COMPRESSION = 10  # of inputs; those whose files take at most a tenth of the limit are read as a whole
+
+
+def train_vocab(
+    inputs: Annotated[list[str], typer.Option("--input", help="as for `corpus build`; may be repeated")],
+    output: Annotated[Path, typer.Option(help="vocab.txt or tokenizer.json to write; an existing file is replaced")],
+    size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
+    cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
+    tokenizer: Annotated[
+        TokenizerKind,
+        typer.Option(help="wordpiece, or bpe for a tokenizer.json of byte-level BPE, which keeps case and accents"),
+    ] = "wordpiece",
+    text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
+    sample_gb: Annotated[
+        float, typer.Option(min=0.001, help="most text to train on, in GB; of larger inputs a sample is taken")
+    ] = SAMPLE_GB,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+) -> None:
+    """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same one."""
+    training = _Training(text_field, "skip", endpoint_url, sample_gb, open_console(soft_wrap=False))
+    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, tokenizer)
+    with replacing(output) as out:
+        out.write(vocabulary.text.encode())
+    open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
+
+
+def find_vocabulary(
+    path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
+) -> Vocabulary:
+    """Return the vocabulary of a build: from `path`, from the output's vocab.txt, or newly trained on `files`.
+
+    ManifestMismatch is raised if the vocab.txt in the output has changed since this build began.
+    """
+    wanted_kind = settings.corpus.tokenizer
+    if path is not None:
+        vocabulary = Vocabulary.read(path)
+        _check_kind(vocabulary, wanted_kind, str(path))
+        return vocabulary
+    store = open_store(output, settings.data.endpoint_url)
+    if store.exists(VOCAB_FILE):
+        vocabulary = read_output_vocabulary(store)
+        _check_kind(vocabulary, wanted_kind, f"{store.url}/{VOCAB_FILE}")
+        return vocabulary
+    console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
+    corpus = settings.corpus
+    training = _Training(text_field, corpus.undecodable, settings.data.endpoint_url, SAMPLE_GB, console)
+    return training.train(files, settings.model.vocab_size, corpus.lowercase, wanted_kind)
+
+
+def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
+    """Raise a UserError if a vocabulary is not of the kind (WordPiece or BPE) that `corpus.tokenizer` sets."""
+    if vocabulary.kind == wanted_kind:
+        return
+    description = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
+    raise UserError(
+        f"{name}: is {description}, but corpus.tokenizer is {wanted_kind}; set corpus.tokenizer: {vocabulary.kind}, "
+        f"or give another --vocab"
+    )
+
+
+class _Training:
+    """Training of a vocabulary on input files, or on a sample of them, with a progress bar."""
+
+    def __init__(
+        self, text_field: str, undecodable: Undecodable, endpoint_url: str | None, sample_gb: float, console: Console
+    ) -> None:
+        self._text_field = text_field
+        self._endpoint_url = endpoint_url
+        self._undecodable = undecodable
+        self._limit_bytes = int(sample_gb * 1e9)
+        self._console = console
+
+    def train(self, files: list[InputFile], size: int, lowercase: bool, kind: TokenizerKind) -> Vocabulary:
+        """Train a vocabulary on all files or, if the files are large, on a sample of their documents.
+
+        The sample lies in a temporary folder meanwhile. The same files and settings always give the same vocabulary.
+        """
+        num_bytes = sum(file.size for file in files)
+        if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
+            return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
+        with tempfile.TemporaryDirectory(prefix="electra-sample-") as folder:
+            sample = VocabularySample(Path(folder), self._limit_bytes, _SAMPLE_SEED)
+            self._take(sample, files)
+            if sample.num_bytes == 0:
+                raise UserError(
+                    "a vocabulary cannot be trained: the input has no text; correct --input or --text-field"
+                )
+            self._console.print(f"training on a sample of {sample.num_bytes / 1e9:.2f} GB")
+            return train_kind(kind, sample.texts, size, lowercase)
+
+    def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
+        """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
+        ends = [0]
+        for file in files:
+            ends.append(ends[-1] + file.size)
+        columns = (TextColumn("sample for the vocabulary"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as bar:
+            task = bar.add_task("sample", total=ends[-1])
+            sample.take(self._texts(files), lambda file: bar.update(task, completed=ends[file]))
+
+    def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
+        """Yield the file number, the number within the file, and the text of each usable document."""
+        for document in DocumentStream(list(files), self._text_field, self._endpoint_url):
+            try:
+                yield document.file, document.number, decode(document, self._text_field, self._undecodable)
+            except SkippedDocument:
+                continue

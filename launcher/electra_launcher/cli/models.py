@@ -1,0 +1,422 @@
+"""Commands about models: `finetune`, `minimal-pairs`, `compare` and `score`.
+
+Modules that a command needs are imported when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from electra_dist.console import Console
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, StoreMissing, UserError
+from electra_dist.escapes import printable
+from electra_launcher.cli.console import open_console, progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.scores import SeedSummary
+    from electra_dist.pretrained.encoder import Pretrained
+    from electra_dist.scoring.text_scores import TextLine, TextScore
+
+_BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
+SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
+_STDIN = "-"
+
+
+class Kind(StrEnum):
+    """Kind of label in the user's own files: a class (scored by accuracy) or a number (by Spearman's correlation)."""
+
+    classification = "classification"
+    regression = "regression"
+
+
+class Tower(StrEnum):
+    """Name of one of the two networks that an ELECTRA run trains.
+
+    The generator proposes replacements for masked tokens. The discriminator detects the replaced tokens; it is the
+    network that is fine-tuned by default.
+    """
+
+    discriminator = "discriminator"
+    generator = "generator"
+
+
+Model = Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")]
+OptionalModel = Annotated[
+    str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
+]
+Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
+TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
+
+
+def finetune(
+    task: Annotated[
+        str,
+        typer.Option(
+            help="cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner (named entities), tagging "
+            "(any label per word) or custom; several are separated by commas"
+        ),
+    ],
+    model: Model,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="folder with CoLA/train.tsv and so on, and squad/*.json; for custom, ner and tagging, with train and "
+            "dev files"
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
+    probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
+            "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
+        ),
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
+    ] = True,
+    parallel: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
+    ] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
+    ] = None,
+    text_a: Annotated[str | None, typer.Option(help="custom: column of the text")] = None,
+    text_b: Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")] = None,
+    label: Annotated[str | None, typer.Option(help="custom: column of the label")] = None,
+    kind: Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")] = Kind.classification,
+    tower: TowerOption = Tower.discriminator,
+    vocab: Vocab = None,
+) -> None:
+    """Fine-tune a pretrained model on GLUE, SQuAD or your own files, or fit a linear probe to its frozen states.
+
+    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. The tuned model
+    of each seed, and of the best one, is written for transformers. A seed whose result is in the output folder already
+    is not run again.
+    """
+    import torch
+
+    from electra_dist.finetune.finetune_config import settings_for
+    from electra_dist.finetune.scores import summarize
+    from electra_dist.finetune.seeds import (
+        ModelRequest,
+        SeedProcesses,
+        TaskRequest,
+        advice_on_threads,
+        open_task,
+        run_all,
+    )
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+
+    if probe and parallel > 1:
+        raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
+    task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
+    writes_models = save and not probe
+    request_of_any = TaskRequest(
+        name="", data=data, text_a=text_a, text_b=text_b, label=label, kind=kind.value, with_test=writes_models
+    )
+    requests = {name: dataclasses.replace(request_of_any, name=name) for name in task_names}
+    tasks = {name: open_task(request) for name, request in requests.items()}
+    encoder = load_pretrained(model, tower.value, vocab)
+    settings = {
+        name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
+        for name in task_names
+    }
+    folder = output or _default_output(model)
+    has_one_task_folder = output is not None and len(task_names) == 1
+    model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
+    device = device_of_choice()
+    out = open_console()
+    out.print(f"{encoder.name} on {device.type}, results in {folder}")
+    if device.type == "cpu":
+        advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if advice:
+            out.print(advice)
+    with progress_bar(Console(stderr=True)) as progress:
+        processes = SeedProcesses(
+            parallel,
+            ModelRequest(spec=model, tower=tower.value, vocab=vocab),
+            {name: (requests[name], settings[name]) for name in task_names},
+            progress,
+        )
+        results = run_all(
+            encoder,
+            work=[(tasks[name], settings[name]) for name in task_names],
+            seeds=range(seeds),
+            output=folder,
+            device=device,
+            probe=probe,
+            progress=progress,
+            note=out.print,
+            save_to=model_dirs if writes_models else None,
+            compute_jobs=processes if parallel > 1 else None,
+        )
+    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
+    _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
+    _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
+
+
+def minimal_pairs(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="the model, in place of --model: folder of a run or of a model", show_default=False
+        ),
+    ] = None,
+    model: OptionalModel = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="minimal pairs of your own: a .jsonl file in BLiMP's format, a .txt file in Zorro's, or a folder of "
+            "such files; repeat the option for several. Default: built-in pairs on number agreement in English"
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="number of sentence pairs of each kind, always the same ones. Default: 200 of the built-in pairs, "
+            "all pairs of the files",
+        ),
+    ] = None,
+    tower: TowerOption = Tower.discriminator,
+    vocab: Vocab = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
+) -> None:
+    """Print how often a model prefers a grammatical sentence to an ungrammatical one that differs little.
+
+    The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
+    as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
+    """
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
+
+    spec = source if model is None else model
+    if spec is None or (source is not None and model is not None):
+        raise UserError("name one model: electra-dist minimal-pairs MODEL, or --model MODEL")
+    sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
+    encoder = load_pretrained(spec, tower.value, vocab)
+    device = device_of_choice()
+    out = open_console()
+    with progress_bar(Console(stderr=True)) as progress:
+        if sentence_pairs is None:
+            scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
+        else:
+            scores = score_sentence_pairs(encoder, sentence_pairs, device, progress)
+    from rich.table import Table
+
+    table = Table(
+        "phenomenon", "pairs", "accuracy", "s.e.", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)"
+    )
+    for score in scores:
+        accuracy = f"{100 * score.accuracy:.1f}"
+        standard_error = f"{100 * score.standard_error:.1f}"
+        table.add_row(score.phenomenon, str(score.pairs), accuracy, standard_error, score.example)
+    out.print(table)
+    if output:
+        _write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
+
+
+def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
+    """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
+    from electra_dist.finetune.scores import results_table
+
+    out.print(results_table(title, summaries))
+    for summary in summaries:
+        for seed, reason in summary.failed.items():
+            out.print(f"failed: {summary.task} seed {seed}: {reason}")
+
+
+def _default_output(model: str) -> Path:
+    """Return MODEL/finetune or, for the untrained model random:CONFIG.yaml, runs/finetune_random_CONFIG."""
+    if model.startswith("random:"):
+        config_name = Path(model.removeprefix("random:")).stem
+        return Path("runs") / f"finetune_random_{config_name}"
+    return Path(model) / "finetune"
+
+
+def _write_summary(
+    path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
+) -> None:
+    """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
+    from electra_dist.finetune.scores import glue_average
+
+    _write_json(
+        path,
+        {
+            "model": encoder.name,
+            "digest": encoder.digest,
+            "settings": {name: task_settings.model_dump(mode="json") for name, task_settings in settings.items()},
+            "tasks": [dataclasses.asdict(summary) for summary in summaries],
+            "glue_average": glue_average(summaries),
+        },
+    )
+
+
+def _write_json(path: Path, tree: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="YAML file of the comparison, such as configs/compare_cpu.yaml")],
+    glue: Annotated[
+        Path | None, typer.Option(help="folder of the GLUE download, which contains CoLA/train.tsv and so on")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
+) -> None:
+    """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a table and a picture.
+
+    The differences to the baseline are printed with their standard errors, and the criterion of the file with its
+    verdict.
+
+    After an interrupt, run the same command again: it continues, and finished runs and scores are not repeated.
+
+    Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
+    """
+    from electra_dist.compare.comparison import Comparison
+    from electra_dist.compare.comparison_config import CompareConfig
+    from electra_dist.config.load import load_section
+
+    out = open_console()
+    comparison = Comparison(load_section(file, CompareConfig), file, glue)
+    out.print(_plan_table(comparison.plan))
+    if dry_run:
+        return
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C: both stop the runs in order, so that their ranks save.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with progress_bar(out) as progress:
+            is_complete = comparison.run(progress, out.print)
+    except KeyboardInterrupt:
+        out.print("interrupted; run the same command again to continue from this point")
+        raise typer.Exit(EXIT_STOPPED) from None
+    results = comparison.results()
+    out.print(results.table())
+    out.print(results.difference_table())
+    for line in results.verdict_lines():
+        out.print(line)
+    for failure in comparison.failures():
+        out.print(f"failed: {failure.entry} seed {failure.seed}: {failure.what}")
+    written_files = comparison.write()
+    for path in written_files:
+        out.print(path)
+    if not is_complete:
+        raise typer.Exit(EXIT_CRASH)
+
+
+def _plan_table(plan: ComparisonPlan) -> Table:
+    """Return a table of the planned runs: steps, FLOPs, and the FLOPs as a share of the budget, near 100 %."""
+    from rich.table import Table
+
+    table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
+    for run in plan.cells:
+        num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.
+        flops = run.flops(num_steps)
+        table.add_row(run.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
+    return table
+
+
+def score(
+    model: Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")],
+    texts: Annotated[
+        str, typer.Argument(metavar="FILE", help="one text on each line, UTF-8; default, and -: standard input")
+    ] = _STDIN,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="also print a value for each token, below its text")
+    ] = False,
+    rerank: Annotated[
+        bool, typer.Option("--rerank", help="sort the lines of each group, which an empty line ends, best first")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object for each text")] = False,
+    tower: TowerOption = Tower.discriminator,
+) -> None:
+    """Print how plausible a pretrained model finds each text of a file, as SCORE, a tab, and the text.
+
+    The score is a sum of log-probabilities over the tokens: that each token is the original one (a discriminator), or
+    of each token given all others (a masked language model; Electric, up to a constant for each token). Scores of
+    different models are not comparable. --tokens prints the probability that a token was replaced or, for models that
+    give none, its log-probability.
+    """
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.text_scores import TextScorer
+
+    lines = _read_lines(texts)
+    scorer = TextScorer(load_pretrained(model, tower.value), device_of_choice())
+    with progress_bar(Console(stderr=True)) as progress:
+        scores = scorer.score([line.text for line in lines], progress)
+        if not rerank:
+            for line, text_score in zip(lines, scores, strict=True):
+                _print_score(line, text_score, tokens, as_json)
+            return
+        all_scores = list(scores)
+    _print_ranked(lines, all_scores, tokens, as_json)
+
+
+def _read_lines(texts: str) -> list[TextLine]:
+    from electra_dist.scoring.text_scores import read_text_lines
+    from electra_dist.store.atomic_files import readable
+    from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+
+    if texts == _STDIN:
+        return read_text_lines(sys.stdin.buffer.read(), "standard input")
+    file = Path(texts)
+    try:
+        with readable(file):
+            data = read_regular(file, MOST_DATA_BYTES)
+    except StoreMissing:
+        raise UserError(f"{file}: no such file; give a file with one text on each line, or - to read them") from None
+    return read_text_lines(data, str(file))
+
+
+def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
+    """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
+    from electra_dist.scoring.text_scores import ranks
+
+    all_lines = list(lines)
+    previous_group = 1
+    for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):
+        line = all_lines[index]
+        if line.group != previous_group and not as_json:
+            print()
+        previous_group = line.group
+        _print_score(line, scores[index], tokens, as_json, rank)
+
+
+def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: bool, rank: int | None = None) -> None:
+    """Print one text with its score and, with `tokens`, a second line of token values; or all as a JSON object."""
+    is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
+    if as_json:
+        record = {"line": line.line, "text": line.text, "score": text_score.score}
+        if rank is not None:
+            record |= {"group": line.group, "rank": rank}
+        record |= {
+            "tokens": text_score.tokens,
+            "log_probs": text_score.log_probs,
+            "replaced_probability": text_score.replaced_probability,
+        }
+        print(json.dumps(record, ensure_ascii=is_for_people), flush=True)
+        return
+    print(f"{text_score.score:.4f}\t{printable(line.text) if is_for_people else line.text}", flush=True)
+    if tokens:
+        values = text_score.replaced_probability
+        if values is None:
+            values = text_score.log_probs
+        tokens_text = " ".join(f"{token}:{value:.3f}" for token, value in zip(text_score.tokens, values, strict=True))
+        print("\t", printable(tokens_text) if is_for_people else tokens_text, sep="")

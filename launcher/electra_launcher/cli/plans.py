@@ -1,0 +1,250 @@
+"""Commands about a config: `plan`, `flops`, `speed`, `config` and `resolve`.
+
+Modules that a command needs are imported when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from electra_dist.speed.step_profile import StepProfile
+
+_MUCH_WAITING = 0.05  # shares of a step from which a change is advised
+_MUCH_PADDING = 0.05
+_MUCH_HOST = 0.2
+
+
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="also estimate for 1, 2, 4, ... nodes, up to this number")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU model of the nodes")] = "H200",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
+    fabric: Annotated[
+        str, typer.Option(help="network links of a node, per second: 400Gb, 8x400Gb (bits) or 50GB (bytes)")
+    ] = "400Gb",
+    step_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(min=1, help="measured tokens per second of one GPU; default: its peak x plan.utilisation"),
+    ] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option(min=0, help="price of one GPU-hour, in any currency; adds the cost of the run")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate what a run would take: parameters, tokens, memory, FLOPs and days.
+
+    With --nodes, also estimate the time on 1, 2, 4, ... nodes. Nothing is run or written.
+    """
+    from electra_dist.config.load import load_config
+    from electra_dist.config.rules import check_new_run
+    from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
+    from electra_dist.planning.plan import make_plan
+    from electra_dist.planning.plan_page import print_plan
+    from electra_dist.run.folder import is_run_folder
+
+    config = load_config(file, overrides or ())
+    if not is_run_folder(Path(config.run_dir)):
+        check_new_run(config)
+    cluster = None  # Without --nodes, only the GPUs that the config names are estimated.
+    if nodes is not None:
+        cluster = Cluster(
+            nodes=nodes,
+            gpu=gpu,
+            gpus_per_node=gpus_per_node,
+            fabric_bytes_per_s=parse_fabric(fabric),
+            gpu_tokens_per_s=step_tokens_per_s,
+            gpu_hour_price=gpu_hour_price,
+        )
+    planned = make_plan(config, cluster=cluster)
+    if as_json:
+        print_json(planned.as_json())
+    else:
+        print_plan(planned)
+
+
+def flops(
+    file: Annotated[Path | None, typer.Argument(help="YAML file of a run, to count its FLOPs, too")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print the training FLOPs of the models in the ELECTRA paper, from ELMo to ELECTRA.
+
+    Each model is counted twice: by the paper's method, and by the one that is used for MFU (model FLOPs utilisation).
+    The output explains the difference. With FILE, the FLOPs of that run are printed, too.
+    """
+    from rich.table import Table
+
+    from electra_dist.config.load import load_config
+    from electra_dist.model.counts import run_flops, token_flops
+    from electra_dist.planning.paper_flops import TABLE
+
+    out = open_console()
+    table = Table("model", "in the paper", "its method", "for MFU", title="training FLOPs")
+    for model in TABLE:
+        mfu_flops = model.mfu()
+        mfu_cell = "-" if mfu_flops is None else f"{mfu_flops:.3g}"
+        table.add_row(model.name, model.printed or "-", f"{model.paper():.3g}", mfu_cell)
+    out.print(table)
+    out.print(
+        "its method: the backward pass counts as much as the forward pass, look-ups count as matrix products, "
+        "small operations count, the softmax is at 15.6 % of the positions"
+    )
+    out.print(
+        "for MFU: only matrix products count, the backward pass counts twice the forward pass, "
+        "the softmax is at the masked positions"
+    )
+    if file is not None:
+        config = load_config(file, overrides or ())
+        per_token = token_flops(config.model, config.data.seq_len, config.objective)
+        num_tokens = config.train.num_steps * config.train.global_batch * config.data.seq_len
+        out.print(
+            f"{file}: objective {config.objective.name}, {num_tokens:.3g} tokens, {run_flops(config):.3g} FLOPs for "
+            f"MFU; per token {per_token.total:.4g} (discriminator {per_token.discriminator:.4g}, generator "
+            f"{per_token.generator:.4g})"
+        )
+
+
+def config(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    describe: Annotated[bool, typer.Option(help="also describe each key")] = False,
+) -> None:
+    """Print every key of the resolved config, its value, and where the value comes from.
+
+    The source is the YAML file that sets the key, `--set` for an override on the command line, or `default`.
+    """
+    from rich.table import Table
+
+    from electra_dist.config import Config
+    from electra_dist.config.keys import fields, flattened
+    from electra_dist.config.load import load_config, sources
+
+    source_of_key = sources(file, overrides or ())
+    values = flattened(load_config(file, overrides or ()).model_dump(mode="json"))
+    described = fields(Config)
+    columns = ["key", "value", "from"]
+    if describe:
+        columns.append("description")
+    table = Table(*columns, title=str(file))
+    for key, source in source_of_key.items():
+        row = [key, str(values[key]), source]
+        if describe:
+            field = described.get(key)  # the entries of a mapping, such as corpus.licences, have none
+            row.append(field.description or "" if field else "")
+        table.add_row(*row)
+    open_console(soft_wrap=False).print(table)
+
+
+def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the config as YAML, with all defaults and overrides applied; the output can be used as a config file."""
+    from electra_dist.config.load import dump_yaml, load_config
+
+    print(dump_yaml(load_config(file, overrides or ())), end="")
+
+
+def speed(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="folder of a run, or YAML file of a config")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps to time, after two that warm up")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+) -> None:
+    """Measure where the time of a training step goes on this machine, and say what to change first.
+
+    Runs a few steps on one device with random weights; the run folder is not touched. Rows come from the corpus of the
+    config, or are made up if it does not exist.
+    """
+    from electra_dist.config.load import load_config
+    from electra_dist.run.folder import open_run
+
+    config = open_run(run, overrides or ()) if run.is_dir() else load_config(run, overrides or ())
+    with _stdout_to_stderr():  # torch's profiler and DeepSpeed print lines of their own, DeepSpeed when it is imported
+        from electra_dist.speed.step_profile import profile_step
+
+        profile = profile_step(config, steps)
+    if as_json:
+        print(json.dumps(profile.as_json()))
+    else:
+        _print_tables(profile)
+        for line in advice(profile):
+            print(f"- {line}")
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr during a `with` block, also the output of C++ libraries (by the file descriptor)."""
+    sys.stdout.flush()
+    stdout_copy = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
+
+
+def advice(profile: StepProfile) -> list[str]:
+    """Return hints on how to make steps faster, one line each; without a hint, one line names the slowest part."""
+    lines = []
+    if profile.wait_share > _MUCH_WAITING:
+        lines.append(
+            f"{profile.wait_share:.0%} of the step waits for rows: raise data.fetch_threads, or put data.cache_dir on "
+            f"a faster disk"
+        )
+    if profile.padding_share > _MUCH_PADDING:
+        lines.append(
+            f"{profile.padding_share:.0%} of the positions are pads: build the corpus with packing "
+            f"(corpus.packing, see docs/corpus.md)"
+        )
+    host_share = sum(part.share for part in profile.parts if part.name.startswith("host"))
+    if host_share > _MUCH_HOST:
+        lines.append(
+            f"{host_share:.0%} of the step is Python and DeepSpeed on the host: raise train.micro_batch, or set "
+            f"engine.compile: true"
+        )
+    if profile.attention_backend == "sdpa" and profile.device_ms is not None:
+        lines.append(f"attention runs with a bias (sdpa: {profile.attention_reason}); see engine.attention")
+    if not lines:
+        largest = profile.parts[0]
+        lines.append(f"nothing stands out; the largest part is {largest.name} with {largest.share:.0%} of the step")
+    return lines
+
+
+def _print_tables(profile: StepProfile) -> None:
+    """Print two tables: facts about a training step, such as its speed, and the time of each of its parts."""
+    from rich.table import Table
+
+    facts = Table(show_header=False, box=None)
+    facts.add_row("device", profile.device)
+    facts.add_row("rows", f"{profile.rows}; {profile.padding_share:.1%} pads")
+    facts.add_row("step", f"{profile.step_ms:,.0f} ms, {profile.micro_batches} micro-batches of {profile.micro_batch}")
+    facts.add_row("speed", f"{profile.tokens_per_s:,.0f} tokens/s")
+    facts.add_row("waiting for rows", f"{profile.wait_share:.1%}")
+    dropout = f"dropout {profile.attention_dropout}"
+    facts.add_row("attention", f"{profile.attention_backend}, {dropout} ({profile.attention_reason})")
+    facts.add_row("operators", f"{profile.operators_per_micro_batch:,} per micro-batch")
+    facts.add_row("host reads", f"{profile.host_reads:,} a step")
+    if profile.device_ms is not None:
+        facts.add_row("device busy", f"{profile.device_ms:,.1f} ms")
+    facts.add_row("optimizer", profile.optimizer)
+    parts = Table("part", "ms", "share", "alone, ms")
+    for part in profile.parts:
+        ceiling = "" if part.ceiling_ms is None else f"{part.ceiling_ms:,.1f}"
+        parts.add_row(part.name, f"{part.ms:,.1f}", f"{part.share:.1%}", ceiling)
+    console = open_console(soft_wrap=False)
+    console.print(facts)
+    console.print(parts)

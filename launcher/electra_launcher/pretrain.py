@@ -1,0 +1,131 @@
+"""Run pretraining on one rank: what every process does that `deepspeed` or the supervisor starts for a rank.
+
+deepspeed --module electra_launcher.pretrain --config CONFIG     as `deepspeed launcher/pretrain.py` in the repository
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from electra_dist.config import Config
+from electra_dist.config.rules import check_new_run
+from electra_dist.config.secrets import whole_overrides, without_secret_arguments
+from electra_dist.engine.rank_environment import rank_place
+from electra_dist.errors import (
+    EXIT_DONE,
+    EXIT_USER_ERROR,
+    NodeError,
+    StorageLost,
+    UserError,
+    error_line,
+)
+from electra_dist.escapes import printable
+from electra_dist.run.environment_record import check_deepspeed, check_gpus
+from electra_dist.run.folder import is_run_folder
+from electra_dist.store.patience import Patience
+from electra_launcher.entry import add_config_option, begin_program, end_process_with, exit_code_of, read_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this rank, or print the plan with `--dry-run`; return an exit code of `electra_dist/errors.py`.
+
+    An error that the user must fix is printed as one line. It is printed by rank 0; by the first rank of a node if
+    only that node has the error; or, once the process group exists, by the first rank that meets the error. A rank
+    with unusable environment variables prints that, too. Any other exception is raised, and the exit code is 1.
+    """
+    args = _parse(argv)
+    overrides = whole_overrides(args.set)
+    # Every record of the command line is made from sys.argv, also those of tracking services.
+    sys.argv[1:] = without_secret_arguments(sys.argv[1:])
+    try:
+        is_first_rank = rank_place().rank == 0
+    except UserError as error:
+        # Each rank prints what is wrong with its own variables: the other ranks may be sound and wait for it.
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+
+    def program() -> int:
+        config, patience = read_config(args.config, overrides)
+        if args.dry_run:
+            patience = Patience(0.0)
+        if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
+            check_new_run(config)
+        if not args.dry_run:
+            return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
+        if is_first_rank:
+            # Imported only for a dry run, so that training starts sooner.
+            from electra_dist.planning.plan import make_plan
+            from electra_dist.planning.plan_page import print_plan
+
+            print_plan(make_plan(config))
+        return EXIT_DONE
+
+    is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
+    interrupted = "interrupted; the next start goes on from the newest checkpoint"
+    return exit_code_of(
+        program,
+        shows=lambda error: is_first_rank or (isinstance(error, NodeError) and is_first_on_node),
+        interrupted=interrupted if is_first_rank else "",
+    )
+
+
+def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
+    """Train on this rank and return the exit code; rank 0 then writes report.html, except after a refused input."""
+    check_deepspeed()
+    check_gpus()
+    # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
+    from electra_dist.train.run import run
+
+    has_begun = True
+    try:
+        return run(config, accept_new_numerics, from_scratch)
+    except (UserError, StorageLost):
+        has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
+        raise
+    finally:
+        run_dir = Path(config.run_dir)
+        if is_first_rank and has_begun and is_run_folder(run_dir):
+            _write_report(run_dir)
+
+
+def _write_report(run_dir: Path) -> None:
+    """Write report.html into the run folder. A failure only prints one line to stderr and does not affect the run."""
+    try:
+        # Imported here, because matplotlib takes half a second.
+        from electra_dist.report.report_page import write_report
+
+        write_report(run_dir)
+    except Exception as error:  # noqa: BLE001  (the exit code must be that of the training, whatever the report does)
+        message = (
+            f"report.html was not written ({type(error).__name__}: {error}); the run is not affected; try again with "
+            f"`electra-dist report {run_dir}`"
+        )
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
+    add_config_option(parser)
+    parser.add_argument(
+        "--accept-new-numerics",
+        action="store_true",
+        help="continue a run that an older version began, although masks, samples or dropout will differ",
+    )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin the run again at step 0; its checkpoints and records are renamed, and nothing is deleted",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and write nothing")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds this argument
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    begin_program()
+    end_process_with(main)

@@ -1,0 +1,83 @@
+"""Run one rank under the supervisor: call pretrain.py, show its stacks on request, and end with the supervisor.
+
+Guarantee: whenever the rank receives STACK_SIGNAL, it appends the Python stacks of all threads to the file `stack-R`
+in the folder `--state`. This works also inside a collective, because faulthandler writes them from the signal handler
+and does not need the interpreter lock. The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
+
+When the supervisor ends while the rank runs, whatever has killed it, the rank saves a checkpoint and stops, as after
+SIGTERM, so that no rank trains on unwatched. A rank that has not installed its signal handlers yet has nothing to save
+and ends at once with exit code 75. A rank that has not ended `_GRACE_S` seconds later ends without a save, with exit
+code 1. The kernel's death signal (PR_SET_PDEATHSIG) would not do, because a rank that is still importing ignores
+SIGTERM and would then train on.
+
+Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from electra_dist.engine.rank_environment import whole_number
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.escapes import printable
+from electra_dist.gpu_cores import bind_to_gpu
+from electra_launcher import pretrain
+from electra_launcher.entry import end_process_with, outlive_the_reader
+
+STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
+_GRACE_S = 120.0  # how long the rank may take to save and end after its supervisor has ended
+_POLL_S = 1.0  # between two looks at the supervisor, on a kernel without pidfd_open (before Linux 5.3)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the rank whose number is in the variable RANK, and return its exit code.
+
+    All arguments except `--state` and `--supervisor` go to `pretrain.main`.
+    """
+    parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
+    parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
+    parser.add_argument("--supervisor", type=int, required=True, help="process id of the supervisor, the parent")
+    args, pretrain_arguments = parser.parse_known_args(argv)
+    rank = whole_number("RANK", 0)
+    outlive_the_reader()
+    bind_to_gpu(whole_number("LOCAL_RANK", 0), os.environ)
+    faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
+    stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
+    faulthandler.register(STACK_SIGNAL, file=stack_file)
+    threading.Thread(target=_end_with, args=(args.supervisor, rank), name="supervisor-watch", daemon=True).start()
+    return pretrain.main(pretrain_arguments)
+
+
+def _end_with(supervisor: int, rank: int) -> None:
+    """Wait until the supervisor has ended, and then make this rank save and stop."""
+    _await_end_of(supervisor)
+    print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        os._exit(EXIT_STOPPED)  # The training has not begun.
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(EXIT_CRASH)
+
+
+def _await_end_of(parent: int) -> None:
+    with contextlib.suppress(OSError):  # It has ended already, or the kernel is older than 5.3.
+        descriptor = os.pidfd_open(parent)
+        if os.getppid() == parent:  # Otherwise it has ended, and a later process may have got its pid.
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll()
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    end_process_with(main)

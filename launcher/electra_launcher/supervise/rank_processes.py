@@ -1,0 +1,234 @@
+"""Manage the processes of one start of a node's ranks: start, signal, inspect and kill them.
+
+Guarantees:
+- The ranks are children of the supervisor, each in a session of its own: Ctrl-C and the end of a terminal reach only
+  the supervisor, which passes signals on. How a rank has ended, the kernel tells.
+- The ranks ignore SIGTERM, SIGUSR1 and SIGUSR2 from before their first exec until they install handlers, so that a
+  rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
+- `kill` ends all processes of this start of the ranks, and those that earlier starts left running: all of them have
+  the environment variable MARK with the same value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
+from electra_dist.store.atomic_files import is_private
+from electra_launcher.supervise.rank_main import STACK_SIGNAL
+from electra_launcher.supervise.rank_placement import Placement
+
+RANK_PROGRAM = ("-m", "electra_launcher.supervise.rank_main")  # options of Python with which each rank is started
+_FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the folder for temporary files
+_STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have written their stacks
+_STACK_QUIET_S = 0.3  # a rank writes its stacks, the main thread's last, without a longer pause
+_KILL_WAIT_S = 30.0  # how long `kill_marked` repeats SIGKILL before it gives up
+_IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
+_ENDS_ON_PURPOSE = (EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR)
+
+
+class RankProcesses:
+    """This node's rank processes of one start of the run. Call `start` once, and `close` in a `finally` block."""
+
+    def __init__(self, mark: str) -> None:
+        """Make the folder `state` for the ranks' stacks, and delete those that killed supervisors have left.
+
+        `mark` identifies the run and node; no process with this mark may run.
+        """
+        self._mark = mark
+        prefix = f"{_FOLDER_PREFIX}{hashlib.sha256(os.fsencode(mark)).hexdigest()[:16]}-"
+        _delete_folders(prefix)
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+        self.state = Path(self._folder.name)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self._sent: set[tuple[int, int]] = set()  # (pid, signal)
+        self.started = time.monotonic()
+
+    def start(self, placement: Placement, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start each rank of `placement`, with `environment` added; `arguments` are those of launcher/pretrain.py."""
+        self.started = time.monotonic()
+        command = ["sh", "-c", _IGNORE_SIGNALS, "sh", sys.executable, "-u", *RANK_PROGRAM]
+        command += ["--state", str(self.state), "--supervisor", str(os.getpid()), *arguments]
+        variables = {**os.environ, **environment, MARK: self._mark}
+        for rank in placement.ranks:
+            self._processes[rank] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**variables, **placement.environment(rank, port)},
+                start_new_session=True,
+            )
+
+    def codes(self) -> dict[int, int]:
+        """Return rank -> exit code of the ranks that have ended; -N for one that signal N has ended."""
+        ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
+        return {rank: self._processes[rank].returncode for rank in ended}
+
+    def alive(self) -> dict[int, int]:
+        """Return rank -> pid of the ranks that run."""
+        return {rank: process.pid for rank, process in self._processes.items() if process.poll() is None}
+
+    def stopped(self) -> list[int]:
+        """Return the ranks that cannot execute now: stopped by a signal or a debugger, or blocked in the kernel."""
+        return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
+
+    def tell(self, number: int) -> list[int]:
+        """Send signal `number` once to each rank that has a handler for it; return the ranks that got it in this call.
+
+        Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
+        """
+        signalled = []
+        for rank, pid in self.alive().items():
+            was_sent = (pid, number) in self._sent
+            if was_sent or not _catches(pid, number):
+                continue
+            with contextlib.suppress(ProcessLookupError):  # The rank may have ended since `alive` was called.
+                os.kill(pid, number)
+                self._sent.add((pid, number))
+                signalled.append(rank)
+        return signalled
+
+    def stacks(self) -> list[str]:
+        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
+
+        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s. A
+        rank that has not answered by then gets the line "no answer within 3 s".
+        """
+        pids = self.alive()
+        kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
+        stack_files = {rank: self.state / f"stack-{rank}" for rank in pids}
+        # A file may hold the stacks of an earlier call; only what is appended from now on is of interest.
+        old_sizes = {rank: file.stat().st_size for rank, file in stack_files.items()}
+        for pid in pids.values():
+            if _catches(pid, STACK_SIGNAL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+                    os.kill(pid, signal.SIGCONT)
+        _wait_until_written(stack_files, old_sizes)
+        lines = []
+        for rank in sorted(pids):
+            lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
+            new_bytes = stack_files[rank].read_bytes()[old_sizes[rank] :]
+            stack_lines = condensed(new_bytes.decode(errors="replace"))
+            if not stack_lines:
+                stack_lines = [f"no answer within {_STACK_WAIT_S:.0f} s"]
+            lines += [f"  {line}" for line in stack_lines]
+        return lines
+
+    def close(self) -> list[int]:
+        """Kill all processes, delete the state folder, and return the pids that are left. Call this last."""
+        left = kill_marked(self._mark, self.alive().values())
+        for process in self._processes.values():
+            if process.pid not in left:
+                process.wait()
+        self._folder.cleanup()
+        return left
+
+
+def is_lost(code: int) -> bool:
+    """Return whether a rank with this exit code was killed, was aborted by a library, or has crashed."""
+    return code not in _ENDS_ON_PURPOSE
+
+
+def kill_marked(mark: str, also: Iterable[int] = ()) -> list[int]:
+    """Send SIGKILL to all processes with a mark, of every start of the ranks, and to `also`, until none is left.
+
+    Returns the pids of processes that still exist after 30 s: they are blocked in the kernel on a device, and only a
+    reboot ends them.
+    """
+    deadline = time.monotonic() + _KILL_WAIT_S
+    # A process that is ending has lost its environment, and so its mark, before it has closed its files and devices.
+    # Therefore those found once are waited for.
+    children = set(also)
+    found = set(children)
+    # Repeat, because a process may start another one between the listing and its own end.
+    while True:
+        marked = marked_pids(mark)
+        found.update(marked)
+        left = sorted(pid for pid in found if is_alive(pid))
+        for pid in {*marked, *children.intersection(left)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not (marked or left) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def _delete_folders(prefix: str) -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        if is_private(folder):  # The folder is in a shared directory, where another user may have made it.
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def condensed(stacks: str) -> list[str]:
+    """Shorten the stacks of all threads, as faulthandler prints them: one line per call, equal stacks only once.
+
+    A line such as `2 threads:` comes before each stack, and each call is a line such as `  /a/b.py:7 wait`. The main
+    thread comes first. The innermost call of a stack comes first.
+    """
+    # Each thread is a block: a heading such as "Thread 0x7f12 (most recent call first):", then one line per call.
+    blocks = [block for block in stacks.strip().split("\n\n") if block]
+    calls_of_threads = [tuple(block.splitlines()[1:]) for block in reversed(blocks)]
+    lines = []
+    for calls, num_threads in Counter(calls_of_threads).items():
+        lines.append("1 thread:" if num_threads == 1 else f"{num_threads} threads:")
+        lines += [f"  {_short_call(call)}" for call in calls]
+    return lines
+
+
+def _short_call(line: str) -> str:
+    match = re.fullmatch(r'\s*File "(?P<file>.*)", line (?P<number>\d+) in (?P<name>.*)', line)
+    if match is None:
+        return line.strip()
+    return f"{match['file']}:{match['number']} {match['name']}"
+
+
+def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
+    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes, and no file grows any more."""
+    deadline = time.monotonic() + _STACK_WAIT_S
+    sizes = dict(old_sizes)
+    settled_at = deadline
+    while time.monotonic() < min(settled_at, deadline):
+        time.sleep(0.05)
+        sizes_before, sizes = sizes, {rank: file.stat().st_size for rank, file in files.items()}
+        if any(sizes[rank] == old_sizes[rank] for rank in files):
+            settled_at = deadline
+        elif sizes != sizes_before or settled_at == deadline:
+            settled_at = time.monotonic() + _STACK_QUIET_S
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for signal `number`, so that the signal neither ends it nor is lost."""
+    caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
+    if not caught_mask:
+        return False
+    bit_of_signal = 1 << (number - 1)
+    return int(caught_mask, 16) & bit_of_signal != 0
+
+
+def _kernel_view(pid: int) -> str:
+    """Return a process's state and where it waits in the kernel, as "S (sleeping), wchan futex_wait_queue"."""
+    parts = [status_field(pid, "State")]
+    for name in ("wchan", "stack"):
+        with contextlib.suppress(OSError):
+            # `wchan` names the kernel function in which the process waits; `stack`, which only root may read, all its
+            # callers.
+            kernel_text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+            frames = kernel_text.replace("[<0>] ", "").split("\n")
+            text = " < ".join(frames).strip(" <")
+            is_waiting = text.strip("0") != ""  # wchan is "0" for a process that runs
+            if is_waiting:
+                parts.append(f"{name} {text}")
+    return ", ".join(part for part in parts if part)
