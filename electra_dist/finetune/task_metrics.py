@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.errors import UserError
+from electra_dist.extras import missing_packages
 
 try:
     from scipy import stats
     from sklearn import metrics as sk
-except ImportError as error:
-    raise UserError(f"{error}; install what fine-tuning needs: run `pip install electra-dist[finetune]`") from None
+except ImportError:
+    raise missing_packages("fine-tuning", "finetune") from None
 
 _NUM_RESAMPLES = 200  # resamples of the bootstrap; the relative error of a standard error is then about 5 %
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on standardized features

@@ -1,7 +1,4 @@
-"""Open the store that a URL names: a local folder, or s3://bucket/prefix.
-
-S3 needs boto3, which `pip install 'electra-dist[s3]'` installs.
-"""
+"""Open the store that a URL names: a local folder, or s3://bucket/prefix."""
 
 from __future__ import annotations
 

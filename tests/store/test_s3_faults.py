@@ -6,8 +6,6 @@ import io
 import itertools
 import os
 import re
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -297,13 +295,6 @@ def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", Patience(60.0, pace=quick))
     with pytest.raises(StorageLost, match=r"127.0.0.1:9: .*check the endpoint URL and the network; storage was"):
         store.read("x")
-
-
-@pytest.mark.real_start
-def test_without_boto3_the_error_names_the_package_to_install() -> None:
-    script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open_store import open_store; open_store('s3://b/c')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr
 
 
 def test_full_disk_is_not_mistaken_for_a_network_fault(faulty: Callable[..., Store]) -> None:

@@ -40,6 +40,7 @@ from electra_dist.corpus.plan.prepare_rates import measure_preparation
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError
+from electra_dist.extras import missing_packages
 from electra_dist.run.environment_record import cpu
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.user_cache import user_cache_folder
@@ -132,8 +133,8 @@ class Measurement:
             return []
         try:
             return measure_preparation(self.preparation, files, self.text_field)
-        except ModuleNotFoundError as error:
-            raise UserError(f"--prepare needs {error.name}; pip install 'electra-dist[corpus]'") from None
+        except ModuleNotFoundError:
+            raise missing_packages("--prepare", "corpus") from None
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
         """Read the vocabulary that was given, or train a vocabulary on `files` and fill it up with unused entries."""

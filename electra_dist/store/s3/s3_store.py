@@ -27,19 +27,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.patience import Patience
-
-try:
-    from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Taken
-    from electra_dist.store.s3.download import Span
-    from electra_dist.store.s3.requests import S3Requests, content_md5
-except ModuleNotFoundError as error:
-    if error.name not in ("boto3", "botocore", "urllib3"):
-        raise
-    raise UserError("s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'") from None
+from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Taken
+from electra_dist.store.s3.download import Span
+from electra_dist.store.s3.requests import S3Requests, content_md5
 
 PART_BYTES = 16 << 20  # Least size of a part.
 _MAX_PARTS = 9_000  # S3 allows 10,000.

@@ -12,7 +12,8 @@ from rich.table import Table
 from electra_dist.config.load import load_section
 from electra_dist.console import Console
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, UserError
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.extras import missing_packages
 from electra_launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help
@@ -34,9 +35,8 @@ def prepare(
     Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data.
     """
     config = load_section(file, PrepareConfig)
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"corpus prepare needs {', '.join(missing)}; pip install 'electra-dist[corpus]'")
+    if any(importlib.util.find_spec(name) is None for name in _PACKAGES):
+        raise missing_packages("corpus prepare", "corpus")
     from electra_dist.corpus.prepare import preparation as steps
 
     out = open_console(soft_wrap=False)
