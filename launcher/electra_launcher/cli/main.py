@@ -21,6 +21,7 @@ from electra_dist.version import VERSION
 from electra_launcher.entry import begin_program, exit_code_of
 
 COMMANDS = {  # command -> (module, function or Typer application), in the order of `--help`
+    "init": ("electra_launcher.cli.init", "init"),
     "corpus": ("electra_launcher.cli.corpus", "app"),
     "checkpoint": ("electra_launcher.cli.checkpoint", "app"),
     "submit": ("electra_launcher.cli.runs", "submit"),
