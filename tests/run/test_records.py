@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from electra_dist.errors import UserError
@@ -17,6 +17,9 @@ from electra_dist.run.records import JsonlFile, encode, lines, read_records
 
 
 @settings(max_examples=200, deadline=None)
+@example(math.inf)
+@example(-math.inf)
+@example(-0.0)
 @given(st.floats())
 def test_every_float_is_read_back_bit_for_bit_from_lines_of_strict_json(
     tmp_path_factory: pytest.TempPathFactory, number: float

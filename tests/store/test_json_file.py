@@ -9,7 +9,7 @@ import pytest
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import check_run_folder, recorded_numerics
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import DamagedJson, parse_json_object, read_json_object
 
 DEEP = 100_000
 DAMAGES = [
@@ -26,6 +26,12 @@ def test_a_file_without_a_json_object_is_refused_with_the_next_step(tmp_path: Pa
     with pytest.raises(UserError, match=r"damaged, .*; restore it") as caught:
         read_json_object(file, "restore it")
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null", '"{}"'])
+def test_a_value_that_is_not_an_object_is_damage(text: str) -> None:
+    with pytest.raises(DamagedJson, match="it is not a JSON object"):
+        parse_json_object(text)
 
 
 def test_an_object_is_returned_and_a_missing_file_is_named(tmp_path: Path) -> None:

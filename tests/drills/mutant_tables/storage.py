@@ -75,7 +75,7 @@ STORAGE = (
         file="electra_dist/store/json_file.py",
         original="if not isinstance(tree, dict):\n        raise DamagedJson",
         mutated="if tree is None:\n        raise DamagedJson",
-        test="tests/store/test_json_file.py::test_a_file_without_a_json_object_is_refused_with_the_next_step",
+        test="tests/store/test_json_file.py::test_a_value_that_is_not_an_object_is_damage",
     ),
     Mutant(
         name="store: a file gets its name before its bytes are on the disk",
