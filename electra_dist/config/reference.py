@@ -23,7 +23,8 @@ A run is described by one YAML file. `extends: OTHER.yaml` starts from another f
 and `--set section.key=value` overrides a key. A file `configs/NAME` that does not exist is taken from those that come
 with the package. An unknown key is an error that names the nearest valid one; a key that is set twice in a file is an
 error, too. `electra-dist config FILE --describe` shows the same descriptions with the values of a file and where each
-value comes from. This page is generated from `electra_dist/config/sections/`; do not edit it.
+value comes from. Of several choices the default is bold; a key that may be `null` is so by default, where no other
+default is given. This page is generated from `electra_dist/config/sections/`; do not edit it.
 """
 _SCHEDULES = """A key of the type schedule takes a number, or a mapping of the keys of this table, for example
 `{from: 4, to: 1, shape: linear}`. [objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a
@@ -38,8 +39,8 @@ def reference() -> str:
 
 
 def tables(root: type[BaseModel], title: str) -> list[str]:
-    """Return a Markdown table for each section, in the order of the fields; `title` is that of the root's own keys."""
-    rows: dict[str, list[str]] = {"": []}  # by section
+    """Return a Markdown table for each section, with those within it; `title` is that of the own keys of `root`."""
+    rows: dict[str, list[str]] = {"": []}  # by section of the root
     schedules = set()
     for key, field in fields(root).items():
         section, _, _ = key.rpartition(".")
@@ -47,22 +48,31 @@ def tables(root: type[BaseModel], title: str) -> list[str]:
             continue
         inner = section_class(field.annotation)
         if inner is None or field.annotation is not inner:  # a section that every config has is no key of its own
-            rows.setdefault(section, []).append(_row(key, field))
+            rows.setdefault(section.partition(".")[0], []).append(_row(key, field))
         if inner is not None and issubclass(inner, Schedule):
             schedules.add(key)
     return [_table(f"`{section}`" if section else title, lines) for section, lines in rows.items()]
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    cells = [f"`{key}`", _type_name(field.annotation), _default(field), field.description or ""]
+    cells = [f"`{key}`", _values(field), field.description or ""]
     escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
     return "| " + " | ".join(escaped) + " |"
 
 
 def _table(title: str, rows: list[str], introduction: str = "") -> str:
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
-    lines += ["| key | type | default | description |", "| --- | --- | --- | --- |", *rows]
+    lines += ["| key | type, default | description |", "| --- | --- | --- |", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """Return the type and the default of a key; of several choices, the default is bold."""
+    kind = _type_name(field.annotation)
+    default = _default(field)
+    if get_origin(field.annotation) is Literal and default in kind:
+        return kind.replace(default, f"**{default}**", 1)
+    return kind if field.default is None else f"{kind}, {default}"
 
 
 def _type_name(annotation: Any) -> str:
@@ -93,8 +103,6 @@ def _type_name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    if field.default is None:
-        return "`null`"
     if isinstance(field.default, bool):
         return "`true`" if field.default else "`false`"
     if isinstance(field.default, tuple):

@@ -55,13 +55,13 @@ class Schedule(BaseModel, Generic[Number]):
     )
     over: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
-        description="Share of the run after which the value is `to` (0.3 means after 30 % of the steps); for the "
-        "shapes linear, cosine and step.",
+        description="Share of the run after which the value is `to` (0.3: after 30 % of the steps); for linear, "
+        "cosine and step.",
     )
     tau: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Share of the run after which the distance to `to` has fallen to 1/e of what it was; for the "
-        "shape exponential, which needs it.",
+        description="Share of the run after which the distance to `to` has fallen to 1/e; exponential only, which "
+        "needs it.",
     )
 
     @model_validator(mode="after")

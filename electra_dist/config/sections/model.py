@@ -19,14 +19,12 @@ _MODERN_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm
 class TowerConfig(Section):
     """Shape of one of ELECTRA's two transformers ("towers"): the discriminator or the generator."""
 
-    hidden_size: Size = Field(description="Width of the tower: number of features of each token in every layer.")
-    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        description="Number of transformer layers in the tower."
-    )
+    hidden_size: Size = Field(description="Width: number of features of each token in every layer.")
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="Number of transformer layers.")
     num_heads: Size = Field(description="Number of attention heads in each layer; must divide hidden_size.")
     intermediate_size: Size = Field(
-        description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size. With "
-        "model.architecture: modern, this is the width after gating; ModernBERT uses 1.5 x hidden_size."
+        description="Width of the feed-forward network; BERT uses 4 x hidden_size. With architecture: modern, the "
+        "width after gating; ModernBERT uses 1.5 x hidden_size."
     )
 
     @model_validator(mode="after")
@@ -44,50 +42,47 @@ class ModelConfig(Section):
 
     architecture: Literal["bert", "modern"] = Field(
         default="bert",
-        description="Architecture of both towers. bert: as in the ELECTRA paper, with a table of positions and "
-        "LayerNorm after each sub-layer. modern: as in ModernBERT, with rotary positions, LayerNorm before each "
-        "sub-layer, a gated feed-forward network, local and global attention, and almost no biases.",
+        description="Architecture of both towers. bert: the paper's, with a table of positions and LayerNorm after "
+        "each sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, "
+        "a gated feed-forward network, local and global attention, and almost no biases.",
     )
     global_every: Size = Field(
         default=3,
-        description="With architecture: modern, the spacing of global layers, in which a token attends to its whole "
-        "example: with 3, layers 0, 3, 6 and so on are global. In all other layers a token attends to a window. "
-        "1: all layers are global.",
+        description="modern only: every n-th layer is global, that is, a token attends to its whole example; with "
+        "3, layers 0, 3, 6 and so on. In all other layers it attends to a window. 1: all layers are "
+        "global.",
     )
     local_window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
-        description="With architecture: modern, the size of the window in local layers, in tokens: a token attends "
-        "to the tokens up to half of it away on each side.",
+        description="modern only: window of local layers, in tokens; a token attends to half of it on each side.",
     )
     global_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=160000.0,
-        description="With architecture: modern, the base of the wavelengths of rotary positions in global layers. "
-        "ModernBERT uses 10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
+        description="modern only: base of the wavelengths of rotary positions in global layers. ModernBERT uses "
+        "10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
     )
     local_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=10000.0,
-        description="With architecture: modern, the base of the wavelengths of rotary positions in local layers.",
+        description="modern only: base of the wavelengths in local layers.",
     )
     vocab_size: Size = Field(
         default=30522,
-        description="Number of WordPiece tokens; must equal the size of the vocabulary that the corpus was built "
-        "with. 30522 is BERT's uncased vocabulary.",
+        description="Number of tokens; must equal the size of the corpus's vocabulary. 30522 is BERT's uncased "
+        "vocabulary.",
     )
     embedding_size: Size = Field(
         default=1024,
-        description="Width of the embedding tables that the towers share, in features. A tower with another "
-        "hidden_size projects the embeddings to its own width.",
+        description="Width of the embedding tables that the towers share. A tower with another hidden_size projects "
+        "the embeddings to its own width.",
     )
     max_positions: Size = Field(
         default=512,
-        description="Number of positions that have an embedding, which is the longest row the model can read, in "
-        "tokens. Must be at least data.seq_len. With architecture: modern there is no table of positions, and an "
-        "export states this number as the longest row.",
+        description="Longest row the model can read, in tokens; at least data.seq_len. With bert, the size of the "
+        "table of positions; modern has none, and an export states this number.",
     )
     type_vocab_size: Size = Field(
         default=2,
-        description="Number of token types; the two types distinguish segment A from segment B. Must be at least 2 "
-        "with architecture: bert.",
+        description="Number of token types, for segments A and B. At least 2 with architecture: bert.",
     )
     discriminator: TowerConfig = Field(
         description="Shape of the discriminator, the main tower, which is used after pretraining."
@@ -105,27 +100,25 @@ class ModelConfig(Section):
     )
     generator_embedding_size: Size | None = Field(
         default=None,
-        description="Width of the generator's own embedding tables, in features; valid only with sharing: none. "
-        "Unset: embedding_size. Google's code uses generator.hidden_size.",
+        description="Width of the generator's own embedding tables; valid only with sharing: none. Unset: "
+        "embedding_size. Google's code uses generator.hidden_size.",
     )
     hidden_dropout: Probability = Field(
         default=0.1,
-        description="Dropout probability on the embeddings and on the output of each attention and feed-forward "
-        "sub-layer. With architecture: modern the default is 0.",
+        description="Dropout probability on the embeddings and on the output of each sub-layer. modern: 0 by default.",
     )
     attention_dropout: Probability = Field(
         default=0.1,
         description="Dropout probability on the attention weights, after the softmax. Must be 0 for "
-        "engine.attention: flex. With architecture: modern the default is 0.",
+        "engine.attention: flex. modern: 0 by default.",
     )
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-12,
-        description="Epsilon that every LayerNorm adds to the variance. With architecture: modern the default is "
-        "1e-5.",
+        description="Epsilon that every LayerNorm adds to the variance. modern: 1e-5 by default.",
     )
     initializer_range: Annotated[float, Field(gt=0)] = Field(
         default=0.02,
-        description="Standard deviation of the truncated normal distribution from which weights are initialised.",
+        description="Standard deviation of the truncated normal distribution of the initial weights.",
     )
 
     @model_validator(mode="before")

@@ -53,35 +53,33 @@ class ObjectiveConfig(Section):
         default="rtd",
         description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
         "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA "
-        "15 %, which is rtd with the discriminator's loss at masked positions only. replace_mlm: the "
-        "discriminator's tower reads the generator's text and predicts the original tokens at masked "
-        "positions. all_tokens_mlm: the same at every position, with a learned gate that copies the "
-        "input token. electric: the Electric model, with a two-tower cloze model as its noise "
-        "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the "
-        "discriminator.",
+        "15 %, the discriminator's loss at masked positions only. replace_mlm: the discriminator's "
+        "tower reads the generator's text and predicts the original tokens at masked positions. "
+        "all_tokens_mlm: the same at every position, with a learned gate that copies the input token. "
+        "electric: Electric, with a two-tower cloze model as its noise distribution. adversarial: rtd "
+        "with a generator that is trained by REINFORCE to fool the discriminator.",
     )
     generator: Literal["trained", "frozen", "uniform", "unigram"] = Field(
         default="trained",
-        description="Source of the replacement tokens. trained: the generator network. frozen: a ready generator "
-        "network, which train.init_generator_from names and which does not learn. uniform: every token of the "
-        "vocabulary with equal probability, the fixed generator of Google's code. unigram: tokens by their "
-        "frequency in the corpus, the fixed generator of the paper.",
+        description="Source of the replacement tokens. trained: the generator network. frozen: a ready network that "
+        "does not learn, named by train.init_generator_from. uniform: every token of the vocabulary "
+        "alike, the fixed generator of Google's code. unigram: tokens by their frequency in the corpus, "
+        "the fixed generator of the paper.",
     )
     generator_sha256: str | None = Field(
         default=None,
-        description="SHA-256 of the weights of a frozen generator, in hexadecimal. A run fills it in when it starts, "
-        "and is refused if the weights have changed. Set it to make sure of the weights at the first start.",
+        description="SHA-256 of the weights of a frozen generator. A run fills it in when it starts, and is refused "
+        "if the weights have changed. Set it to make sure of the weights at the first start.",
     )
     generator_only_steps: NonNegative = Field(
         default=0,
-        description="Two-stage training: number of steps that train only the generator, by masked language "
-        "modelling. After them the discriminator starts from a copy of the generator's weights, and the generator "
-        "is frozen. Needs model.sharing: none and towers of the same shape. 0: both towers train from the start.",
+        description="Two-stage training: number of steps that train only the generator. After them the "
+        "discriminator starts from a copy of its weights, and the generator is frozen. Needs "
+        "model.sharing: none and towers of the same shape. 0: both towers train from the start.",
     )
     mask_prob: InnerFractionOrSchedule = Field(
         default=0.25,
-        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %), as a number or a "
-        "schedule.",
+        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %).",
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.85,
@@ -91,54 +89,53 @@ class ObjectiveConfig(Section):
     masking: Literal["without_replacement", "reference"] = Field(
         default="without_replacement",
         description="How masked positions are drawn. without_replacement: each position at most once. reference: "
-        "with replacement, as in Google's code, so that duplicates reduce the number of distinct masked positions.",
+        "with replacement, as in Google's code, so that duplicates reduce the number of distinct "
+        "positions.",
     )
     mlm_weight: NonNegativeOrSchedule = Field(
         default=1.0,
-        description="Weight of the generator's loss in the total loss, whichever loss trains the generator, as a "
-        "number or a schedule. With objective mlm, the weight of the only loss.",
+        description="Weight of the generator's loss in the total loss, whichever loss trains the generator. With "
+        "objective mlm, the weight of the only loss.",
     )
     rtd_weight: NonNegativeOrSchedule = Field(
         default=50.0,
-        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50), as a "
-        "number or a schedule.",
+        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50).",
     )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Weight in the total loss of the loss with which the discriminator's tower learns to predict "
-        "tokens; used by the objectives replace_mlm and all_tokens_mlm only.",
+        description="Weight of the loss with which the discriminator's tower predicts tokens; for replace_mlm and "
+        "all_tokens_mlm only.",
     )
     discriminator_mlm_weight: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
-        description="Joint MLM: weight in the total loss of a second loss of the discriminator, which then also "
-        "predicts the original tokens at the masked positions of the text that it reads, with a head of its own. "
-        "Needs objective rtd or rtd_masked_only. 0: no such head.",
+        description="Joint MLM: weight of a second loss of the discriminator, which then also predicts the original "
+        "tokens at the masked positions of the text that it reads, with a head of its own. Needs "
+        "objective rtd or rtd_masked_only. 0: no such head.",
     )
     temperature: PositiveOrSchedule = Field(
         default=1.0,
-        description="Number, or schedule of a number, that divides the generator's logits before a replacement is "
-        "sampled. Values above 1 make the samples more random. The generator's loss does not use it, and evaluations "
-        "sample at 1 from a trained generator.",
+        description="Divides the generator's logits before a replacement is sampled; above 1, samples are more "
+        "random. The generator's loss does not use it, and evaluations sample at 1 from a trained "
+        "generator.",
     )
     disallow_correct: bool = Field(
         default=False,
-        description="Whether sampling excludes the original token, so that every sampled token is a replacement.",
+        description="Whether sampling excludes the original token, so that every sample is a replacement.",
     )
     random_share: FractionOrSchedule = Field(
         default=0.0,
-        description="Fraction of the masked positions whose replacement is drawn at random instead of from the "
-        "generator, as a number or a schedule; random_from decides from which tokens. The generator's loss does not "
-        "change, and evaluations use 0.",
+        description="Fraction of the masked positions whose replacement is drawn from random_from instead of from "
+        "the generator. The generator's loss does not change, and evaluations use 0.",
     )
     random_from: Literal["uniform", "unigram"] = Field(
         default="uniform",
-        description="Tokens from which random_share draws. uniform: every token of the vocabulary except the special "
-        "tokens, with equal probability. unigram: tokens by their frequency in the corpus.",
+        description="Tokens from which random_share draws. uniform: every token except the special ones alike. "
+        "unigram: by their frequency in the corpus.",
     )
     loss_mean: Literal["global", "per_replica"] = Field(
         default="global",
-        description="How a loss is averaged over tokens. global: one mean over the tokens of the global batch. "
-        "per_replica: a mean for each micro-batch, then the mean of these means, as in Google's code.",
+        description="How a loss is averaged over tokens. global: one mean over the global batch. per_replica: a "
+        "mean for each micro-batch, then the mean of these means, as in Google's code.",
     )
 
     @property

@@ -32,13 +32,12 @@ class CheckpointConfig(Section):
     targets: tuple[str, ...] = Field(
         default=(),
         description="Local folders or s3:// prefixes. Every checkpoint is written to all of them; a restart prefers "
-        "the first. Each must be a place of its own, which holds nothing but checkpoints of this run. Empty: "
-        "checkpoints/ in the run folder.",
+        "the first. Each must hold nothing but checkpoints of this run. Empty: checkpoints/ in the run "
+        "folder.",
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of an S3-compatible service for the s3:// URLs in targets, for example "
-        "http://10.0.0.1:9000. Unset: AWS.",
+        description="URL of an S3-compatible service for the s3:// URLs in targets. Unset: AWS.",
     )
     keep_last: Positive = Field(
         default=3,
@@ -51,13 +50,13 @@ class CheckpointConfig(Section):
     )
     keep_steps: tuple[Positive, ...] = Field(
         default=(),
-        description="Steps at which a checkpoint is saved in addition to every_steps and never deleted.",
+        description="Steps at which a checkpoint is saved in addition and never deleted.",
     )
     keep_best: NonNegative = Field(
         default=0,
         description="Number of checkpoints that are kept because they are best on data.heldout: those with the "
-        "highest context AUC or, for an objective without a discriminator, with the lowest loss. Only checkpoints "
-        "saved at a step with an evaluation count. 0: no such rule.",
+        "highest context AUC or, without a discriminator, with the lowest loss. Only checkpoints saved "
+        "at a step with an evaluation count. 0: no such rule.",
     )
 
 
@@ -65,45 +64,44 @@ class LogConfig(Section):
     """Settings of how often a run logs its progress and evaluates the model on held-out rows, and where it logs to."""
 
     every_steps: Positive = Field(
-        default=10, description="Steps between two log lines; each log line is also a record in metrics.jsonl."
+        default=10, description="Steps between two log lines, which are also records in metrics.jsonl."
     )
     eval_every_steps: NonNegative = Field(
         default=0,
-        description="Steps between two evaluations on data.heldout. 0: only after the last step of the run.",
+        description="Steps between two evaluations on data.heldout. 0: only after the last step.",
     )
     eval_rows: Positive = Field(
         default=512,
-        description="Number of held-out rows in each evaluation. The context AUC uses more rows where these have "
-        "fewer than 5,000 masked tokens.",
+        description="Held-out rows in each evaluation. The context AUC uses more where these have fewer than 5,000 "
+        "masked tokens.",
     )
     tensorboard: bool = Field(
         default=True, description="Whether TensorBoard event files are written into the run folder."
     )
     wandb: str | None = Field(
         default=None,
-        description="Name of the Weights & Biases project that the metrics are also sent to; needs the extra "
-        "wandb. Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: "
-        "nothing is sent to Weights & Biases.",
+        description="Weights & Biases project that also gets the metrics; needs the extra wandb. Without a "
+        "connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
     )
     mlflow: str | None = Field(
         default=None,
-        description="Name of the MLflow experiment that the metrics are also sent to; needs the extra mlflow. "
-        "MLFLOW_TRACKING_URI names the server; without it, the records go into the file mlflow.db of the run folder, "
-        "for `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: nothing is sent to MLflow.",
+        description="MLflow experiment that also gets the metrics; needs the extra mlflow. MLFLOW_TRACKING_URI "
+        "names the server; without it, the records go into the file mlflow.db of the run folder, for "
+        "`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: none.",
     )
     text_samples: NonNegative = Field(
         default=3,
-        description="Number of held-out rows of which each evaluation records the text with the generator's "
-        "replacements and the discriminator's probabilities, for report.html and TensorBoard. 0: no text is recorded.",
+        description="Held-out rows of which each evaluation records the text with the generator's replacements and "
+        "the discriminator's probabilities, for report.html and TensorBoard. 0: none.",
     )
     report_every_minutes: Annotated[float, Field(ge=0, le=1e7)] = Field(
         default=10.0,
-        description="Minutes between two updates of report.html while the run goes on. A process of low priority "
-        "writes it, so no step waits. 0: only at the end of each start.",
+        description="Minutes between two updates of report.html, by a process of low priority. 0: only at the end "
+        "of each start.",
     )
     kwh_price: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Price of one kilowatt-hour, in any currency, for the cost of energy in report.html. Unset: the "
+        description="Price of a kilowatt-hour, in any currency, for the cost of energy in report.html. Unset: the "
         "report shows the energy alone, where the power of the GPUs is recorded.",
     )
 
@@ -143,8 +141,8 @@ class CorpusConfig(Section):
     )
     heldout_fraction: Probability = Field(
         default=0.0,
-        description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
-        "hash of each document's text decides. 0: no held-out corpus is written.",
+        description="Fraction of the documents, chosen by a hash of their text, that is written to OUTPUT/heldout "
+        "instead of the training corpus. 0: none.",
     )
     source_epochs: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -161,27 +159,27 @@ class CorpusConfig(Section):
     )
     undecodable: Literal["skip", "replace"] = Field(
         default="skip",
-        description="What happens to a document with bytes that are not UTF-8. skip: the whole document is left out. "
-        "replace: it is used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
-        "the build counts the documents and the bytes in both cases.",
+        description="What happens to a document with bytes that are not UTF-8. skip: it is left out. replace: it is "
+        "used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
+        "the build counts both.",
     )
     max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5,
         description="Largest share of [UNK] among the tokens of a source with which a corpus is built, or a run "
-        "begins. Text that becomes [UNK] has another language or script than the vocabulary, or the vocabulary is "
-        "damaged. A source with 5 % or more is named in the output. 1: any share is accepted.",
+        "begins. More means another language or script than the vocabulary's, or a damaged vocabulary. "
+        "A source with 5 % or more is named in the output. 1: any share is accepted.",
     )
     origins: bool = Field(
         default=True,
         description="Whether a build writes, next to each shard, an origin file that names the source and documents "
-        "of each row. `electra-dist corpus find --source` and `--document` need these files. The shards and the "
-        "fingerprint of the corpus do not depend on this key.",
+        "of each row, for `electra-dist corpus find --source` and `--document`. Shards and fingerprint "
+        "do not depend on it.",
     )
     licences: dict[str, str] = Field(
         default={},
-        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}; it is shown in "
-        "build.json, `electra-dist corpus stats` and model cards. For text from `electra-dist corpus prepare`, the "
-        "licences in its prepare.json are used. `electra-dist corpus info` lists the names of the sources.",
+        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, "
+        "`electra-dist corpus stats` and model cards. Text from `electra-dist corpus prepare` has the "
+        "licences in its prepare.json.",
     )
 
 
@@ -210,20 +208,20 @@ class ClusterConfig(Section):
     hang_step_floor_s: PositiveSeconds = Field(
         default=30.0,
         description="Least number of seconds without a heartbeat after which a rank in a training step counts as "
-        "hung. It takes the place of hang_step_factor times the step time where steps are so short that this is less.",
+        "hung, however short its steps are.",
     )
     hang_setup_s: PositiveSeconds = Field(
         default=1800.0,
-        description="Seconds without a heartbeat after which a rank counts as hung while it starts, restores a "
-        "checkpoint or runs its first steps.",
+        description="Limit in seconds without a heartbeat while a rank starts, restores a checkpoint or runs its "
+        "first steps.",
     )
     hang_checkpoint_s: PositiveSeconds = Field(
         default=600.0,
-        description="Seconds without a heartbeat after which a rank counts as hung while it saves a checkpoint.",
+        description="Limit in seconds without a heartbeat while a rank saves a checkpoint.",
     )
     hang_eval_s: PositiveSeconds = Field(
         default=600.0,
-        description="Seconds without a heartbeat after which a rank counts as hung during an evaluation.",
+        description="Limit in seconds without a heartbeat during an evaluation.",
     )
     storage_patience_s: NonNegativeSeconds = Field(
         default=900.0,
@@ -234,8 +232,7 @@ class ClusterConfig(Section):
     )
     max_fruitless_restarts: Positive = Field(
         default=3,
-        description="Number of restarts in a row that may end without having saved a checkpoint. After them the run "
-        "is not restarted.",
+        description="Restarts in a row that may end without a new checkpoint. After them the run is not restarted.",
     )
     strike_expires_h: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=24.0,
@@ -245,12 +242,12 @@ class ClusterConfig(Section):
     notify: str | None = Field(
         default=None,
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
-        "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, "
-        "unhealthy, error or no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, "
-        "and its failure changes nothing. Unset: no command is run. Records of the run hide the command, because it "
-        "may hold a secret; RUN/config.yaml, which holds it, can be read by its owner alone. A command line is shown "
-        "to all users of a machine: write a secret into a file that the command reads, or set the key in the YAML "
-        "file.",
+        "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, "
+        "ELECTRA_DIST_EVENT (done, unhealthy, error or no_progress), ELECTRA_DIST_REASON and "
+        "ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, and its failure changes nothing. Records of "
+        "the run hide it, because it may hold a secret; RUN/config.yaml, which holds it, can be read by "
+        "its owner alone. All users of a machine see command lines: set the key in the YAML file, or "
+        "write a secret into a file that the command reads.",
     )
 
     @field_validator("notify")

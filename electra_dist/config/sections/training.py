@@ -14,12 +14,10 @@ class PhaseConfig(Section):
     """Entry of `data.phases`: a corpus, and the step from which a run trains on it."""
 
     corpus: str = Field(
-        description="Corpus to train on from from_step on: a local folder or s3:// prefix. It must have the same "
-        "tokenizer and row length as data.corpus."
+        description="Local folder or s3:// prefix of a corpus with the tokenizer and row length of data.corpus."
     )
     from_step: Positive = Field(
-        description="First step that reads this corpus, counted from 0. The run reads it until the from_step of the "
-        "next entry of data.phases, or until the end of the run."
+        description="First step that reads this corpus, counted from 0; the next phase or the end of the run ends it."
     )
 
 
@@ -39,49 +37,44 @@ class DataConfig(Section):
     )
     heldout: str | None = Field(
         default=None,
-        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. {corpus} in it stands "
-        "for data.corpus, as in '{corpus}/heldout'. It must have the row length and the vocabulary of the training "
-        "corpus. Unset: no evaluation.",
+        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix, with the row length "
+        "and vocabulary of the training corpus. {corpus} in it stands for data.corpus, as in "
+        "'{corpus}/heldout'. Unset: no evaluation.",
     )
     phases: tuple[PhaseConfig, ...] = Field(
         default=(),
-        description="Further corpora to train on, each as `{corpus: URL, from_step: N}`, in ascending order of "
-        "from_step. From step N on, all rows come from that corpus, for example from better text at the end of the "
-        "run. Steps before the first from_step read data.corpus. Reading begins with a new epoch of each corpus. "
-        "Empty: all steps read data.corpus.",
+        description="Further corpora, each as `{corpus: URL, from_step: N}`, in ascending order of from_step: from "
+        "step N on, all rows come from that corpus, beginning with a new epoch of it. Steps before the "
+        "first from_step read data.corpus.",
     )
-    seq_len: Size = Field(
-        default=512, description="Tokens per row; must equal the row length that the corpus was built with."
-    )
+    seq_len: Size = Field(default=512, description="Tokens per row; must equal the row length of the corpus.")
     shuffle_window_shards: Positive = Field(
         default=64,
-        description="Number of shards whose rows are shuffled together. A larger window shuffles more widely, but "
-        "the node must hold more shards at a time.",
+        description="Number of shards whose rows are shuffled together. More shuffles more widely, but the node "
+        "must hold more shards at a time.",
     )
     cache_dir: LocalFolder | None = Field(
         default=None,
-        description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
-        "local disk. The shards are in electra-dist-shards there; other files are not touched. Unset: cache/ in the "
-        "run folder; with several nodes, the folder electra-dist-cache-UID in the first of SLURM_TMPDIR, "
-        "TMPDIR and /tmp that is on a local disk. When a run starts, it logs the folder and whether the corpus fits.",
+        description="Folder on a local disk of the node for shards fetched from S3 (in electra-dist-shards there) "
+        "and for code compiled by engine.compile. Unset: cache/ in the run folder; with several nodes, "
+        "electra-dist-cache-UID in the first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk. "
+        "A run logs at start the folder and whether the corpus fits.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         default=None,
-        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A cache that is smaller "
-        "than the corpus keeps a fixed part of it and fetches the rest again in each epoch. The shards of two shuffle "
-        "windows (data.shuffle_window_shards) are held even above the limit. Unset: the free space of the disk is the "
-        "limit.",
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A smaller cache than the "
+        "corpus keeps a fixed part of it and fetches the rest again in each epoch. The shards of two "
+        "shuffle windows are held even above the limit. Unset: the free space of the disk.",
     )
     fetch_threads: Annotated[int, Field(gt=0, le=1024)] = Field(
         default=8,
-        description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
-        "and fetch each shard only once.",
+        description="Threads per rank that fetch and verify shards. The ranks of a node fetch each shard only once.",
     )
     share_shards: bool | None = Field(
         default=None,
-        description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is "
-        "fetched from S3 once and not once per node. Each node then listens on a free TCP port in the cluster's "
-        "network. It has no effect on the order of rows, in a run on one node, or for a corpus in a local folder. "
+        description="Whether nodes pass the shards of data.corpus to one another, so that each is fetched from S3 "
+        "once and not once per node. Each node then listens on a free TCP port in the cluster's "
+        "network. No effect on the order of rows, on one node, or for a corpus in a local folder. "
         "Unset: true with 8 nodes or more.",
     )
     endpoint_url: str | None = Field(
@@ -114,21 +107,17 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Length of the run, size of a step, numeric precision, skipped steps and initial weights."""
 
-    num_steps: Positive = Field(
-        description="Number of optimizer steps in the whole run; the learning-rate schedule ends there."
-    )
-    global_batch: Size = Field(
-        description="Number of rows in an optimizer step, summed over all ranks and micro-batches."
-    )
+    num_steps: Positive = Field(description="Optimizer steps of the whole run; the learning-rate schedule ends there.")
+    global_batch: Size = Field(description="Rows in an optimizer step, summed over all ranks and micro-batches.")
     micro_batch: Size = Field(
-        description="Number of rows that a rank processes in one forward and backward pass. Gradients are "
-        "accumulated over as many passes as global_batch needs. If a rank has fewer rows, or this number does not "
-        "divide them, a start takes the largest smaller number that does, and logs it. auto: measure memory at the "
-        "start of the run and use the largest number that fits."
+        description="Rows that a rank processes in one forward and backward pass; gradients are accumulated over as "
+        "many passes as global_batch needs. If a rank has fewer rows, or this number does not divide "
+        "them, a start takes the largest smaller number that does, and logs it. auto: measure memory at "
+        "the start and use the largest number that fits."
     )
     largest_micro_batch: bool = Field(
         default=False,
-        description="Internal flag that micro_batch: auto sets. Do not set it yourself; set micro_batch: auto.",
+        description="Internal flag of micro_batch: auto. Do not set it yourself.",
     )
     precision: Literal["bf16", "fp16", "fp32"] = Field(
         default="bf16",
@@ -139,8 +128,8 @@ class TrainConfig(Section):
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),
-        description="Numbers of the steps to skip, counted from 0. A skipped step updates nothing and its rows are "
-        "not used. All other steps read the same rows as they would without the skip.",
+        description="Steps to skip, counted from 0. A skipped step updates nothing and its rows are not used. All "
+        "other steps read the same rows as without the skip.",
     )
     init_from: str | None = Field(
         default=None,
@@ -206,22 +195,23 @@ class GuardConfig(Section):
 
     window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
-        description="Number of most recent accepted steps (those that updated the weights) from which the mean and "
-        "the standard deviation of the loss are computed. No step counts as a spike before that many were accepted.",
+        description="Number of most recent accepted steps (those that updated the weights) from which mean and "
+        "standard deviation of the loss are computed. No step counts as a spike before that many were "
+        "accepted.",
     )
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         default=6.0,
-        description="A step is a spike if its loss exceeds the window's mean by more than this many standard "
-        "deviations. It is then stopped, that is, it does not update the weights. 0: no step counts as a spike; a "
-        "step whose loss or gradient is not finite is stopped in any case.",
+        description="A step is a spike, and does not update the weights, if its loss exceeds the window's mean by "
+        "more than this many standard deviations. 0: no step counts as a spike. A step whose loss or "
+        "gradient is not finite is stopped in any case.",
     )
     max_in_a_row: Positive = Field(
-        default=3, description="Number of consecutive stopped steps after which the run goes back to a checkpoint."
+        default=3, description="Consecutive stopped steps after which the run goes back to a checkpoint."
     )
     skip_before: NonNegative = Field(
         default=16,
-        description="A run that goes back to a checkpoint skips the steps that were stopped in a row, and this many "
-        "steps before the first of them.",
+        description="A run that goes back to a checkpoint skips the stopped steps, and this many before the first "
+        "of them.",
     )
     max_rollbacks: NonNegative = Field(
         default=5,
@@ -251,22 +241,17 @@ class GeneratorOptimizerConfig(Section):
     )
     warmup_steps: NonNegative | None = Field(
         default=None,
-        description="Number of steps in which the generator's learning rate rises linearly from 0. Unset: "
-        "optimizer.warmup_steps.",
+        description="Warm-up of the generator, in steps. Unset: optimizer.warmup_steps.",
     )
-    beta1: Probability | None = Field(
-        default=None, description="Decay rate of the first moment of the generator. Unset: optimizer.beta1."
-    )
-    beta2: Probability | None = Field(
-        default=None, description="Decay rate of the second moment of the generator. Unset: optimizer.beta2."
-    )
+    beta1: Probability | None = Field(default=None, description="beta1 of the generator. Unset: optimizer.beta1.")
+    beta2: Probability | None = Field(default=None, description="beta2 of the generator. Unset: optimizer.beta2.")
     weight_decay: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Decoupled weight decay of the generator. Unset: optimizer.weight_decay."
+        default=None, description="Weight decay of the generator. Unset: optimizer.weight_decay."
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Upper limit of the norm of the generator's gradients. optimizer.clip_norm is then the limit for "
-        "all other parameters. Unset: the same number for both norms.",
+        description="Upper limit of the norm of the generator's gradients; optimizer.clip_norm is then that of all "
+        "other parameters. Unset: the same number for both norms.",
     )
 
 
@@ -279,17 +264,17 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
-        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
-        "the parameter's norm and needs engine.zero_stage: 0. muon: Muon for the matrices of the layers and AdamW for "
-        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0.",
+        description="adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by the "
+        "parameter's norm. muon: Muon for the matrices of the layers and AdamW for all other "
+        "parameters, with the same lr and weight_decay. lamb and muon need engine.zero_stage: 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
     )
     warmup_steps: NonNegative = Field(
         default=10_000,
-        description="Number of steps in which the learning rate rises linearly from 0. The decay also runs during "
-        "these steps. 0: no warm-up.",
+        description="Steps in which the learning rate rises linearly from 0. The decay also runs during these "
+        "steps. 0: no warm-up.",
     )
     shape: Literal["polynomial", "trapezoid"] = Field(
         default="polynomial",
@@ -298,13 +283,13 @@ class OptimizerConfig(Section):
     )
     decay_steps: Positive | None = Field(
         default=None,
-        description="Number of steps of the decay at the end of a run with shape: trapezoid. Unset: a tenth of "
-        "train.num_steps.",
+        description="Steps of the decay at the end with shape: trapezoid. Unset: a tenth of train.num_steps.",
     )
     decay_power: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power, or "
-        "with shape: trapezoid the remaining share of decay_steps ** decay_power. 1: linear decay to 0. 0: no decay.",
+        description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power, "
+        "or with shape: trapezoid the remaining share of decay_steps ** decay_power. 1: linear. 0: no "
+        "decay.",
     )
     beta1: Probability = Field(
         default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
@@ -314,29 +299,28 @@ class OptimizerConfig(Section):
     )
     eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-6,
-        description="Number added to the square root of the second moment, so that the update never divides by 0.",
+        description="Added to the square root of the second moment, so that the update never divides by 0.",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.01,
-        description="Decoupled weight decay, multiplied by the learning rate. LayerNorm and bias parameters are not "
-        "decayed.",
+        description="Decoupled weight decay, multiplied by the learning rate; not for LayerNorm and biases.",
     )
     clip_norm: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
-        description="Upper limit of the global gradient norm; gradients with a larger norm are scaled down to it.",
+        description="Upper limit of the global gradient norm; larger gradients are scaled down to it.",
     )
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
         default="auto",
         description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused "
-        "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for muon foreach; "
-        "on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes "
-        "foreach if deepspeed's cannot be compiled, and with engine.offload_optimizer on a GPU; the log states the "
-        "reason.",
+        "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for "
+        "muon foreach; on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for "
+        "lamb; also foreach if deepspeed's cannot be compiled, and with engine.offload_optimizer on a "
+        "GPU. The log states the reason.",
     )
     generator: GeneratorOptimizerConfig | None = Field(
         default=None,
-        description="Section with the generator's own learning rate, warm-up, betas, weight decay and gradient norm. "
-        "Set it to {} for its own norm only. Unset: one optimizer with one norm for both towers, as in the paper.",
+        description="Section with the generator's own settings. {}: its own norm only. Unset: one optimizer with "
+        "one norm for both towers, as in the paper.",
     )
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
@@ -369,12 +353,12 @@ class EngineConfig(Section):
     )
     offload_optimizer: bool = Field(
         default=False,
-        description="Whether the optimizer state is kept in host memory instead of GPU memory (zero_stage 1 to 3).",
+        description="Whether the optimizer state is kept in host memory (zero_stage 1 to 3).",
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Whether only the input of each layer is kept for the backward pass and the layer is computed "
-        "again there. Saves memory, costs time.",
+        description="Whether only the input of each layer is kept, and the layer is computed again in the backward "
+        "pass. Saves memory, costs time.",
     )
     attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
         default="auto",
@@ -387,17 +371,19 @@ class EngineConfig(Section):
     )
     deterministic: bool = Field(
         default=True,
-        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same bits; "
-        "docs/exactness.md has the exceptions. Without effect on a CPU, where steps repeat in any case.",
+        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same "
+        "bits; docs/exactness.md has the exceptions. No effect on a CPU, where steps repeat in any "
+        "case.",
     )
     compile: bool = Field(
         default=False,
-        description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step then "
-        "takes a minute longer, unless data.cache_dir holds the compiled code of an earlier start.",
+        description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step "
+        "then takes a minute longer, unless data.cache_dir holds the code of an earlier start.",
     )
     overlap_communication: bool = Field(
         default=False,
-        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs, and the norms of "
-        "all gradients are computed by one operation (zero_stage 1 with train.precision: bf16). Losses may then "
-        "differ in the last bits: on a GPU, on more than two ranks, and on CPUs, whose ranks otherwise exchange bf16.",
+        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs, and one "
+        "operation computes all norms (zero_stage 1 with train.precision: bf16). Losses may then differ "
+        "in the last bits: on a GPU, on more than two ranks, and on CPUs, whose ranks otherwise "
+        "exchange bf16.",
     )

@@ -22,37 +22,37 @@ class UrlFilterSection(Section):
     """Lists of web addresses; pages at these addresses are dropped, and documents without an address stay."""
 
     domains: Path | None = Field(
-        default=None, description="file with one domain or subdomain a line whose pages are dropped; null: none"
+        default=None, description="file with a domain or subdomain a line whose pages are dropped"
     )
-    urls: Path | None = Field(default=None, description="file with one whole URL a line to drop; null: none")
+    urls: Path | None = Field(default=None, description="file with a whole URL a line to drop")
     words: Path | None = Field(
         default=None,
-        description="file with one word a line; a page with one of them in its URL is dropped; null: none",
+        description="file with a word a line; a page with one in its URL is dropped",
     )
     bundled_lists: bool = Field(
         default=False,
-        description="use the lists that the datatrove package contains (the UT1 block lists of adult sites, and lists "
-        "of words), as FineWeb did; they are unpacked into the cache folder of Hugging Face",
+        description="use the lists in the datatrove package (the UT1 block lists of adult sites, and lists of "
+        "words), as FineWeb did; they are unpacked into the cache folder of Hugging Face",
     )
 
 
 class LanguageSection(Section):
     """Filter by language, which a fastText model identifies."""
 
-    model: Path = Field(description="fastText model file, such as lid.176.bin; it is never downloaded")
+    model: Path = Field(description="fastText model file, such as lid.176.bin")
     languages: tuple[str, ...] = Field(
-        min_length=1, description="labels of the model without `__label__`, such as [en]; others are dropped"
+        min_length=1, description="labels without `__label__` that are kept, such as [en]"
     )
-    threshold: Share = Field(default=0.65, description="least score of one of these languages; FineWeb took 0.65")
+    threshold: Share = Field(default=0.65, description="least score of one of these languages; FineWeb: 0.65")
 
 
 class GopherRepetitionSection(Section):
     """Filter of documents with much repeated text, by the rules of Gopher (arXiv:2112.11446, table A1)."""
 
-    dup_line_frac: Share = Field(default=0.3, description="largest share of lines that repeat an earlier line")
-    dup_para_frac: Share = Field(default=0.3, description="largest share of paragraphs that repeat an earlier one")
+    dup_line_frac: Share = Field(default=0.3, description="largest share of lines that repeat an earlier one")
+    dup_para_frac: Share = Field(default=0.3, description="the same of paragraphs")
     dup_line_char_frac: Share = Field(default=0.2, description="largest share of characters in repeated lines")
-    dup_para_char_frac: Share = Field(default=0.2, description="largest share of characters in repeated paragraphs")
+    dup_para_char_frac: Share = Field(default=0.2, description="the same in repeated paragraphs")
     top_n_grams: dict[Positive, Share] = Field(
         default={2: 0.2, 3: 0.18, 4: 0.16},
         description="n -> largest share of characters in the most frequent n-gram of words",
@@ -83,7 +83,7 @@ class GopherQualitySection(Section):
     min_stop_words: NonNegative = Field(default=2, description="least number of different stop words")
     stop_words: tuple[str, ...] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
-        description="the stop words; set those of the language, or min_stop_words to 0",
+        description="set those of the language, or min_stop_words to 0",
     )
 
 

@@ -21,16 +21,15 @@ SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 class SourceSection(Section):
     """One source of documents: files of any known kind, with a name and a licence for the reports."""
 
-    name: SourceName = Field(description="name of the source in the reports and in each document's metadata")
+    name: SourceName = Field(description="name of the source in reports and metadata")
     path: str = Field(
         min_length=1,
-        description="file, folder, s3:// URL, brace pattern or glob pattern; the endings decide the format: all "
-        "inputs of `corpus build`, and .warc .wet .html .htm, also compressed",
+        description="file, folder, s3:// URL, brace pattern or glob pattern",
     )
-    license: str = Field(default="unknown", description="licence of the texts; it is recorded, not interpreted")
-    text_field: str = Field(default="text", description="JSON field or column of a table that holds the text")
+    license: str = Field(default="unknown", description="licence of the texts; recorded, not interpreted")
+    text_field: str = Field(default="text", description="JSON field or column that holds the text")
     url_field: str | None = Field(
-        default="url", description="JSON field or column with the address of the document, for filters.url; null: none"
+        default="url", description="JSON field or column with the address, for filters.url; null: none"
     )
 
 
@@ -38,10 +37,10 @@ class ExtractionSection(Section):
     """Extraction of the text of HTML pages by trafilatura; other documents pass unchanged."""
 
     favor: Literal["precision", "recall", "balance"] = Field(
-        default="precision", description="less text but the right one, or more of it; FineWeb took precision"
+        default="precision", description="less text but the right one, or more of it; FineWeb: precision"
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, description="a page that takes longer is dropped (reason timeout), seconds"
+        default=30.0, gt=0, description="seconds; a page that takes longer is dropped (reason timeout)"
     )
 
 
@@ -165,7 +164,7 @@ class PrepareConfig(Section):
         min_length=1, description="folder or s3://bucket/prefix for documents/*.jsonl.gz, samples/ and prepare.json"
     )
     work: LocalFolder = Field(
-        description="folder for intermediate documents, signatures, logs and completed tasks; shared by all nodes; it "
+        description="folder for intermediate documents, signatures, logs and completed tasks; shared by all nodes; "
         "takes about as much space as the documents, once for each deduplication"
     )
     sources: tuple[SourceSection, ...] = Field(min_length=1, description="sources of documents")
@@ -175,8 +174,8 @@ class PrepareConfig(Section):
     )
     words: Literal["plain", "spacy"] = Field(
         default="plain",
-        description="how text is cut into words and sentences: by a regular expression for languages with spaces, or "
-        "as datatrove does by default (the package spacy must be installed)",
+        description="how text is cut into words and sentences: by a regular expression for languages with spaces, "
+        "or by spaCy as datatrove does by default (the package spacy must be installed)",
     )
     spacy_language: str = Field(default="eng", description="ISO 639-3 code of the language for words: spacy")
     extraction: ExtractionSection = Field(default=ExtractionSection(), description="text of HTML pages")

@@ -137,7 +137,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
         content = lines([*texts(60 + 10 * number), " "]) + b"{broken\n"
         name = f"a.jsonl{ending}" if ending != ".zip" else "a.zip"
         drops = {"broken_json": 1, "empty": 1}
-        label = f"jsonl{ending} with white space and a broken line"
+        label = f"jsonl{ending}: a blank text, a broken line"
         folder_name = "jsonl" + ending.replace(".", "-")
         inputs[folder_name] = Input(label, {name: compress(content)}, drops, {}, drops, {})
     return inputs
