@@ -11,7 +11,7 @@ from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.sections.objective import OBJECTIVES
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DEMO = CONFIGS / "demo_cpu.yaml"
+DEMO = CONFIGS / "demo_cpu_bert.yaml"
 
 
 def test_large_is_the_papers() -> None:

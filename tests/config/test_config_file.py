@@ -21,7 +21,7 @@ OTHERS = (
     "corpus_prepare.yaml",
 )
 RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *OTHERS))
-DEMO = CONFIGS / "demo_cpu.yaml"
+DEMO = CONFIGS / "demo_cpu_bert.yaml"
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda p: p.name)
@@ -72,7 +72,7 @@ def test_mistakes_name_the_file(tmp_path: Path) -> None:
 def test_sources_say_where_each_value_is_from() -> None:
     origin = sources(DEMO, ["train.micro_batch=8"])
     assert origin["train.micro_batch"] == "--set"
-    assert origin["train.num_steps"].endswith("demo_cpu.yaml")
+    assert origin["train.num_steps"].endswith("demo_cpu_bert.yaml")
     assert origin["optimizer.eps"].endswith("base.yaml")
     assert origin["plan.gpu"] == "default"
 

@@ -11,7 +11,7 @@ from electra_dist.config.load import CONFIGS_DIR, find_config_file, load_config,
 from electra_dist.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DEMO = CONFIGS / "demo_cpu.yaml"
+DEMO = CONFIGS / "demo_cpu_bert.yaml"
 
 
 def refusal(path: Path, *overrides: str) -> str:
@@ -28,7 +28,7 @@ def test_a_chain_of_three_files_gives_each_value_of_the_nearest_one(tmp_path: Pa
     shutil.copytree(CONFIGS, tmp_path / "configs")
     (tmp_path / "mine").mkdir()
     middle = tmp_path / "mine" / "middle.yaml"
-    middle.write_text("extends: ../configs/demo_cpu.yaml\nseed: 1\ntrain: {num_steps: 300, micro_batch: 8}\n")
+    middle.write_text("extends: ../configs/demo_cpu_bert.yaml\nseed: 1\ntrain: {num_steps: 300, micro_batch: 8}\n")
     last = tmp_path / "last.yaml"
     last.write_text("extends: mine/middle.yaml\ntrain: {num_steps: 200}\n")
     merged = load_config(DEMO, ["seed=1", "train.num_steps=200", "train.micro_batch=8"])
@@ -36,7 +36,7 @@ def test_a_chain_of_three_files_gives_each_value_of_the_nearest_one(tmp_path: Pa
     origin = sources(last)
     assert origin["train.num_steps"].endswith("last.yaml")
     assert origin["train.micro_batch"].endswith("middle.yaml")
-    assert origin["train.global_batch"].endswith("demo_cpu.yaml")
+    assert origin["train.global_batch"].endswith("demo_cpu_bert.yaml")
     assert origin["optimizer.eps"].endswith("base.yaml")
 
 

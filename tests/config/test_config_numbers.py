@@ -21,7 +21,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.planning.plan import make_plan
 from electra_dist.planning.plan_page import print_plan
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu_bert.yaml"
 VALUES = ("0", "1", "-1", str(2**31), str(2**63), str(2**64), "1.0e+308", ".nan", ".inf", "-.inf", "9" * 60)
 
 

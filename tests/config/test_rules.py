@@ -14,7 +14,7 @@ from electra_dist.errors import UserError
 from electra_dist.run import folder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DEMO = CONFIGS / "demo_cpu.yaml"
+DEMO = CONFIGS / "demo_cpu_bert.yaml"
 _SAME_TOWERS = "model.generator={hidden_size: 128, num_layers: 4, num_heads: 4, intermediate_size: 512}"
 _CONSTANT = "objective.temperature=1"
 _MODERN = "model.architecture=modern"

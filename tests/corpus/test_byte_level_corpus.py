@@ -140,7 +140,7 @@ def test_the_commands_train_a_tokenizer_and_refuse_one_of_the_other_kind(
     assert Vocabulary.read(output).text == VOCABULARY.text
 
     config = tmp_path / "config.yaml"
-    demo = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+    demo = Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml"
     config.write_text(f"extends: {demo}\ncorpus: {{tokenizer: bpe}}\n")
     command = ["corpus", "build", "--input", str(text), "--output", str(tmp_path / "c"), "--config", str(config)]
     refused = CliRunner().invoke(app, [*command, "--vocab", str(vocab_file)])

@@ -31,7 +31,7 @@ def summed_gradient(device_type: str, precision: str, stage: int) -> set[float]:
         train, section, clip, device_type
     )
     config = load_config(
-        Path(__file__).parents[2] / "configs" / "demo_cpu.yaml",
+        Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml",
         [f"engine.zero_stage={stage}", f"train.precision={precision}", "train.global_batch=2", "train.micro_batch=1"]
         + ["optimizer.clip_norm=1e9", "optimizer.beta1=0.5"],
     )

@@ -38,7 +38,7 @@ def peak_bytes_per_parameter(precision: str, stage: int) -> float:
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     num_parameters = sum(p.numel() for p in net.parameters())
     config = load_config(
-        Path(__file__).parents[2] / "configs" / "demo_cpu.yaml",
+        Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml",
         [f"engine.zero_stage={stage}", f"train.precision={precision}", "train.global_batch=8", "train.micro_batch=2"],
     )
     engine = Engine(net, config.train, config.engine, config.optimizer)  # type: ignore[arg-type]

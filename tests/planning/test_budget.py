@@ -40,7 +40,7 @@ def test_tokens_flops_and_time_of_electra_large_equal_the_sums_by_hand():
 def test_the_world_sizes_are_exactly_those_that_divide_the_global_batch(num_micro_batches: int, micro_batch: int):
     global_batch = num_micro_batches * micro_batch
     overrides = [f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"]
-    config = load_config(CONFIGS / "demo_cpu.yaml", overrides)
+    config = load_config(CONFIGS / "demo_cpu_bert.yaml", overrides)
 
     accumulation = make_budget(config).accumulation
 

@@ -71,7 +71,7 @@ def count_step(stage: int, precision: str) -> dict[str, Any]:
         f"train.global_batch={RANKS * MICRO_BATCH * MICRO_BATCHES}",
         f"train.micro_batch={MICRO_BATCH}",
     ]
-    config = load_config(Path(__file__).parents[2] / "configs" / "demo_cpu.yaml", overrides)
+    config = load_config(Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml", overrides)
     engine = Engine(net, config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
     # Stage 0 trains in 16 bits by autocast, so its weights and inputs are fp32.
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32) if stage else torch.float32

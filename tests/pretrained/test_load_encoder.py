@@ -197,7 +197,7 @@ def test_a_damaged_file_of_a_model_is_refused_in_one_line(
 def test_a_damaged_tokenizer_file_of_a_run_is_refused_in_one_line(tmp_path: Path, damage: bytes | None) -> None:
     if damage is not None:
         (tmp_path / "tokenizer.json").write_bytes(damage)
-    config = load_config(CONFIGS / "demo_cpu.yaml", [f"run_dir={tmp_path}"])
+    config = load_config(CONFIGS / "demo_cpu_bert.yaml", [f"run_dir={tmp_path}"])
     run = RunWeights(config=config, state=None, weights={}, damaged=[], steps=(1,))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"tokenizer\.json: .* start the run once more") as caught:
         run.tokenizer  # noqa: B018

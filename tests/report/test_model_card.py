@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def export(*changes: str, fingerprint: str = "c" * 64) -> Export:
-    config = load_config(CONFIGS / "demo_cpu.yaml", changes)
+    config = load_config(CONFIGS / "demo_cpu_bert.yaml", changes)
     state = state_at(step=50, corpus_fingerprint=fingerprint)
     return Export(config=config, state=state, steps=(50,), folders={"discriminator": Path("discriminator")})
 

@@ -43,7 +43,7 @@ def runs(
             writer.write(step_record(step=step, mlm_loss=lr * step, lr=lr))
         writer.write(eval_record(step=100, context_auc=0.5 + lr, context_auc_se=0.01))
         writer.close()
-        config = load_config(CONFIGS / "demo_cpu.yaml", [f"optimizer.lr={lr}", "train.num_steps=100"])
+        config = load_config(CONFIGS / "demo_cpu_bert.yaml", [f"optimizer.lr={lr}", "train.num_steps=100"])
         (folder / "config.yaml").write_text(dump_yaml(config))
         folders.append(folder)
     return folders

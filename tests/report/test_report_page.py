@@ -86,7 +86,7 @@ def run_dir(
     writer = MetricsWriter(run, tensorboard=False)
     ledger = Ledger(run)
     changes = ["train.num_steps=400", "log.kwh_price=0.5", "cluster.notify=curl https://example.org/my-secret"]
-    config = load_config(CONFIGS / "demo_cpu.yaml", changes)
+    config = load_config(CONFIGS / "demo_cpu_bert.yaml", changes)
     (run / "config.yaml").write_text(dump_yaml(config))
     ledger.append("start", 0, attempt=1, ranks=2)
     for step in range(10, 401, 10):

@@ -11,7 +11,7 @@ from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.run.ledger import Ledger
 from electra_dist.run.records import encode
 
-CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml"
 _CHANGING_FIELDS = ("mlm_loss", "rtd_loss", "tokens_per_s", "data_wait", "step_s")  # each in [0.5, 1.5)
 _RECORDS_PER_EVALUATION = 500
 _EVENTS_PER_LEDGER = 2000

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml"
 WAYS = {
     "rtd": {},
     "mlm": {"name": "mlm"},

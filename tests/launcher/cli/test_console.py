@@ -21,7 +21,7 @@ from electra_dist.errors import EXIT_STOPPED, error_line
 from electra_dist.version import VERSION
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-DEMO = REPOSITORY / "configs" / "demo_cpu.yaml"
+DEMO = REPOSITORY / "configs" / "demo_cpu_bert.yaml"
 LARGE = REPOSITORY / "configs" / "large_25pct_mask.yaml"
 MakeConfig = Callable[..., Path]
 
@@ -77,7 +77,7 @@ def test_tables_in_a_pipe_are_whole_and_without_colours() -> None:
     done = command("config", DEMO, "--describe", COLUMNS="40", FORCE_COLOR="1")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if " checkpoint.every_steps " in line]
-    assert "frequency of interruptions that this run has measured." in row and "demo_cpu.yaml" in row
+    assert "frequency of interruptions that this run has measured." in row and "demo_cpu_bert.yaml" in row
     assert not any(mark in done.stdout for mark in ("…", "..."))
 
 
