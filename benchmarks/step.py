@@ -7,7 +7,7 @@
 The parts:
 
     small     configs/small.yaml at length 128, 16 rows, fp32 and bf16, beside Hugging Face's ELECTRA. The matrix
-              products of our step, computed alone (electra_dist/speed/product_ceiling.py), take turns with both sides:
+              products of our step, computed alone (electra_dist/train/step_operators.py), take turns with both sides:
               their time divided by our step's is the step's share of the ceiling.
     packed    the same model in fp32 on packed rows and on rows of one example each: real tokens, those that are not
               padding, in a second. The share `FULL_SHARE` of the examples fills a row, and the others have any length,
@@ -69,7 +69,7 @@ from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.model.counts import parameter_counts
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
-from electra_dist.speed.product_ceiling import products_alone_s
+from electra_dist.train.step_operators import products_alone_s
 
 ROUNDS = 5
 PARTS = ("small", "packed", "modern")

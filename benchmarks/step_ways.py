@@ -27,7 +27,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.speed.product_ceiling import ProductShape, product_shapes
+from electra_dist.train.step_operators import ProductShape, product_shapes
 
 BATCH = 16
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # Special token ids of the synthetic rows.

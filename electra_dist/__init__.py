@@ -18,36 +18,37 @@ from typing import TYPE_CHECKING, Any
 from electra_dist.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from electra_dist.config import Config
-    from electra_dist.config.load import load_config
-    from electra_dist.errors import UserError
-    from electra_dist.library.corpus import Corpus, open_corpus
-    from electra_dist.library.models import (
+    from electra_dist.api import (
+        Corpus,
         build_objective,
         build_towers,
         load,
         load_weights,
+        open_corpus,
         replaced_probability,
         score_texts,
         step_input,
     )
+    from electra_dist.config import Config
+    from electra_dist.config.load import load_config
+    from electra_dist.errors import UserError
     from electra_dist.run.folder import open_run
 
 # Name -> the module that defines it.
 _MODULES = {
     "Config": "electra_dist.config",
-    "Corpus": "electra_dist.library.corpus",
+    "Corpus": "electra_dist.api",
     "UserError": "electra_dist.errors",
-    "build_objective": "electra_dist.library.models",
-    "build_towers": "electra_dist.library.models",
-    "load": "electra_dist.library.models",
+    "build_objective": "electra_dist.api",
+    "build_towers": "electra_dist.api",
+    "load": "electra_dist.api",
     "load_config": "electra_dist.config.load",
-    "load_weights": "electra_dist.library.models",
-    "open_corpus": "electra_dist.library.corpus",
+    "load_weights": "electra_dist.api",
+    "open_corpus": "electra_dist.api",
     "open_run": "electra_dist.run.folder",
-    "replaced_probability": "electra_dist.library.models",
-    "score_texts": "electra_dist.library.models",
-    "step_input": "electra_dist.library.models",
+    "replaced_probability": "electra_dist.api",
+    "score_texts": "electra_dist.api",
+    "step_input": "electra_dist.api",
 }
 
 __all__ = [
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
     if isinstance(value, FunctionType):
-        value = import_module("electra_dist.library.argument_checks").checked(value)
+        value = import_module("electra_dist.argument_checks").checked(value)
     globals()[name] = value  # so that this function is called once for each name
     return value
 

@@ -47,7 +47,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.speed.operator_counter import part_of
+from electra_dist.train.step_operators import part_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

@@ -20,8 +20,6 @@ from typing import Literal
 import numpy as np
 from typing_extensions import override
 
-from electra_dist.analysis.context_auc import NUM_REPLACED
-from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.data.corpora import Corpora
@@ -38,6 +36,7 @@ from electra_dist.finetune.word_probes import Target, probe_words
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
+from electra_dist.run.context_auc import NUM_REPLACED
 from electra_dist.scoring.minimal_pairs import (
     ALL,
     PairScore,
@@ -46,6 +45,7 @@ from electra_dist.scoring.minimal_pairs import (
     score_sentence_pairs,
 )
 from electra_dist.scoring.token_scores import score_places
+from electra_dist.train.roc_auc import auc_with_standard_error
 
 
 class Measure(abc.ABC):

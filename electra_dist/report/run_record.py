@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.analysis.energy import Energy, PowerReading, energy_of
-from electra_dist.analysis.metric_columns import MetricColumns
 from electra_dist.config import Config
 from electra_dist.config.load import read_yaml
 from electra_dist.config.secrets import without_secrets
 from electra_dist.errors import UserError
 from electra_dist.model.counts import ParameterCounts, parameter_counts
-from electra_dist.report.curve_points import RunCurves, columns_of
+from electra_dist.report.curve_points import MetricColumns, RunCurves, columns_of
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
 from electra_dist.run.goodput import Goodput, goodput
@@ -31,6 +29,30 @@ from electra_dist.run.records import read_records
 
 RECENT_RECORDS = 20  # newest training records that are kept whole; the report averages over them
 _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides those of the diagrams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Estimated energy of the GPUs of a run, without processors, network and cooling.
+    Only the power of the first rank's node is known; the other nodes are assumed to need as much.
+    """
+
+    mean_power_w: float  # of all GPUs of one node
+    num_nodes: int
+    seconds: float  # in which the run's processes existed
+
+    @property
+    def kwh(self) -> float:
+        """Return the energy in kilowatt-hours."""
+        return self.mean_power_w * self.num_nodes * self.seconds / 3.6e6
+
+
+class PowerReading(NamedTuple):
+    """Power at a logged step."""
+
+    step: int
+    step_s: float  # mean seconds of a step since the reading before
+    power_w: float | None  # of all GPUs of one node; None if it is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +212,28 @@ def _config(run_dir: Path) -> Config | None:
         return open_run(run_dir)
     except UserError:
         return None
+
+
+def energy_of(readings: Iterable[PowerReading], account: Goodput, environment: dict[str, Any]) -> Energy | None:
+    """Return the estimated energy of a run; None if no GPU power or no running time was recorded.
+    It is the product of the mean recorded power, the time in which the run's processes existed, and the number of
+    nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does not.
+    `readings` come oldest first; `environment` is the content of environment.json.
+    """
+    weighted_power = 0.0
+    weight_s = 0.0
+    step_before = 0
+    for step, step_s, power_w in readings:
+        if power_w is not None:
+            stands_for_s = step_s * (step - step_before)
+            weighted_power += power_w * stands_for_s
+            weight_s += stands_for_s
+        step_before = step
+    seconds = account.wall - account.queue - account.boot - account.down
+    if weight_s <= 0 or seconds <= 0:
+        return None
+    return Energy(
+        mean_power_w=weighted_power / weight_s,
+        num_nodes=max(1, len(environment.get("hosts", {}))),
+        seconds=seconds,
+    )

@@ -11,14 +11,17 @@ hour. If one rank waits for storage, the others wait in a collective. So the tim
 unreachable rank.
 
 A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
-steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time.
+steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time. One slow shard,
+garbage collection or checkpoint is not enough.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
@@ -181,3 +183,22 @@ class RankMonitor:
         self._heartbeat.close()
         if self._sampler:
             self._sampler.close()
+
+
+def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
+    """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` looks.
+    A look has the seconds of each rank's own work, up to the first collective; the newest look is the last one. The
+    result begins with the slowest rank and is [] if there are too few looks. With two ranks the median is the mean of
+    both, so the factor must be below 2.
+    """
+    last_looks = looks[-in_a_row:]
+    if len(last_looks) < in_a_row:
+        return []
+    num_ranks = len(last_looks[0])
+    always_slow = set(range(num_ranks))  # ranks that were slow in each look so far
+    for times in last_looks:
+        assert len(times) == num_ranks, "looks differ in their number of ranks; pass one time per rank"
+        limit_s = factor * statistics.median(times)
+        always_slow &= {rank for rank, seconds in enumerate(times) if seconds > limit_s}
+    newest_times = last_looks[-1]
+    return sorted(always_slow, key=lambda rank: -newest_times[rank])  # slowest first

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from electra_kernels.backend_choice import resolve
 
-from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.config import Config
@@ -34,14 +33,14 @@ from electra_dist.errors import StoreAway
 from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.nvml import worst
 from electra_dist.pretrained.weights import read_run_vocabulary
+from electra_dist.report.tracking import ReportRefresh, flat_settings, hyperparameters, log_record, open_trackers
 from electra_dist.run.console import Console
+from electra_dist.run.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
-from electra_dist.tracking.report_refresh import ReportRefresh
-from electra_dist.tracking.services import flat_settings, hyperparameters, log_record, open_trackers
 from electra_dist.train.evaluator import ScoredRow, text_sample
 from electra_dist.train.monitor import RankObservation
 from electra_dist.train.start import Start

@@ -16,12 +16,12 @@ from support.remote_store import Remote
 from typer.testing import CliRunner
 
 import electra_dist as ed
+from electra_dist.api import Corpus
 from electra_dist.config.load import load_config
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.library.corpus import Corpus
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.store.local_store import LocalStore
 from electra_dist.tokenizer import NamedDigest, Vocabulary

@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.real_runs import synthetic_rows, write_corpus
 
-from electra_dist.analysis.row_audit import Expected, Mark, verify
 from electra_dist.config import DataConfig
 from electra_dist.config.sections.training import PhaseConfig
 from electra_dist.data.corpora import open_corpora, steps_of_phases
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_audit import Expected, Mark, verify
 from electra_dist.data.shard_cache import ShardCache
 
 GLOBAL_BATCH = 48

@@ -31,8 +31,8 @@ from electra_dist.engine.engine import Engine, deepspeed_config
 from electra_dist.engine.gradient_sums import GradientSums
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.speed.operator_counter import OperatorCounter
 from electra_dist.train.step import TrainStep
+from electra_dist.train.step_operators import OperatorCounter
 
 MICRO_BATCH = 2
 NUM_ROWS = 8

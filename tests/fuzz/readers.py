@@ -21,6 +21,7 @@ from rich.console import Console
 from support.checkpoints import verify
 from support.real_runs import VOCAB_SIZE
 
+from electra_dist.api import open_corpus
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import load_config, load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords
@@ -37,7 +38,6 @@ from electra_dist.finetune.labelled_texts import read_texts
 from electra_dist.finetune.passage_windows import read_squad
 from electra_dist.finetune.scores import ScoreStore
 from electra_dist.finetune.seed_folder import read_identity
-from electra_dist.library.corpus import open_corpus
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import (
     NOT_COMPARED,
@@ -15,6 +14,7 @@ from electra_dist.objectives.context_replacements import (
     replace_by_other_tokens,
     rows_needed,
 )
+from electra_dist.train.roc_auc import auc_with_standard_error
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 VOCAB_SIZE = 300

@@ -53,7 +53,7 @@ FAST = (
     "tests/launcher/preflight/test_gpu_checks.py",
     "tests/launcher/slurm/test_batch_script.py",
     "tests/launcher/supervise/test_start_outcome.py",
-    "tests/library/test_public_names.py",
+    "tests/test_public_names.py",
     "tests/model/test_attention.py",
     "tests/model/test_layer.py",
     "tests/objectives/test_masking.py",
@@ -63,9 +63,9 @@ FAST = (
     "tests/report/test_overlay_page.py",
     "tests/run/test_ledger.py",
     "tests/scoring/test_text_scores.py",
-    "tests/speed/test_operator_kinds.py",
+    "tests/train/test_operator_kinds.py",
     "tests/store/test_patience.py",
-    "tests/tracking/test_background_tracker.py",
+    "tests/report/test_background_tracker.py",
     "tests/train/test_step.py",
 )
 

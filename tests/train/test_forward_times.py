@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from electra_dist.speed.operator_counter import OperatorCounter
 from electra_dist.train.monitor import RankMonitor
+from electra_dist.train.step_operators import OperatorCounter
 
 NUM_RANKS = 1024
 

@@ -1,4 +1,7 @@
-"""The time limits that a rank sets for its own collectives, with two real ranks over gloo."""
+"""The time limits that a rank sets for its own collectives, with two real ranks over gloo, and slow ranks.
+
+A look is one gathering of the step times of all ranks, in seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from support.real_runs import free_port
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.store.patience import Patience
-from electra_dist.train.monitor import RankMonitor
+from electra_dist.train.monitor import RankMonitor, stragglers
 
 COLLECTIVES = """
 import os, sys, time, torch, torch.distributed as dist
@@ -85,3 +88,23 @@ def test_only_a_save_without_progress_is_reported_as_a_wait_for_storage(
         phases.append(beat.phase)
         assert beat.time > first.time
     assert phases == ["checkpoint", "storage", "checkpoint"]
+
+
+def test_a_rank_is_a_straggler_only_if_it_was_slow_in_each_of_the_last_looks():
+    """By default a rank must take more than 1.2 times the median in three looks. The slowest rank comes first."""
+    no_rank_slow = [1.0, 1.0, 1.01, 0.99]
+    rank_2_slow = [1.0, 1.0, 1.3, 0.99]
+    ranks_1_and_2_slow = [1.0, 1.5, 1.3, 0.99]
+
+    assert stragglers([no_rank_slow, rank_2_slow, rank_2_slow, rank_2_slow]) == [2]
+    assert stragglers([rank_2_slow, rank_2_slow, no_rank_slow, rank_2_slow]) == []
+    assert stragglers([rank_2_slow, rank_2_slow]) == [], "two looks are too few"
+    assert stragglers([ranks_1_and_2_slow] * 3, factor=1.1) == [1, 2]
+    assert stragglers([rank_2_slow, ranks_1_and_2_slow], factor=1.1, in_a_row=2) == [2]
+    assert stragglers([rank_2_slow] * 3, factor=1.31) == []
+
+
+def test_of_two_ranks_the_slower_is_a_straggler_if_the_factor_is_below_two():
+    """The median of two ranks is their mean, so no rank can exceed twice the median. A single rank is never slow."""
+    assert stragglers([[1.0, 2.0]] * 3, factor=1.2) == [1]
+    assert stragglers([[1.0]] * 3) == []

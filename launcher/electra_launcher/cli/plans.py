@@ -19,7 +19,7 @@ from electra_launcher.cli.console import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
-    from electra_dist.speed.step_profile import StepProfile
+    from electra_dist.train.step_profile import StepProfile
 
 _MUCH_WAITING = 0.05  # shares of a step from which a change is advised
 _MUCH_PADDING = 0.05
@@ -172,7 +172,7 @@ def speed(
 
     config = open_run(run, overrides or ()) if run.is_dir() else load_config(run, overrides or ())
     with _stdout_to_stderr():  # torch's profiler and DeepSpeed print lines of their own, DeepSpeed when it is imported
-        from electra_dist.speed.step_profile import profile_step
+        from electra_dist.train.step_profile import profile_step
 
         profile = profile_step(config, steps)
     if as_json:

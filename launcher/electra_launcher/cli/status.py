@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from electra_dist.analysis.context_auc import is_stuck, stuck_warning
 from electra_dist.config import ClusterConfig, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
+from electra_dist.run.context_auc import is_stuck, stuck_warning
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
 from electra_dist.run.goodput import goodput

@@ -13,7 +13,6 @@ from typing import Any
 
 import typer
 
-from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.checkpoint.manifest import RunState
@@ -21,6 +20,7 @@ from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.data.corpora import Corpora, open_corpora, steps_of_phases
 from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.history import starts

@@ -322,47 +322,47 @@ RESULTS = (
     ),
     Mutant(
         name="tracking: a run that has failed is finished for the service",
-        file="electra_dist/tracking/background_tracker.py",
+        file="electra_dist/report/tracking.py",
         original="        self._has_failed = has_failed\n",
         mutated="",
-        test="tests/tracking/test_background_tracker.py::"
+        test="tests/report/test_background_tracker.py::"
         "test_a_service_receives_all_values_in_order_and_how_the_run_ended",
     ),
     Mutant(
         name="tracking: an error of a service ends its thread unseen",
-        file="electra_dist/tracking/background_tracker.py",
+        file="electra_dist/report/tracking.py",
         original="            self._drop(_one_line(error))\n",
         mutated="            pass\n",
-        test="tests/tracking/test_background_tracker.py::test_a_service_that_fails_is_dropped_with_one_line",
+        test="tests/report/test_background_tracker.py::test_a_service_that_fails_is_dropped_with_one_line",
     ),
     Mutant(
         name="tracking: a second start begins a new run at MLflow",
-        file="electra_dist/tracking/services.py",
+        file="electra_dist/report/tracking.py",
         original='_remember_id(run_dir, "mlflow", self._run_id)',
         mutated="pass",
-        test="tests/tracking/test_services.py::test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run",
+        test="tests/report/test_services.py::test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run",
     ),
     Mutant(
         name="analysis: ties count as won in the AUC",
-        file="electra_dist/analysis/roc_auc.py",
+        file="electra_dist/train/roc_auc.py",
         original="negatives_below + 0.5 * negatives_per_group",
         mutated="negatives_below + negatives_per_group",
-        test="tests/analysis/test_roc_auc.py::"
+        test="tests/train/test_roc_auc.py::"
         "test_auc_is_the_share_of_pairs_that_are_ranked_right_with_ties_counted_half",
     ),
     Mutant(
         name="analysis: precision is the share of the replaced tokens",
-        file="electra_dist/analysis/roc_auc.py",
+        file="electra_dist/train/roc_auc.py",
         original="precision=num_true_positive / max(1, num_predicted),",
         mutated="precision=num_true_positive / max(1, num_positive),",
-        test="tests/analysis/test_roc_auc.py::test_all_measures_equal_those_of_scikit_learn",
+        test="tests/train/test_roc_auc.py::test_all_measures_equal_those_of_scikit_learn",
     ),
     Mutant(
         name="analysis: the standard error of the context AUC takes rows for independent tokens",
-        file="electra_dist/analysis/roc_auc.py",
+        file="electra_dist/train/roc_auc.py",
         original="clusters_present, cluster_index = np.unique(clusters, return_inverse=True)",
         mutated="clusters_present, cluster_index = np.unique(np.arange(len(clusters)), return_inverse=True)",
-        test="tests/analysis/test_context_auc.py::test_rows_that_move_together_widen_the_standard_error",
+        test="tests/run/test_context_auc.py::test_rows_that_move_together_widen_the_standard_error",
     ),
     Mutant(
         name="analysis: a rank that is done counts as hung",
@@ -409,10 +409,10 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: energy is that of the first node",
-        file="electra_dist/analysis/energy.py",
+        file="electra_dist/report/run_record.py",
         original="return self.mean_power_w * self.num_nodes * self.seconds / 3.6e6",
         mutated="return self.mean_power_w * self.seconds / 3.6e6",
-        test="tests/analysis/test_energy.py::"
+        test="tests/report/test_energy.py::"
         "test_energy_is_the_power_weighted_by_time_over_the_life_of_the_processes_on_all_nodes",
     ),
     Mutant(
@@ -424,38 +424,38 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: one slow look makes a straggler",
-        file="electra_dist/analysis/stragglers.py",
+        file="electra_dist/train/monitor.py",
         original="    if len(last_looks) < in_a_row:\n        return []\n",
         mutated="    last_looks = looks[-1:]\n",
-        test="tests/analysis/test_stragglers.py::"
+        test="tests/train/test_rank_monitor.py::"
         "test_a_rank_is_a_straggler_only_if_it_was_slow_in_each_of_the_last_looks",
     ),
     Mutant(
         name="analysis: the rows of skipped steps are expected in the receipts",
-        file="electra_dist/analysis/row_audit.py",
+        file="electra_dist/data/row_audit.py",
         original="if skipped_step < step:",
         mutated="if skipped_step > step:",
-        test="tests/analysis/test_row_audit.py::test_one_wrong_row_is_found_between_the_marks_around_it_and_named",
+        test="tests/data/test_row_audit.py::test_one_wrong_row_is_found_between_the_marks_around_it_and_named",
     ),
     Mutant(
         name="analysis: a logit of zero predicts a replaced token",
-        file="electra_dist/analysis/roc_auc.py",
+        file="electra_dist/train/roc_auc.py",
         original="np.asarray(logits, dtype=np.float64) > 0",
         mutated="np.asarray(logits, dtype=np.float64) >= 0",
-        test="tests/analysis/test_roc_auc.py::test_a_logit_of_exactly_zero_predicts_an_original_token",
+        test="tests/train/test_roc_auc.py::test_a_logit_of_exactly_zero_predicts_an_original_token",
     ),
     Mutant(
         name="speed: norms of layers are counted as operators of the optimizer",
-        file="electra_dist/speed/operator_counter.py",
+        file="electra_dist/train/step_operators.py",
         original='"optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|linalg_vector_norm"',
         mutated='"optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|norm"',
-        test="tests/speed/test_operator_kinds.py::test_an_operator_is_counted_for_its_part_of_the_step",
+        test="tests/train/test_operator_kinds.py::test_an_operator_is_counted_for_its_part_of_the_step",
     ),
     Mutant(
         name="speed: a product has its slowest time",
-        file="electra_dist/speed/product_ceiling.py",
+        file="electra_dist/train/step_operators.py",
         original="total_s += count * min(times)",
         mutated="total_s += count * max(times)",
-        test="tests/speed/test_product_ceiling.py::test_each_product_counts_as_often_as_it_occurs_with_its_fastest_time",
+        test="tests/train/test_product_ceiling.py::test_each_product_counts_as_often_as_it_occurs_with_its_fastest_time",
     ),
 )

@@ -370,7 +370,7 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="library: batches of a corpus begin at the second step",
-        file="electra_dist/library/corpus.py",
+        file="electra_dist/api.py",
         original="first_position = int(step) * int(global_batch)\n",
         mutated="first_position = (int(step) + 1) * int(global_batch)\n",
         test="tests/pretrained/test_finished_run.py::test_the_library_reads_the_rows_that_the_run_has_trained_on",

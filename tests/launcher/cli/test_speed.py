@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from electra_launcher.cli.plans import advice
 
-from electra_dist.speed.step_profile import HOST, Part, StepProfile
+from electra_dist.train.step_profile import HOST, Part, StepProfile
 
 
 def step_profile(**changes: object) -> StepProfile:

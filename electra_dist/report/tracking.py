@@ -1,22 +1,30 @@
-"""Connect to the tracking services that a user may switch on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`).
+"""Show a run to people while it goes on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`), report.html.
 
-Guarantee: all starts of a run are one run at the service; its id is in tracking.json in the run folder. The service
-shows the config as the settings of the run; the value of `cluster.notify`, which may hold a secret, is hidden.
+Guarantee: no training step waits for a service or a report, and no failure of theirs reaches the run. A service that
+fails, or that falls 1,000 records behind, is dropped for the rest of this start. All starts of a run are one run at
+the service; its id is in tracking.json in the run folder. The service shows the config as the settings of the run; the
+value of `cluster.notify`, which may hold a secret, is hidden. At most one process updates report.html, and none after
+`ReportRefresh.close`; an update takes 2 to 7 s of one processor core at a low priority.
 
-Limits: steps that are repeated after a crash are sent again. Both services read their address and credentials from
-their own environment variables and files.
+How: a thread for each service sends what `BackgroundTracker.log` hands over.
+
+Limits: steps that are repeated after a crash are sent again. What a dropped service has missed is not sent;
+metrics.jsonl has it. Both services read their address and credentials from their own environment variables and files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import secrets
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from electra_dist.config import Config, LogConfig
 from electra_dist.config.keys import flattened
@@ -26,11 +34,14 @@ from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.tensorboard import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import find_document
-from electra_dist.tracking.background_tracker import BackgroundTracker
 
 Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
 _DEFINING = ("seed", "model.", "objective.", "optimizer.", "data.", "train.")  # beginnings of keys
 _MAX_PARAMS = 100  # that MLflow takes at once
+_MAX_WAITING = 1000  # records that wait for the service
+_CLOSE_S = 30.0  # how long `close` waits for room in the queue, and then for the thread
+_REPORT_MODULE = "electra_dist.report.report_page"  # writes the report of the folder that is its argument
+_NICENESS = 10  # a tenth of a training process's share, where processor cores are short
 _IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
 
 
@@ -71,6 +82,86 @@ def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> N
         shared = scalars(fields, SHARED_TAGS)
         values = scalars(fields, EVAL_TAGS) | {f"{HELDOUT_DIR}/{tag}": value for tag, value in shared.items()}
     tracker.log(record.step, values)
+
+
+class Service(Protocol):
+    """Connection to a tracking service; all methods are called in one thread, and each may raise anything."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step: tag (name of the curve) -> value."""
+
+    def close(self, has_failed: bool) -> None:
+        """Send what is left, and mark the run as finished or failed."""
+
+
+class BackgroundTracker:
+    """Sender of metrics to one tracking service. Only rank 0 has one; call `close` at the end."""
+
+    def __init__(self, name: str, connect: Callable[[], Service]) -> None:
+        """Start the thread that connects, which may take long, and sends; `name` is a key such as "log.wandb"."""
+        self._name = name
+        self._connect = connect
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING)
+        self._problems: list[str] = []
+        self._is_dropped = False
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand a step's values, all finite, to the thread; a service that was dropped after a failure gets none."""
+        if self._is_dropped:
+            return
+        try:
+            self._queue.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._drop(f"it is {_MAX_WAITING:,} records behind")
+
+    def problems(self) -> list[str]:
+        """Return one line for each failure since the last call, for the log of the run; usually none."""
+        new_problems = []
+        while self._problems:
+            new_problems.append(self._problems.pop(0))
+        return new_problems
+
+    def close(self, has_failed: bool) -> None:
+        """Wait at most 60 s until the service has all values; `has_failed` marks the run as failed at the service."""
+        self._has_failed = has_failed
+        if not self._is_dropped:
+            try:
+                self._queue.put(None, timeout=_CLOSE_S)
+            except queue.Full:
+                self._drop(f"it is {_MAX_WAITING:,} records behind")
+        self._thread.join(0.0 if self._is_dropped else _CLOSE_S)
+        if self._thread.is_alive() and not self._is_dropped:
+            self._drop(f"it did not take the last records within {_CLOSE_S:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            service = self._connect()
+            while True:
+                record = self._queue.get()
+                if record is None or self._is_dropped:
+                    break
+                service.log(*record)
+            service.close(self._has_failed)
+        except Exception as error:  # noqa: BLE001  (a service may raise anything, which must not reach the run)
+            self._drop(_one_line(error))
+
+    def _drop(self, reason: str) -> None:
+        self._is_dropped = True
+        self._problems.append(
+            f"{self._name}: no longer sent to, because {reason}; training goes on, and metrics.jsonl has all values"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    """Describe an error by its class and the first line of its text; for a missing package, say how to install it."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is not installed (pip install {error.name})"
+    text = str(error).strip()
+    first_line = text.splitlines()[0] if text else ""
+    return f"of {type(error).__name__}: {first_line}"[:300]
 
 
 class WandbService:
@@ -155,3 +246,40 @@ def _remember_id(run_dir: Path, service: str, run_id: str) -> None:
         ids = _service_ids(run_dir) | {service: run_id}
         with replacing(run_dir / TRACKING_FILE) as file:
             file.write(json.dumps(ids).encode() + b"\n")
+
+
+class ReportRefresh:
+    """Starter of the processes that write report.html. Only rank 0 has one; call `close` before the last report."""
+
+    def __init__(self, run_dir: Path, every_minutes: float) -> None:
+        self._run_dir = run_dir
+        self._every_s = 60 * every_minutes
+        self._next = time.monotonic() + self._every_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def update_if_due(self) -> None:
+        """Start the process that writes the report, if the interval is over and the last process has ended."""
+        if self._every_s <= 0 or time.monotonic() < self._next:
+            return
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running:
+            return
+        self._next = time.monotonic() + self._every_s
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            self._process = subprocess.Popen(
+                ["nice", "-n", str(_NICENESS), sys.executable, "-m", _REPORT_MODULE, str(self._run_dir)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:  # no memory for a process, or no `nice`: the report at the end of the start is written anyway
+            self._every_s = 0
+
+    def close(self) -> None:
+        """Kill the process if it is still writing, so that it cannot replace the final report by an older one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from electra_dist.speed.operator_counter import OTHER, part_of
+from electra_dist.train.step_operators import OTHER, part_of
 
 
 @pytest.mark.parametrize(

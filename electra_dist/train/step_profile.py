@@ -34,11 +34,10 @@ from electra_dist.errors import StoreMissing
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
-from electra_dist.speed.operator_counter import OperatorCounter, part_of
-from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
 from electra_dist.train.inputs import open_training_corpora
 from electra_dist.train.run import build_module
 from electra_dist.train.step import TrainStep
+from electra_dist.train.step_operators import OperatorCounter, part_of, product_shapes, products_alone_s
 
 MOST_MICRO_BATCHES = 4
 HOST = "host: Python and DeepSpeed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from electra_dist.analysis.energy import PowerReading, energy_of
+from electra_dist.report.run_record import PowerReading, energy_of
 from electra_dist.run.goodput import Goodput
 
 

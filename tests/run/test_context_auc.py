@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from support.run_records import EVAL
 
-from electra_dist.analysis.context_auc import (
+from electra_dist.config import Config
+from electra_dist.config.load import load_config
+from electra_dist.run.context_auc import (
     first_judged_step,
     is_stuck,
     stuck_warning,
     was_reported,
 )
-from electra_dist.analysis.roc_auc import auc_with_standard_error, roc_auc
-from electra_dist.config import Config
-from electra_dist.config.load import load_config
 from electra_dist.run.metrics import EvalRecord
+from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
 
 BASE = Path(__file__).parents[2] / "configs" / "compare_cpu_base.yaml"  # without schedules
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from electra_dist.report import tracking
+from electra_dist.report.tracking import ReportRefresh
 from electra_dist.run.ledger import Ledger
-from electra_dist.tracking import report_refresh
-from electra_dist.tracking.report_refresh import ReportRefresh
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_report_is_written_at_intervals_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report_refresh, "_NICENESS", 0)  # other tests may use all cores
+    monkeypatch.setattr(tracking, "_NICENESS", 0)  # other tests may use all cores
     ledger = Ledger(tmp_path)
     ledger.append("start", 0)
     report = tmp_path / "report.html"
@@ -50,7 +50,7 @@ def test_no_report_is_written_with_an_interval_of_0_nor_by_a_process_that_outliv
     sleeper = tmp_path / "sleeping_module.py"
     sleeper.write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(report_refresh, "_MODULE", "sleeping_module")
+    monkeypatch.setattr(tracking, "_REPORT_MODULE", "sleeping_module")
     refresh = ReportRefresh(tmp_path, every_minutes=1e-9)
     refresh.update_if_due()
     process = refresh._process

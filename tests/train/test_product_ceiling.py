@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from electra_dist.speed import product_ceiling
-from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
+from electra_dist.train import step_operators
+from electra_dist.train.step_operators import product_shapes, products_alone_s
 
 
 def test_all_products_of_a_linear_layer_and_its_gradients_are_found() -> None:
@@ -44,7 +44,7 @@ def test_other_operators_are_not_products() -> None:
 
 def test_each_product_counts_as_often_as_it_occurs_with_its_fastest_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = {(2, 3): iter([0.5, 0.25, 1.0]), (4, 5): iter([2.0, 3.0, 4.0])}
-    monkeypatch.setattr(product_ceiling, "_time_product", lambda left, right: next(times_s[tuple(left.shape)]))
+    monkeypatch.setattr(step_operators, "_time_product", lambda left, right: next(times_s[tuple(left.shape)]))
     shapes = Counter({((2, 3), (3, 1)): 10, ((4, 5), (5, 1)): 1})
 
     seconds = products_alone_s(shapes, torch.device("cpu"), torch.float32)

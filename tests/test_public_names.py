@@ -11,7 +11,7 @@ import pytest
 
 import electra_dist as ed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "numpy", "pydantic", "deepspeed", "tokenizers", "matplotlib", "transformers", "yaml")
 TELL_HEAVY = f"""
 import sys

@@ -23,7 +23,7 @@ from electra_dist.run.folder import open_run
 from electra_dist.tokenizer import Vocabulary
 
 __all__ = ["encoder", "model", "vocabulary"]
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu_bert.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "demo_cpu_bert.yaml"
 FUNCTIONS = [name for name in ed.__all__ if inspect.isfunction(getattr(ed, name))]
 
 

@@ -14,8 +14,8 @@ import pytest
 from support.run_records import eval_record, step_record
 
 from electra_dist.config import LogConfig
+from electra_dist.report.tracking import log_record, open_trackers
 from electra_dist.run.metrics import EvalRecord, StepRecord
-from electra_dist.tracking.services import log_record, open_trackers
 
 __all__ = ["eval_record", "step_record"]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from electra_dist.tracking import background_tracker
-from electra_dist.tracking.background_tracker import BackgroundTracker
+from electra_dist.report import tracking
+from electra_dist.report.tracking import BackgroundTracker
 
 
 class MemoryService:
@@ -72,7 +72,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install():
 
 def test_a_service_that_hangs_delays_no_step_and_is_dropped(monkeypatch: pytest.MonkeyPatch):
     """The connection does not come about until the end of the test. 1,000 records may wait for it, no more."""
-    monkeypatch.setattr(background_tracker, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
     end_of_test = threading.Event()
 
     def connect() -> MemoryService:
@@ -92,7 +92,7 @@ def test_a_service_that_hangs_delays_no_step_and_is_dropped(monkeypatch: pytest.
 
 
 def test_closing_waits_for_a_hanging_service_for_a_limited_time_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background_tracker, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
     end_of_test = threading.Event()
 
     def connect() -> MemoryService:

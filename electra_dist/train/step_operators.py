@@ -1,6 +1,7 @@
-"""Count the operators that the host launches and its reads of the device; sort operators into the parts of a step.
+"""Count and sort the operators of a training step, and time its matrix products alone.
 
-Guarantee: the counts depend neither on the load of the machine nor on its speed.
+Guarantee: the counts depend neither on the load of the machine nor on its speed. The time of the products alone is a
+lower bound of the step's time on this machine.
 
 How: a dispatch mode of torch counts each operator of the forward pass, the backward pass and the update, including
 views and allocations. A function mode counts the calls that read the value of a tensor; on a GPU the host waits for
@@ -13,10 +14,13 @@ Limits: on a CPU every tensor counts as a tensor on the device. Reads by C++ cod
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,3 +130,48 @@ def part_of(operator: str) -> str:
         if pattern.search(operator):
             return part
     return OTHER
+
+
+ProductShape = tuple[tuple[int, ...], tuple[int, ...]]  # shapes of the two factors
+# Operator -> number of its first factor. The gradient of the token table is added up in place.
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
+_REPEATS = 3
+
+
+def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Counter[ProductShape]:
+    """Count the matrix products in the events of a profile (with `record_shapes`), by the shapes of both factors."""
+    shapes: Counter[ProductShape] = Counter()
+    for event in events:
+        first = _PRODUCTS.get(event.name)
+        if first is None:
+            continue
+        factors: list[list[int]] = event.input_shapes[first : first + 2]  # type: ignore[assignment]
+        shapes[tuple(factors[0]), tuple(factors[1])] += 1
+    return shapes
+
+
+def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds that the matrix products take one after another with nothing between them.
+    Each distinct product is timed `_REPEATS` times; its fastest time counts as often as the product occurs.
+    """
+    total_s = 0.0
+    for (left_shape, right_shape), count in shapes.items():
+        left = torch.randn(left_shape, device=device, dtype=dtype)
+        right = torch.randn(right_shape, device=device, dtype=dtype)
+        torch.matmul(left, right)
+        times = [_time_product(left, right) for _ in range(_REPEATS)]
+        total_s += count * min(times)
+    return total_s
+
+
+def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    _wait_for(left.device)
+    begin = time.perf_counter()
+    torch.matmul(left, right)
+    _wait_for(left.device)
+    return time.perf_counter() - begin
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.analysis import row_audit
-from electra_dist.analysis.row_audit import Expected, Mark, verify
+from electra_dist.data import row_audit
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_audit import Expected, Mark, verify
 
 ROWS_PER_SHARD = [70, 33, 48, 90, 15]
 GLOBAL_BATCH = 16  # rows of a step

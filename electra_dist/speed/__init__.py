@@ -1,1 +1,0 @@
-"""Measures where the time of a training step goes on this machine, for `electra-dist speed`."""

@@ -1,1 +1,0 @@
-"""Show a run to people while it goes on: Weights & Biases, MLflow, and updates of report.html."""
