@@ -35,10 +35,10 @@ whole on the command line, or in a file that extends another, replaces the one t
 def reference() -> str:
     """Return the text of docs/config.md."""
     schedules = _table("Schedules", [_row(key, field) for key, field in fields(Schedule).items()], _SCHEDULES)
-    return "\n".join([_INTRODUCTION, *tables(Config, "The run"), schedules])
+    return "\n".join([_INTRODUCTION, *_tables(Config, "The run"), schedules])
 
 
-def tables(root: type[BaseModel], title: str) -> list[str]:
+def _tables(root: type[BaseModel], title: str) -> list[str]:
     """Return a Markdown table for each section, with those within it; `title` is that of the own keys of `root`."""
     rows: dict[str, list[str]] = {"": []}  # by section of the root
     schedules = set()

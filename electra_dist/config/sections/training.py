@@ -264,7 +264,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
-        description="adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by the "
+        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by the "
         "parameter's norm. muon: Muon for the matrices of the layers and AdamW for all other "
         "parameters, with the same lr and weight_decay. lamb and muon need engine.zero_stage: 0.",
     )

@@ -7,14 +7,19 @@ run `python -m electra_dist.corpus.prepare.prepare_config` and put its output at
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from textwrap import wrap
+from typing import Annotated, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
+from electra_dist.config.keys import section_class
 from electra_dist.config.sections.base import LocalFolder, NonNegative, Positive, Section
 from electra_dist.corpus.prepare.filter_sections import FiltersSection
 
+_WIDTH = 112  # of the lines of `reference`
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -215,10 +220,40 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
 
 
 def reference() -> str:
-    """Return Markdown tables of all keys of the YAML file, a table for each section, from the fields' descriptions."""
-    from electra_dist.config.reference import tables  # Nothing else here needs the module.
+    """Return a block of Markdown with all keys of the YAML file, their defaults and their descriptions."""
+    return "\n".join(["```yaml", *_outline(PrepareConfig, ""), "```"]) + "\n"
 
-    return "\n".join(tables(PrepareConfig, "The file"))
+
+def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
+    """Yield the lines of YAML for the keys of a section; the first begins with `indent`, the others are aligned."""
+    for name, field in section.model_fields.items():
+        inner = section_class(field.annotation)
+        entry = f"{indent}{name}:"
+        note = field.description or ""
+        if field.is_required():
+            note = f"required: {note}"
+        elif inner is None:
+            entry += f" {_in_yaml(field.default)}"
+        elif field.default is None:
+            note = f"off; {note}"
+        if get_origin(field.annotation) is Literal:
+            note = f"{' or '.join(get_args(field.annotation))}; {note}"
+        indent = " " * len(indent)
+        if len(entry) + len(note) > _WIDTH:
+            yield from wrap(note, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+            yield entry
+        else:
+            yield f"{entry}  # {note}"
+        if inner is not None:
+            is_list = get_origin(field.annotation) is tuple
+            yield from _outline(inner, f"{indent}  - " if is_list else f"{indent}  ")
+
+
+def _in_yaml(value: object) -> str:
+    """Return a default as YAML; a text such as 24:00:00 needs quotes, because YAML would take it for a number."""
+    if isinstance(value, dict) or (isinstance(value, str) and value.isalpha()):
+        return str(value)
+    return json.dumps(value)
 
 
 if __name__ == "__main__":
