@@ -4,8 +4,8 @@ Guarantee: every mistake in a config is a UserError of one line, which names the
 --set), the nearest valid key and the next step. The process then ends with exit code 78.
 
 How: a config has layers, of which a later one replaces values of an earlier one: the files that the config file
-extends (`extends: base.yaml`, relative to the file that extends), the config file itself, and each override such as
-`--set train.micro_batch=32`. They are merged and validated as one tree. `sources` returns the layer that each value
+extends (`extends: defaults.yaml`, relative to the file that extends), the config file itself, and each override such
+as `--set train.micro_batch=32`. They are merged and validated as one tree. `sources` returns the layer that each value
 comes from.
 
 Limits: this module must not import torch, because commands on a login node load a config without it.
@@ -128,7 +128,7 @@ def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
-    advice = "add it or extend base.yaml" if root is Config else "add it"
+    advice = "add it or extend defaults.yaml" if root is Config else "add it"
     return f"missing key `{'.'.join(location)}`; {advice}{_meaning(root, location)}"
 
 
@@ -269,7 +269,9 @@ def _base_of(path: Path, name: object) -> Path | None:
     if name is None:
         return None
     if not isinstance(name, str):
-        raise UserError(f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: base.yaml")
+        raise UserError(
+            f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: defaults.yaml"
+        )
     base = path.parent / name
     if base.exists():
         return base

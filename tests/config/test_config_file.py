@@ -20,7 +20,7 @@ OTHERS = (
     "compare_tiny_rtd.yaml",
     "corpus_prepare.yaml",
 )
-RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *OTHERS))
+RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("defaults.yaml", *OTHERS))
 DEMO = CONFIGS / "demo_cpu_bert.yaml"
 
 
@@ -60,7 +60,7 @@ def test_mistakes_name_the_file(tmp_path: Path) -> None:
         ("run_dir: [", ["broken.yaml:", "not valid YAML"]),
         ("- a\n- b\n", ["expected sections"]),
         ("extends: nowhere.yaml\n", ["broken.yaml", "extends", "there is no file", "nowhere.yaml"]),
-        ("extends: [base.yaml]\n", ["broken.yaml", "extends", "['base.yaml']"]),
+        ("extends: [defaults.yaml]\n", ["broken.yaml", "extends", "['defaults.yaml']"]),
         ("run_dir: x\n", ["missing key `model`"]),
     ]:
         broken.write_text(text)
@@ -73,7 +73,7 @@ def test_sources_say_where_each_value_is_from() -> None:
     origin = sources(DEMO, ["train.micro_batch=8"])
     assert origin["train.micro_batch"] == "--set"
     assert origin["train.num_steps"].endswith("demo_cpu_bert.yaml")
-    assert origin["optimizer.eps"].endswith("base.yaml")
+    assert origin["optimizer.eps"].endswith("defaults.yaml")
     assert origin["plan.gpu"] == "default"
 
 

@@ -37,7 +37,7 @@ def test_a_chain_of_three_files_gives_each_value_of_the_nearest_one(tmp_path: Pa
     assert origin["train.num_steps"].endswith("last.yaml")
     assert origin["train.micro_batch"].endswith("middle.yaml")
     assert origin["train.global_batch"].endswith("demo_cpu_bert.yaml")
-    assert origin["optimizer.eps"].endswith("base.yaml")
+    assert origin["optimizer.eps"].endswith("defaults.yaml")
 
 
 def test_files_that_extend_one_another_are_refused_with_the_whole_chain(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_files_of_the_package_are_found_from_any_folder_and_yield_to_files_there
     assert load_config("configs/small.yaml") == load_config(CONFIGS / "small.yaml")
     assert sources("configs/small.yaml")["train.num_steps"] == str(CONFIGS / "small.yaml")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "base.yaml").touch()  # a file of the working folder is never extended by its name alone
+    (tmp_path / "defaults.yaml").touch()  # a file of the working folder is never extended by its name alone
     extending = tmp_path / "mine" / "run.yaml"
-    extending.write_text("extends: base.yaml\n")
+    extending.write_text("extends: defaults.yaml\n")
     assert "there is no file" in refusal(extending)
     extending.write_text("extends: configs/small.yaml\nseed: 3\n")
     assert load_config(extending) == load_config(CONFIGS / "small.yaml", ["seed=3"])
@@ -120,7 +120,7 @@ def test_files_of_the_package_are_found_from_any_folder_and_yield_to_files_there
     own = Path(CONFIGS_DIR, "small.yaml")
     own.write_text(f"extends: {DEMO}\n")
     assert load_config("configs/small.yaml") == load_config(DEMO)
-    for path in (Path("small.yaml"), Path("/nowhere/configs/base.yaml"), Path("configs/nowhere.yaml")):
+    for path in (Path("small.yaml"), Path("/nowhere/configs/defaults.yaml"), Path("configs/nowhere.yaml")):
         assert find_config_file(path) == path
 
 

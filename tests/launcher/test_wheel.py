@@ -37,7 +37,7 @@ def test_the_installed_commands_run_outside_the_repository(installed: Installati
     version = installed.run("electra-dist", "--version")
     assert (version.returncode, version.stdout) == (0, f"electra-dist {VERSION}\n"), version.stderr
     shown = installed.run("electra-dist", "config", "configs/small.yaml")
-    assert str(installed.package / "configs" / "base.yaml") in shown.stdout, shown.stderr
+    assert str(installed.package / "configs" / "defaults.yaml") in shown.stdout, shown.stderr
     assert str(REPOSITORY) not in shown.stdout
     supervise = installed.run("python", "-m", "electra_launcher.supervise", "--config", "configs/nowhere.yaml")
     assert supervise.returncode == 78 and "configs/nowhere.yaml: no such config file" in supervise.stderr

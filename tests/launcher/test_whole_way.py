@@ -18,7 +18,7 @@ GOOD, BAD = ("happy", "kind", "bright", "warm"), ("sad", "cruel", "dark", "cold"
 NOUNS = ("boy", "girl", "king", "queen", "dog", "cat", "house", "river", "tree", "road", "book", "song")
 
 CONFIG = """\
-extends: configs/base.yaml
+extends: configs/defaults.yaml
 run_dir: run
 model:
   vocab_size: 96

@@ -2,7 +2,7 @@
 
     python tests/support/check.py                     # (make check)
     python tests/support/check.py --list              # print which tests would run, and run nothing
-    python tests/support/check.py configs/base.yaml   # as if these files had changed
+    python tests/support/check.py configs/defaults.yaml   # as if these files had changed
 
 related_tests.py selects the test files and puts the nearest first. They run beside the check of the types until the
 time is up. The line at the end says how many tests were not run.
