@@ -59,7 +59,7 @@ def init(
     corpus, run = shlex.quote(str(folder / "corpus")), shlex.quote(str(folder / "run"))
     out.print(f"  electra-dist corpus vocab --input TEXT --output {vocabulary}")
     out.print(f"  electra-dist corpus build --input TEXT --vocab {vocabulary} --output {corpus} --config {config}")
-    out.print(f"  deepspeed --module electra_launcher.pretrain --config {config}")
+    out.print(f"  electra-dist train {config}")
     out.print(f"  electra-dist export {run}")
 
 

@@ -20,29 +20,44 @@ from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.version import VERSION
 from electra_launcher.entry import begin_program, exit_code_of
 
-COMMANDS = {  # command -> (module, function or Typer application), in the order of `--help`
-    "init": ("electra_launcher.cli.init", "init"),
-    "corpus": ("electra_launcher.cli.corpus", "app"),
-    "checkpoint": ("electra_launcher.cli.checkpoint", "app"),
-    "submit": ("electra_launcher.cli.runs", "submit"),
-    "status": ("electra_launcher.cli.runs", "status"),
-    "finetune": ("electra_launcher.cli.models", "finetune"),
-    "compare": ("electra_launcher.cli.models", "compare"),
-    "flops": ("electra_launcher.cli.plans", "flops"),
-    "plan": ("electra_launcher.cli.plans", "plan"),
-    "speed": ("electra_launcher.cli.plans", "speed"),
-    "minimal-pairs": ("electra_launcher.cli.models", "minimal_pairs"),
-    "verify": ("electra_launcher.cli.runs", "verify"),
-    "config": ("electra_launcher.cli.plans", "config"),
-    "export": ("electra_launcher.cli.runs", "export"),
-    "report": ("electra_launcher.cli.runs", "report"),
-    "score": ("electra_launcher.cli.models", "score"),
-    "resolve": ("electra_launcher.cli.plans", "resolve"),
+GROUPS = {  # heading -> command -> (module, function or Typer application), in the order of `--help`
+    "Train": {
+        "train": ("electra_launcher.cli.train", "train"),
+        "status": ("electra_launcher.cli.runs", "status"),
+    },
+    "Before a run": {
+        "init": ("electra_launcher.cli.init", "init"),
+        "corpus": ("electra_launcher.cli.corpus", "app"),
+        "config": ("electra_launcher.cli.plans", "config"),
+        "plan": ("electra_launcher.cli.plans", "plan"),
+        "speed": ("electra_launcher.cli.plans", "speed"),
+        "flops": ("electra_launcher.cli.plans", "flops"),
+        "resolve": ("electra_launcher.cli.plans", "resolve"),
+    },
+    "After a run": {
+        "export": ("electra_launcher.cli.runs", "export"),
+        "finetune": ("electra_launcher.cli.models", "finetune"),
+        "report": ("electra_launcher.cli.runs", "report"),
+        "verify": ("electra_launcher.cli.runs", "verify"),
+        "checkpoint": ("electra_launcher.cli.checkpoint", "app"),
+        "score": ("electra_launcher.cli.models", "score"),
+        "minimal-pairs": ("electra_launcher.cli.models", "minimal_pairs"),
+        "compare": ("electra_launcher.cli.models", "compare"),
+    },
+    "Cluster": {
+        "submit": ("electra_launcher.cli.runs", "submit"),
+    },
 }
+COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
+_HEADINGS = {name: heading for heading, group in GROUPS.items() for name in group}
 
 
 class _CommandsOnUse(TyperGroup):
     """Command group that imports a subcommand's module only when the subcommand is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name) for name in COMMANDS}  # the nearest name of a mistyped command
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -51,7 +66,7 @@ class _CommandsOnUse(TyperGroup):
         """Return a stand-in with only a name and a help text, for `--help`; `resolve_command` returns the command."""
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
+        return TyperCommand(cmd_name, help=_description(*COMMANDS[cmd_name]), rich_help_panel=_HEADINGS[cmd_name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the subcommand that the command line names; return its name, the command, and the arguments left."""
@@ -115,7 +130,7 @@ def _group(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
-    """Prepare corpora, submit runs to Slurm, and inspect, evaluate and export runs.
+    """Pretrain ELECTRA: train, prepare before a run, use what it gives, submit it to a cluster.
 
     Exit codes: 0 success, 1 a check failed, 2 wrong usage, 75 interrupted, 78 an error that you must fix (printed as
     one line).

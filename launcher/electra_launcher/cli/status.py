@@ -347,14 +347,15 @@ def _next_commands(seen: Gathered, nodes_out: Sequence[str]) -> list[str]:
     if seen.submitted_by:
         look = f"squeue --name={name}    # if it lists a job, do not submit another one"
         return [look, seen.submitted_by] if seen.queue_is_unknown else [seen.submitted_by]
-    # With as many ranks on each host as before: another number rounds sums in another order.
+    # `train` starts as many ranks as before: another number rounds sums in another order.
+    if len(seen.ranks_of_hosts) <= 1:
+        return [f"electra-dist train {run}"]
+    slots = [f"{host} slots={num_ranks}" for host, num_ranks in seen.ranks_of_hosts.items()]
+    write_hostfile = f"printf '%s\\n' {shlex.join(slots)} > {run}/hostfile"
+    if len(set(seen.ranks_of_hosts.values())) == 1:
+        return [write_hostfile, f"electra-dist train {run} --hostfile {run}/hostfile"]
     program = f"--module electra_launcher.pretrain --config {run}/{CONFIG_FILE}"
-    if len(seen.ranks_of_hosts) > 1:
-        slots = [f"{host} slots={num_ranks}" for host, num_ranks in seen.ranks_of_hosts.items()]
-        write_hostfile = f"printf '%s\\n' {shlex.join(slots)} > {run}/hostfile"
-        return [write_hostfile, f"deepspeed --hostfile {run}/hostfile {program}"]
-    num_ranks = sum(seen.ranks_of_hosts.values())
-    return [f"deepspeed --num_gpus {num_ranks} {program}" if num_ranks else f"deepspeed {program}"]
+    return [write_hostfile, f"deepspeed --hostfile {run}/hostfile {program}"]
 
 
 # The page

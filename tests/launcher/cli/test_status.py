@@ -233,19 +233,26 @@ def test_a_finished_run_is_shown_with_the_export_command(run: Path):
     assert commands(page)[0] == f"electra-dist export {run}"
 
 
-def test_a_dead_run_without_slurm_is_shown_with_the_deepspeed_command(run: Path):
+def test_a_dead_run_without_slurm_is_shown_with_the_command_that_goes_on(run: Path):
     (run / "slurm" / "submission-0001.sh").unlink()
     (run / "slurm" / "jobs.jsonl").unlink()
     ledger(run, event("crash", 50, step=12))
     page = shown(run)
     assert page[0].endswith(": dead (crash, 50s ago)")
-    assert commands(page) == [f"deepspeed --module electra_launcher.pretrain --config {run}/config.yaml"]
+    assert commands(page) == [f"electra-dist train {run}"]
 
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        ({"n1": 2}, ["deepspeed --num_gpus 2 --module electra_launcher.pretrain --config {run}/config.yaml"]),
+        ({"n1": 2}, ["electra-dist train {run}"]),  # which reads the number from the record
+        (
+            {"n1": 4, "n2": 4},
+            [
+                r"printf '%s\n' 'n1 slots=4' 'n2 slots=4' > {run}/hostfile",
+                "electra-dist train {run} --hostfile {run}/hostfile",
+            ],
+        ),
         (
             {"n1": 8, "n2": 4},
             [

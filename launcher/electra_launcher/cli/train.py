@@ -1,0 +1,232 @@
+"""`electra-dist train`: starts or continues a run on this machine, or on the hosts of a file, under supervisors.
+
+How: on one machine the supervisor runs in this process. On several hosts this process starts one supervisor on each by
+ssh, shows the output of the first, and ends when all have ended. Ctrl-C makes the ranks save and end; a second one
+ends them at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from electra_dist.console import Console
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from electra_launcher.cli.console import open_console
+from electra_launcher.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from electra_dist.config import Config
+
+_SSH_FAILED = 255
+# Beginnings of the names of variables that a supervisor on another host gets from this environment.
+_PASSED_ON = ("DS_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_")
+_HOST_LINE = re.compile(r"(?P<name>[^\s#=]+)(?:\s+slots=(?P<slots>[1-9]\d*))?\s*(?:#.*)?")
+
+
+class Host(NamedTuple):
+    """A line of a hostfile."""
+
+    name: str  # as ssh takes it
+    slots: int | None  # number of ranks; None if the line has none
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of the run, for example configs/small.yaml, or its run folder")
+    ] = None,
+    config_option: Annotated[Path | None, typer.Option("--config", help="the same as the argument")] = None,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            "--ranks",
+            min=1,
+            help="ranks on each machine; default: as many as the run had before, else all GPUs, or on a CPU as many "
+            "as the cores and the batch allow",
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="start on the hosts of this file, with lines such as `node1 slots=8`, by ssh")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="take only the first hosts of the hostfile")] = None,
+    accept_new_numerics: Annotated[
+        bool,
+        typer.Option(
+            "--accept-new-numerics",
+            help="continue a run that an older version began, although masks, samples or dropout will differ",
+        ),
+    ] = False,
+    show_command: Annotated[
+        bool, typer.Option("--show-command", help="print the same start as a command of deepspeed, and start nothing")
+    ] = False,
+) -> None:
+    """Train: start a run, or continue it after any interruption. Ctrl-C saves and stops.
+
+    Ranks that crash or hang are started again from the newest checkpoint. On Slurm, use `electra-dist submit`.
+
+    Exit codes: 0 finished, 1 no more progress, 69 an unhealthy node, 75 stopped and saved (run the command again), 78
+    an error that you must fix.
+    """
+    if (config is None) == (config_option is None):
+        raise UserError("give the YAML file of a run, or its run folder, once: electra-dist train CONFIG")
+    if nodes is not None and hostfile is None:
+        raise UserError("--nodes needs --hostfile, a file with the names of the hosts")
+    start = _Start.of(config or config_option or Path(), overrides or (), accept_new_numerics)
+    hosts = _hosts(hostfile, nodes) if hostfile else []
+    num_ranks = ranks or (_slots(hosts) if hosts else start.usual_ranks())
+    if show_command:
+        place = ["--hostfile", str(hostfile)] if hosts else []
+        place += ["--num_nodes", str(nodes)] if nodes else []
+        place += ["--num_gpus", str(num_ranks)] if ranks or not hosts else []
+        script = (
+            "launcher/pretrain.py" if Path("launcher/pretrain.py").exists() else "--module electra_launcher.pretrain"
+        )
+        print(f"deepspeed {shlex.join(place)} {script} {shlex.join(start.arguments)}")
+        return
+    code = _on_hosts(start, hosts, num_ranks) if hosts else _here(start, num_ranks)
+    _print_next(open_console(soft_wrap=True), start, code, hostfile)
+    raise typer.Exit(code)
+
+
+class _Start(NamedTuple):
+    """What is started: a config, and the arguments by which every supervisor and rank reads the same one."""
+
+    config: Config
+    arguments: list[str]
+
+    @classmethod
+    def of(cls, file: Path, overrides: Sequence[str], accept_new_numerics: bool) -> _Start:
+        from electra_dist.run.folder import CONFIG_FILE
+        from electra_launcher.entry import read_config
+
+        file = file / CONFIG_FILE if file.is_dir() else file
+        arguments = ["--config", str(file)]
+        for override in overrides:
+            arguments += ["--set", override]
+        arguments += ["--accept-new-numerics"] if accept_new_numerics else []
+        return cls(read_config(str(file), overrides)[0], arguments)
+
+    def usual_ranks(self) -> int:
+        """Return the number of ranks for this machine: that of the last start, so that bits repeat, or what fits."""
+        from electra_dist.gpu_cores import visible_devices
+        from electra_dist.run.environment_record import read_environment
+
+        before: dict[str, int] = read_environment(Path(self.config.run_dir)).get("hosts", {})
+        if len(before) > 1:
+            raise UserError(
+                f"{self.config.run_dir}: was trained on {', '.join(before)}; give --hostfile to go on there, or "
+                f"--gpus to go on with so many ranks on this machine"
+            )
+        if before:
+            return sum(before.values())
+        num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(visible_devices(os.environ))
+        return num_gpus or _cpu_ranks(self.config, len(os.sched_getaffinity(0)))
+
+
+def _cpu_ranks(config: Config, num_cores: int) -> int:
+    """Return the largest number of ranks for which there are cores, and rows enough for a micro-batch of each."""
+    global_batch, micro_batch = config.train.global_batch, config.train.micro_batch
+    most = global_batch // micro_batch if isinstance(micro_batch, int) else global_batch
+    return max(number for number in range(1, max(1, min(num_cores, most)) + 1) if global_batch % number == 0)
+
+
+def _here(start: _Start, num_ranks: int) -> int:
+    """Supervise the run on this machine, and return the exit code."""
+    from electra_launcher.supervise.__main__ import main as supervise
+
+    return supervise([*start.arguments, "--gpus-per-node", str(num_ranks)])
+
+
+def _hosts(file: Path, most: int | None) -> list[Host]:
+    """Return the hosts of a hostfile, at most `most`; UserError for a line that names no host."""
+    from electra_dist.store.atomic_files import readable
+
+    with readable(file):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        found = _HOST_LINE.fullmatch(text)
+        if found is None or found["name"].startswith("-"):
+            raise UserError(f"{file}:{number}: {text!r} names no host; write a line such as: node1 slots=8")
+        hosts.append(Host(found["name"], int(found["slots"]) if found["slots"] else None))
+    if len(hosts) < (most or 1):
+        raise UserError(f"{file}: names {len(hosts)} hosts, fewer than {most or 1}; add a line for each host")
+    return hosts[:most]
+
+
+def _slots(hosts: Sequence[Host]) -> int:
+    """Return the number of ranks that each line of the hostfile gives; UserError if they differ or are missing."""
+    numbers = {host.slots for host in hosts}
+    (number, *others) = numbers
+    if others or number is None:
+        raise UserError(
+            "the hosts of the hostfile need the same number of ranks each; write slots=N, or give --gpus N"
+        )
+    return number
+
+
+def _on_hosts(start: _Start, hosts: Sequence[Host], num_ranks: int) -> int:
+    """Start a supervisor on each host by ssh, wait for all, and return the exit code of the first host's."""
+    environment = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_PASSED_ON)]
+    program = ["env", *environment, sys.executable, "-m", "electra_launcher.supervise", *start.arguments]
+    program += ["--nodes", str(len(hosts)), "--master-addr", hosts[0].name, "--gpus-per-node", str(num_ranks)]
+    program += ["--session", f"train-{time.time():.0f}"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # The same as Ctrl-C.
+    supervisors = []
+    for node, host in enumerate(hosts):
+        words = shlex.join([*program, "--node-rank", str(node)])
+        # A terminal on the host, so that its supervisor ends if the connection does; a session here, so that Ctrl-C
+        # does not end the connection.
+        ssh = ["ssh", "-tt", "-q", "-o", "BatchMode=yes", host.name, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
+        quiet = None if node == 0 else subprocess.DEVNULL  # RUN/supervise-K.log has what it prints, too
+        supervisors.append(subprocess.Popen(ssh, stdin=subprocess.DEVNULL, stdout=quiet, start_new_session=True))
+    codes = _codes_of(supervisors, Path(start.config.run_dir))
+    unreachable = [host.name for host, code in zip(hosts, codes, strict=True) if code == _SSH_FAILED]
+    if unreachable:
+        raise UserError(f"ssh to {', '.join(unreachable)} failed; check that `ssh {unreachable[0]} true` works")
+    return codes[0]
+
+
+def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> list[int]:
+    """Wait for the supervisors and return their exit codes. Ctrl-C makes the ranks save; a second one ends them."""
+    from electra_dist.run.folder import STOP_FILE
+
+    interrupts = 0
+    while None in (codes := [one.poll() for one in supervisors]):
+        try:
+            if _SSH_FAILED in codes or interrupts > 1:
+                for one in supervisors:
+                    one.terminate()  # The end of the connection is a SIGHUP for the supervisor.
+            time.sleep(0.2)
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts == 1:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                (run_dir / STOP_FILE).touch()
+    return [one.wait() for one in supervisors]
+
+
+def _print_next(out: Console, start: _Start, code: int, hostfile: Path | None) -> None:
+    """Print the command that comes next, if this one ended as it should."""
+    run = shlex.quote(start.config.run_dir)
+    if code == EXIT_DONE:
+        out.print(f"finished; next: electra-dist export {run}")
+    elif code == EXIT_STOPPED:
+        hosts = f" --hostfile {shlex.quote(str(hostfile))}" if hostfile else ""
+        out.print(f"to go on: electra-dist train {run}{hosts}")

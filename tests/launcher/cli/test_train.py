@@ -1,0 +1,145 @@
+"""`electra-dist train`: how many ranks it starts and where, and that its runs are bit for bit those of `deepspeed`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from electra_launcher.cli.main import app
+from electra_launcher.cli.train import Host, _cpu_ranks, _hosts, _slots
+from support.real_runs import step_records, wait_until
+from typer.testing import CliRunner
+
+from electra_dist.config.load import load_config
+from electra_dist.errors import UserError
+
+MakeConfig = Callable[..., Path]
+TRAIN = [str(Path(sys.executable).with_name("electra-dist")), "train"]
+# Runs the command on this machine, whatever the host is.
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+[ "$1" = away ] && exit 255
+exec sh -c "$2"
+"""
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "cores", "expected"),
+    [(16, 8, 2, 2), (16, 8, 64, 2), (16, 16, 64, 1), (12, 1, 5, 4), (12, "auto", 8, 6), (7, 1, 6, 1)],
+)
+def test_a_cpu_gets_the_most_ranks_for_which_there_are_cores_and_rows(
+    tiny_config: MakeConfig, global_batch: int, micro_batch: object, cores: int, expected: int
+) -> None:
+    settings = {"train.global_batch": global_batch, "train.micro_batch": micro_batch}
+    assert _cpu_ranks(load_config(tiny_config(**settings)), cores) == expected
+
+
+def test_the_hosts_of_a_file_and_their_number_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text("# two nodes\nn1 slots=8\n\nuser@n2.cluster slots=8  # the new one\n")
+    assert _hosts(file, None) == [Host("n1", 8), Host("user@n2.cluster", 8)]
+    assert _hosts(file, 1) == [Host("n1", 8)]
+    assert _slots(_hosts(file, None)) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "message"),
+    [
+        (
+            "n1 slots=8\nn2 slots=0\n",
+            None,
+            r"hostfile:2: 'n2 slots=0' names no host; write a line",
+        ),
+        ("n1 n2\n", None, "names no host"),
+        ("-oProxyCommand=x\n", None, "names no host"),
+        ("# nobody\n", None, "names 0 hosts, fewer than 1"),
+        ("n1\n", 2, "names 1 hosts, fewer than 2"),
+        ("n1 slots=8\nn2 slots=4\n", None, "need the same number of ranks"),
+        ("n1\nn2\n", None, "need the same number of ranks"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_used_is_refused(tmp_path: Path, text: str, nodes: int | None, message: str) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        _slots(_hosts(file, nodes))
+
+
+def test_the_command_of_deepspeed_is_shown(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = str(tiny_config())
+    (tmp_path / "hostfile").write_text("n1 slots=8\nn2 slots=8\n")
+    monkeypatch.chdir(tmp_path)
+
+    def shown(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["train", *arguments, "--show-command"])
+        assert done.exit_code == 0, done.exception
+        return done.output.strip()
+
+    module = f"--module electra_launcher.pretrain --config {config}"
+    assert shown(config, "--gpus", "3") == f"deepspeed --num_gpus 3 {module}"
+    assert (
+        shown("--config", config, "--gpus", "1", "--set", "seed=3") == f"deepspeed --num_gpus 1 {module} --set seed=3"
+    )
+    assert shown(config, "--hostfile", "hostfile") == f"deepspeed --hostfile hostfile {module}"
+    assert shown(config, "--hostfile", "hostfile", "--nodes", "1").startswith(
+        "deepspeed --hostfile hostfile --num_nodes 1 "
+    )
+    assert not load_config(config).run_dir.startswith("runs") and not Path(load_config(config).run_dir).exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["a.yaml", "--config", "b.yaml"], ["a.yaml", "--nodes", "2"]])
+def test_contradictory_options_are_refused(arguments: list[str]) -> None:
+    assert isinstance(CliRunner().invoke(app, ["train", *arguments]).exception, UserError)
+
+
+def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one_of_deepspeed(
+    tiny_config: MakeConfig, pretrain: Callable[..., object], losses: Callable[[Path], list[tuple]], tmp_path: Path
+) -> None:
+    settings = {"train.num_steps": 60, "checkpoint.every_steps": 30}
+    config = tiny_config("cut", **settings)
+    run = config.with_suffix("")
+    with open(tmp_path / "out", "wb") as out:
+        process = subprocess.Popen([*TRAIN, str(config), "--ranks", "2"], stdout=out, start_new_session=True)
+    wait_until(lambda: len(step_records(run)) >= 5, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    assert process.wait(timeout=120) == 75, (tmp_path / "out").read_text()
+    assert (tmp_path / "out").read_text().endswith(f"to go on: electra-dist train {run}\n")
+
+    done = subprocess.run([*TRAIN, str(run)], capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    assert "ranks 0 to 1 of 2" in done.stdout and done.stdout.endswith(f"finished; next: electra-dist export {run}\n")
+    pretrain(whole := tiny_config("whole", **settings), 2)
+    assert losses(run) == losses(whole.with_suffix(""))
+
+
+@pytest.mark.parametrize("second", ["127.0.0.2", "away"])
+def test_a_run_on_the_hosts_of_a_file_equals_one_on_this_machine(
+    tiny_config: MakeConfig,
+    pretrain: Callable[..., object],
+    losses: Callable[[Path], list[tuple]],
+    tmp_path: Path,
+    second: str,
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "hostfile").write_text(f"127.0.0.1 slots=1\n{second} slots=1\n")
+    config = tiny_config("hosts", **{"train.num_steps": 20})
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = [*TRAIN, str(config), "--hostfile", str(tmp_path / "hostfile")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if second == "away":
+        assert done.returncode == 78
+        assert "ssh to away failed; check that `ssh away true` works" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr + done.stdout
+    pretrain(whole := tiny_config("whole", **{"train.num_steps": 20}), 2)
+    assert losses(config.with_suffix("")) == losses(whole.with_suffix(""))
