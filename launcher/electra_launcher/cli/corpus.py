@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `merge`, `info`, `index` and `python-docs`; others are in files of their own.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`; others are in files of their own.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
 torch are imported only in the command that uses them, because every worker process of a build imports this file.
@@ -7,10 +7,12 @@ torch are imported only in the command that uses them, because every worker proc
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import track
 
 from electra_dist.config.load import load_config
 from electra_dist.console import Console
@@ -34,7 +36,6 @@ from electra_launcher.cli.console import open_console
 from electra_launcher.cli.corpus_find import find
 from electra_launcher.cli.corpus_plan import plan
 from electra_launcher.cli.corpus_prepare import prepare
-from electra_launcher.cli.corpus_stats import stats
 from electra_launcher.cli.corpus_submit import submit
 from electra_launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
@@ -50,7 +51,8 @@ app.command("submit")(submit)
 app.command("vocab")(train_vocab)
 app.command("plan")(plan)
 app.command("find")(find)
-app.command("stats")(stats)
+
+_DEFAULT_STATS = Path("corpus_stats.html")
 
 Inputs = Annotated[
     list[str],
@@ -265,3 +267,25 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
             is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
         if is_inside:
             raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
+
+
+@app.command()
+def stats(
+    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    output: Annotated[Path, typer.Option(help="HTML file to write")] = _DEFAULT_STATS,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+) -> None:
+    """Write one HTML page about a corpus: sources, licences, lengths, padding, [UNK], left-out text, samples.
+
+    All shards are read once. The page needs no other file and no network. Exit codes: 0 the page was written, 78 the
+    corpus is missing or damaged.
+    """
+    # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
+    from electra_dist.corpus.stats.stats_page import write_stats_page
+
+    def progress(shards: Iterable[int]) -> Iterable[int]:
+        return track(list(shards), "reading", console=Console(stderr=True), transient=True)
+
+    name = corpus.rstrip("/").rpartition("/")[2]
+    path = write_stats_page(open_store(corpus, endpoint_url), name, output, progress)
+    open_console().print(str(path))

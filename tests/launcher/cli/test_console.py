@@ -50,7 +50,7 @@ def test_help_and_completion_list_every_command_and_import_none_of_them() -> Non
     assert "Show where a run stands" in done.stdout  # the first line of the function's docstring
     assert "LOADED ['electra_launcher.cli.main']" in done.stdout
     completion = {"_ELECTRA_DIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "compare", "config"]
+    assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "config", "compare"]
 
 
 @pytest.mark.real_start
