@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`; others are in files of their own.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`; others have own files.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
 torch are imported only in the command that uses them, because every worker process of a build imports this file.
