@@ -21,11 +21,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
-from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
-from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
+from electra_dist.compare.measures import (
+    CheckpointScore,
+    CheckpointScores,
+    ContextMeasure,
+    Measure,
+    open_measures,
+    with_prefix,
+)
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion

@@ -13,6 +13,7 @@ phenomenon has fewer pairs than requested, or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -117,26 +118,21 @@ def _subject_verb(sampler: _WordSampler) -> _Contrast:
     return _Contrast(frame, verb[number], verb[1 - number])
 
 
-def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence with a gap for the verb after a phrase that misleads: "the boy near the houses [is] tired"."""
+def _subject_verb_across(
+    sampler: _WordSampler,
+    verbs: Sequence[tuple[str, str]],
+    pronoun: Words,
+    links: Words,
+    endings: Words,
+) -> _Contrast:
+    """Draw a sentence with a gap for the verb after words that mislead: "the boy who saw the houses [has] come"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
-    verb = sampler.draw_forms(BE)
+    verb = sampler.draw_forms(verbs)
     distractor = sampler.draw_forms(THINGS)[1 - number]
-    preposition = sampler.draw_word(PREPOSITIONS)
-    adjective = sampler.draw_word(ADJECTIVES)
-    frame = ("the", noun[number], preposition, "the", distractor, _SLOT, adjective, ".")
-    return _Contrast(frame, verb[number], verb[1 - number])
-
-
-def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence with a gap for the verb after a relative clause: "the boy who saw the houses [has] come"."""
-    number = sampler.draw_number()
-    noun = sampler.draw_forms(NOUNS)
-    verb = sampler.draw_forms(HAVE)
-    distractor = sampler.draw_forms(THINGS)[1 - number]
-    action = sampler.draw_word(ACTIONS)
-    frame = ("the", noun[number], "who", action, "the", distractor, _SLOT, "come", ".")
+    link = sampler.draw_word(links)
+    ending = sampler.draw_word(endings)
+    frame = ("the", noun[number], *pronoun, link, "the", distractor, _SLOT, ending, ".")
     return _Contrast(frame, verb[number], verb[1 - number])
 
 
@@ -177,8 +173,12 @@ def _demonstrative(sampler: _WordSampler) -> _Contrast:
 
 TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
     "subject-verb": _subject_verb,
-    "subject-verb across a phrase": _subject_verb_across_phrase,
-    "subject-verb across a clause": _subject_verb_across_clause,
+    "subject-verb across a phrase": partial(
+        _subject_verb_across, verbs=BE, pronoun=(), links=PREPOSITIONS, endings=ADJECTIVES
+    ),
+    "subject-verb across a clause": partial(
+        _subject_verb_across, verbs=HAVE, pronoun=("who",), links=ACTIONS, endings=("come",)
+    ),
     "determiner-noun": _determiner_noun,
     "quantifier-noun": _quantifier_noun,
     "demonstrative": _demonstrative,

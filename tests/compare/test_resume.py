@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
+from electra_dist.compare import comparison, measures, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
@@ -46,7 +46,7 @@ class FakePretraining:
 
         monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
         monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
-        monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
+        monkeypatch.setattr(measures, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", score)
 
     def _record(self, event: str) -> None:
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_a
                 raise UserError("the store does not answer")
         return pretraining.load(spec, step)
 
-    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_first)
+    monkeypatch.setattr(measures, "load_pretrained", fail_first)
 
     assert compare(file)
 
@@ -376,7 +376,7 @@ def test_the_note_of_a_run_does_not_count_a_checkpoint_that_cannot_be_scored(
             raise UserError("the store does not answer")
         return pretraining.load(spec, step)
 
-    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_at_last_step_of_rtd)
+    monkeypatch.setattr(measures, "load_pretrained", fail_at_last_step_of_rtd)
 
     assert not compare(file, notes)
 
