@@ -33,8 +33,7 @@ from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.run.records import encode
 from electra_launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from electra_launcher.chaos.fault_plot import write_fault_plot
-from electra_launcher.chaos.faults import FAULTS
-from electra_launcher.chaos.file_faults import SmallDisk
+from electra_launcher.chaos.faults import FAULTS, SmallDisk
 from electra_launcher.entry import add_override_option, begin_program, exit_code_of
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record

@@ -27,8 +27,7 @@ from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint, starts
 from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.store.local_store import LocalStore
-from electra_launcher.chaos.faults import FAULTS, Fault
-from electra_launcher.chaos.victim import Victim, kill_everything
+from electra_launcher.chaos.faults import FAULTS, Fault, Victim, kill_everything
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
 _SAVE_PATIENCE_S = 10.0  # how long a fault with `Planned.in_save` waits until a checkpoint is being written

@@ -23,8 +23,7 @@ from typing import Literal
 
 from drills.faults.forked_run import COMMIT_FAULT
 from electra_launcher.chaos.drill import Stuck, ordered_kinds
-from electra_launcher.chaos.faults import FAULTS, Fault
-from electra_launcher.chaos.victim import Act, Victim
+from electra_launcher.chaos.faults import FAULTS, Act, Fault, Victim
 
 from electra_dist.errors import EXIT_CRASH
 

@@ -323,7 +323,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="chaos: a damaged byte keeps its value",
-        file="launcher/electra_launcher/chaos/file_faults.py",
+        file="launcher/electra_launcher/chaos/faults.py",
         original="data[offset] ^= draw.randrange(1, 256)",
         mutated="data[offset] ^= draw.randrange(0, 1)",
         test="tests/launcher/chaos/test_chaos.py::test_damage_hits_exactly_one_file_of_the_newest_committed_checkpoint",
@@ -338,7 +338,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="chaos: the torn tail of a file is a whole line",
-        file="launcher/electra_launcher/chaos/file_faults.py",
+        file="launcher/electra_launcher/chaos/faults.py",
         original="size = draw.randrange(1, len(last_line))",
         mutated="size = 0",
         test="tests/launcher/chaos/test_chaos.py::test_a_torn_tail_is_the_beginning_of_a_line_after_all_whole_lines",

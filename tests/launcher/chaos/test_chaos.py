@@ -17,9 +17,7 @@ import pytest
 from electra_launcher.chaos import __main__, drill
 from electra_launcher.chaos.__main__ import differences
 from electra_launcher.chaos.drill import Drill, Planned, plan
-from electra_launcher.chaos.faults import FAULTS
-from electra_launcher.chaos.file_faults import FILLER, SmallDisk, free_disk
-from electra_launcher.chaos.victim import Victim
+from electra_launcher.chaos.faults import FAULTS, FILLER, SmallDisk, Victim, free_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.run_records import EVAL, step_with_loss
