@@ -33,6 +33,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name
+from support.folder_contents import file_contents
 from support.real_runs import DrillVerdict, print_verdicts
 
 from electra_dist.checkpoint.checkpoint import SET_ASIDE
@@ -231,7 +232,7 @@ def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> Da
         shutil.copytree(base / "mine", folder)
         damager = Damager(folder, base / "other", draw)
         description = KINDS_OF_DAMAGE[kind](damager)
-        if _bytes_below(folder) != _bytes_below(base / "mine"):
+        if file_contents(folder) != file_contents(base / "mine"):
             return DamageCase(kind, description, folder, frozenset(damager.damaged), frozenset(damager.gone))
 
 
@@ -350,11 +351,6 @@ def _only(folder: Path, name: str) -> Path:
 def _bytes_of(tensor: TensorEntry) -> range:
     """Return the offsets of a tensor's bytes in its file."""
     return range(tensor.offset, tensor.offset + tensor.size_bytes)
-
-
-def _bytes_below(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of every file below a folder, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _swap(first: Path, second: Path) -> None:

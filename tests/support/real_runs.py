@@ -275,11 +275,6 @@ def _starts(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] in ("start", "resume")]
 
 
-def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:
-    """Start a run, kill -9 one rank once `step` is in metrics.jsonl, and return the launcher's exit code."""
-    return run_until_killed(config, run_dir, ranks, Kill(step, victim)).code
-
-
 def unfinished_saves(run_dir: Path) -> set[str]:
     """Return the names of the checkpoint folders that are not committed."""
     folders = (run_dir / "checkpoints").glob("step-*")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_runs import Kill, kill_a_rank_at, run_until_killed, write_corpus
+from support.real_runs import Kill, run_until_killed, write_corpus
 from support.s3_server import make_bucket, running_s3
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
@@ -171,7 +171,7 @@ def test_resume_with_other_ranks_and_stages_gives_the_losses_of_one_uninterrupte
         settings = {"train.num_steps": 30, "engine.zero_stage": stage, "train.micro_batch": 4}
         config = tiny_config("elastic", **settings)
         if stop < 30:
-            kill_a_rank_at(config, run_dir, ranks, stop + 1, 0)
+            run_until_killed(config, run_dir, ranks, Kill(stop + 1, victim=0))
         else:
             pretrain(config, ranks)
     assert worst_difference(losses(tmp_path / "steady"), losses(run_dir)) <= 2e-5
