@@ -152,9 +152,10 @@ def _here(start: _Start, num_ranks: int) -> int:
 def _hosts(file: Path, most: int | None) -> list[Host]:
     """Return the hosts of a hostfile, at most `most`; UserError for a line that names no host."""
     from electra_dist.store.atomic_files import readable
+    from electra_dist.store.regular_files import read_regular
 
     with readable(file):
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(file).decode("utf-8").splitlines()
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()

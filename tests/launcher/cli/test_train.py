@@ -70,6 +70,13 @@ def test_a_hostfile_that_cannot_be_used_is_refused(tmp_path: Path, text: str, no
         _slots(_hosts(file, nodes))
 
 
+def test_a_hostfile_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="hostfile: is a named pipe"):
+        _hosts(file, None)
+
+
 def test_the_command_of_deepspeed_is_shown(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
