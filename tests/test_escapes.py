@@ -111,7 +111,7 @@ OWN_OUTPUT = (
     "launcher/electra_launcher/chaos/__main__.py",
     "launcher/electra_launcher/cli/plans.py",
     "launcher/electra_launcher/cli/console.py",
-    "launcher/electra_launcher/cli/corpus_submit.py",
+    "launcher/electra_launcher/cli/corpus/submit.py",
     "launcher/electra_launcher/cli/main.py",
     "launcher/electra_launcher/cli/models.py",
     "launcher/electra_launcher/cli/runs.py",

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from electra_launcher.cli.corpus_prepare import _print_report
+from electra_launcher.cli.corpus.prepare import _print_report
 from electra_launcher.slurm import job
 from electra_launcher.supervise.rendezvous import Rendezvous
 from fuzz.specimens import check_manifest, newest_checkpoint, progress_parameters

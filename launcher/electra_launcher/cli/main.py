@@ -1,23 +1,19 @@
 """The command `electra-dist`: prepares corpora, submits runs, and inspects, evaluates and exports them.
 
-How: the module of a subcommand is imported only when the subcommand is used, so that `electra-dist status`, `--help`
-and the completion of a shell load neither torch nor matplotlib. An error that the user can correct (UserError) is
-printed as one line, and the process ends with exit code 78; after Ctrl-C it ends with 75.
+An error that the user can correct (UserError) is printed as one line, and the process ends with exit code 78; after
+Ctrl-C it ends with 75.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import sys
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.version import VERSION
+from electra_launcher.cli.lazy_group import LazyGroup
 from electra_launcher.entry import begin_program, exit_code_of
 
 GROUPS = {  # heading -> command -> (module, function or Typer application), in the order of `--help`
@@ -27,7 +23,7 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
     },
     "Before a run": {
         "init": ("electra_launcher.cli.init", "init"),
-        "corpus": ("electra_launcher.cli.corpus", "app"),
+        "corpus": ("electra_launcher.cli.corpus.group", "app"),
         "config": ("electra_launcher.cli.plans", "config"),
         "plan": ("electra_launcher.cli.plans", "plan"),
         "speed": ("electra_launcher.cli.plans", "speed"),
@@ -49,31 +45,10 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
     },
 }
 COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
-_HEADINGS = {name: heading for heading, group in GROUPS.items() for name in group}
 
 
-class _CommandsOnUse(TyperGroup):
-    """Command group that imports a subcommand's module only when the subcommand is used."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = {name: TyperCommand(name) for name in COMMANDS}  # the nearest name of a mistyped command
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a stand-in with only a name and a help text, for `--help`; `resolve_command` returns the command."""
-        if cmd_name not in COMMANDS:
-            return None
-        return TyperCommand(cmd_name, help=_description(*COMMANDS[cmd_name]), rich_help_panel=_HEADINGS[cmd_name])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the subcommand that the command line names; return its name, the command, and the arguments left."""
-        name, command, remaining = super().resolve_command(ctx, args)
-        if name is None or command is None:
-            return name, command, remaining
-        return name, _import_command(name), remaining
+class _Commands(LazyGroup):
+    groups = GROUPS
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; end with exit code 75 and without a traceback if the user interrupts it."""
@@ -84,44 +59,13 @@ class _CommandsOnUse(TyperGroup):
             raise typer.Exit(EXIT_STOPPED) from None
 
 
-def _import_command(name: str) -> Any:
-    """Import a subcommand; its module holds a Typer application (as for `corpus`) or a function (as for `status`)."""
-    module, attribute = COMMANDS[name]
-    function_or_app = getattr(import_module(module), attribute)
-    if isinstance(function_or_app, typer.Typer):
-        command_app = function_or_app
-    else:
-        command_app = typer.Typer(add_completion=False)
-        command_app.command(name)(function_or_app)
-    command = typer.main.get_command(command_app)
-    command.name = name
-    return command
-
-
-def _description(module: str, attribute: str) -> str:
-    """Return a subcommand's help text (docstring of a function or `help` of a Typer app) without importing it."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    with open(spec.origin, encoding="utf-8") as file:
-        statements = ast.parse(file.read()).body
-    for statement in statements:
-        if isinstance(statement, ast.FunctionDef) and statement.name == attribute:
-            return ast.get_docstring(statement) or ""
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
-            help_texts = [keyword.value for keyword in statement.value.keywords if keyword.arg == "help"]
-            if attribute in names and help_texts:
-                return str(ast.literal_eval(help_texts[0]))
-    return ""
-
-
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"electra-dist {VERSION}")
         raise typer.Exit
 
 
-app = typer.Typer(cls=_CommandsOnUse, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback()

@@ -22,6 +22,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from electra_dist.escapes import printable
 from electra_launcher.cli.console import open_console
 from electra_launcher.cli.options import Overrides
 
@@ -90,10 +91,9 @@ def train(
         place = ["--hostfile", str(hostfile)] if hosts else []
         place += ["--num_nodes", str(nodes)] if nodes else []
         place += ["--num_gpus", str(num_ranks)] if ranks or not hosts else []
-        script = (
-            "launcher/pretrain.py" if Path("launcher/pretrain.py").exists() else "--module electra_launcher.pretrain"
-        )
-        print(f"deepspeed {shlex.join(place)} {script} {shlex.join(start.arguments)}")
+        script = "launcher/pretrain.py"
+        program = [script] if Path(script).exists() else ["--module", "electra_launcher.pretrain"]
+        print(printable(shlex.join(["deepspeed", *place, *program, *start.arguments])))
         return
     code = _on_hosts(start, hosts, num_ranks) if hosts else _here(start, num_ranks)
     _print_next(open_console(soft_wrap=True), start, code, hostfile)

@@ -12,7 +12,7 @@ from typing import Any
 
 import botocore.client
 import pytest
-from electra_launcher.cli.corpus import app
+from electra_launcher.cli.corpus.group import app
 from support.corpus_texts import make_prose, make_vocabulary
 from support.s3_fixtures import bucket
 from support.s3_fixtures import moto as s3
@@ -255,7 +255,9 @@ def test_a_plan_of_a_preparation_names_the_package_that_is_missing(
 ) -> None:
     (tmp_path / "prepare.yaml").write_text("output: o\nwork: w\nsources: [{name: a, path: a}]\n")
     monkeypatch.setitem(sys.modules, "datatrove.utils.logging", None)  # imports of it fail
-    with pytest.raises(UserError, match=r"--prepare needs datatrove.*; pip install 'electra-dist\[corpus\]'"):
+    with pytest.raises(
+        UserError, match="--prepare needs packages that are not installed; run: pip install 'datatrove"
+    ):
         run("--prepare", str(tmp_path / "prepare.yaml"), "--set", "model.vocab_size=300")
 
 

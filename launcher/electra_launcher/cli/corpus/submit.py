@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
-from electra_dist.store.open_store import open_store, without_tilde
-from electra_dist.tokenizer import VOCAB_FILE
 from electra_launcher.cli.console import open_console
-from electra_launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
+
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    pass
 
 
 def submit(
@@ -44,6 +43,11 @@ def submit(
 
     A part that is killed or requeued goes on after its finished steps. Submitting again resumes the whole build.
     """
+    from electra_dist.config.load import load_config
+    from electra_dist.store.open_store import open_store, without_tilde
+    from electra_dist.tokenizer import VOCAB_FILE
+    from electra_launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
+
     settings = load_config(config, overrides or ())
     is_remote = output.startswith("s3://")
     if is_remote and jobs_folder is None:
@@ -92,4 +96,6 @@ def submit(
 
 def _absolute(path: str) -> str:
     """Return a path as an absolute path, because a job may start in another folder; return a URL unchanged."""
+    from electra_dist.store.open_store import without_tilde
+
     return path if "://" in path else str(without_tilde(path).absolute())

@@ -5,23 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from electra_dist.config import Config
 from electra_dist.console import Console
-from electra_dist.corpus.builder.build_records import read_output_vocabulary
-from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
-from electra_dist.corpus.inputs.text_decoding import SkippedDocument, Undecodable, decode
-from electra_dist.corpus.inputs.text_readers import DocumentStream
-from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample, train_kind
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing
-from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from electra_launcher.cli.console import open_console
+
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    from electra_dist.config import Config
+    from electra_dist.corpus.inputs.find_inputs import InputFile
+    from electra_dist.corpus.inputs.text_decoding import Undecodable
+    from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample
+    from electra_dist.tokenizer import Vocabulary
 
 SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
 _SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
@@ -34,7 +31,7 @@ def train_vocab(
     size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
     cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
     tokenizer: Annotated[
-        TokenizerKind,
+        Literal["wordpiece", "bpe"],
         typer.Option(help="wordpiece, or bpe for a tokenizer.json of byte-level BPE, which keeps case and accents"),
     ] = "wordpiece",
     text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
@@ -44,6 +41,9 @@ def train_vocab(
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
     """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same one."""
+    from electra_dist.corpus.inputs.find_inputs import find_inputs
+    from electra_dist.store.atomic_files import replacing
+
     training = _Training(text_field, "skip", endpoint_url, sample_gb, open_console(soft_wrap=False))
     vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, tokenizer)
     with replacing(output) as out:
@@ -58,6 +58,10 @@ def find_vocabulary(
 
     ManifestMismatch is raised if the vocab.txt in the output has changed since this build began.
     """
+    from electra_dist.corpus.builder.build_records import read_output_vocabulary
+    from electra_dist.store.open_store import open_store
+    from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
     wanted_kind = settings.corpus.tokenizer
     if path is not None:
         vocabulary = Vocabulary.read(path)
@@ -102,6 +106,8 @@ class _Training:
 
         The sample lies in a temporary folder meanwhile. The same files and settings always give the same vocabulary.
         """
+        from electra_dist.corpus.vocabulary import VocabularySample, train_kind
+
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
             return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
@@ -117,6 +123,8 @@ class _Training:
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
         """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
@@ -127,6 +135,9 @@ class _Training:
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
         """Yield the file number, the number within the file, and the text of each usable document."""
+        from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
+        from electra_dist.corpus.inputs.text_readers import DocumentStream
+
         for document in DocumentStream(list(files), self._text_field, self._endpoint_url):
             try:
                 yield document.file, document.number, decode(document, self._text_field, self._undecodable)

@@ -1,7 +1,6 @@
-"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`; others have own files.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`.
 
-A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
-torch are imported only in the command that uses them, because every worker process of a build imports this file.
+A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards).
 """
 
 from __future__ import annotations
@@ -12,45 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import track
 
-from electra_dist.config.load import load_config
 from electra_dist.console import Console
-from electra_dist.corpus.build_console import (
-    BuildConsole,
-    input_table,
-    length_line,
-    plural,
-    remarks,
-    source_table,
-    summary,
-)
-from electra_dist.corpus.build_report import BuildReport, find_preparations, read_report
-from electra_dist.corpus.inputs.find_inputs import search_inputs
-from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.errors import UserError
-from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from electra_launcher.cli.console import open_console
-from electra_launcher.cli.corpus_find import find
-from electra_launcher.cli.corpus_plan import plan
-from electra_launcher.cli.corpus_prepare import prepare
-from electra_launcher.cli.corpus_submit import submit
-from electra_launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
-if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    from electra_dist.corpus.build_report import BuildReport
     from electra_dist.corpus.builder.join_parts import JoinedCorpus
-
-app = typer.Typer(
-    help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
-)
-app.command()(prepare)
-
-app.command("submit")(submit)
-app.command("vocab")(train_vocab)
-app.command("plan")(plan)
-app.command("find")(find)
 
 _DEFAULT_STATS = Path("corpus_stats.html")
 
@@ -75,7 +43,6 @@ TextField = Annotated[
 EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")]
 
 
-@app.command()
 def build(
     inputs: Inputs,
     output: Annotated[str, typer.Option(help="folder or s3://bucket/prefix of the corpus")],
@@ -99,8 +66,15 @@ def build(
 
     A build that was interrupted is resumed; a finished corpus is left unchanged.
     """
+    from electra_dist.config.load import load_config
+    from electra_dist.corpus.build_console import BuildConsole, plural
+    from electra_dist.corpus.build_report import find_preparations
     from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
     from electra_dist.corpus.builder.build_request import BuildRequest
+    from electra_dist.corpus.inputs.find_inputs import search_inputs
+    from electra_dist.store.open_store import open_store
+    from electra_dist.tokenizer import VOCAB_FILE
+    from electra_launcher.cli.corpus.vocab import find_vocabulary
 
     chosen_part = parse_part(part) if part else None
 
@@ -150,7 +124,6 @@ def build(
         )
 
 
-@app.command()
 def merge(
     corpus: Annotated[str, typer.Argument(help="the --output of the parts")], endpoint_url: EndpointUrl = None
 ) -> None:
@@ -160,6 +133,7 @@ def merge(
     """
     from electra_dist.corpus.builder.join_parts import join_parts, read_joined
     from electra_dist.data.manifest import MANIFEST_KEY
+    from electra_dist.store.open_store import open_store
 
     is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
     result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
@@ -168,6 +142,8 @@ def merge(
 
 def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
     """Print counts, build report and fingerprint of a finished corpus, and whether it was built by an earlier call."""
+    from electra_dist.corpus.build_console import summary
+
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
@@ -186,6 +162,9 @@ def _outcome(result: JoinedCorpus) -> str:
 
 def _print_report(report: BuildReport | None, console: Console) -> None:
     """Print two tables (what the build read and left out; the figures of each source) and hints on what to change."""
+    from electra_dist.corpus.build_console import input_table, length_line, remarks, source_table
+    from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+
     if report is None:
         console.print("no report of the inputs: the corpus was indexed")
         return
@@ -197,13 +176,15 @@ def _print_report(report: BuildReport | None, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-@app.command()
 def info(
     corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
+    from electra_dist.corpus.build_console import summary
+    from electra_dist.corpus.build_report import read_report
     from electra_dist.data.manifest import heldout_of, read_manifest
+    from electra_dist.store.open_store import open_store
 
     store = open_store(corpus, endpoint_url)
     manifest = read_manifest(store)
@@ -222,7 +203,6 @@ def info(
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
 
-@app.command()
 def index(
     corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix with *.tar of *.rows.npy members")],
     vocab: Annotated[Path, typer.Option(help="vocab.txt whose line numbers are the ids in the rows")],
@@ -237,6 +217,8 @@ def index(
     has a corpus.json already.
     """
     from electra_dist.corpus.index_shards import index_corpus
+    from electra_dist.store.open_store import open_store
+    from electra_dist.tokenizer import Vocabulary
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
     console = open_console()
@@ -247,12 +229,13 @@ def index(
     console.print(f"fingerprint {manifest.fingerprint}")
 
 
-@app.command("python-docs")
 def python_docs(output: Annotated[Path, typer.Option(help="folder in which to write python_docs.txt")]) -> None:
     """Write the docstrings and help topics of this Python installation to a text file, as input for `corpus build`.
 
     It is a small English text that needs no download.
     """
+    from electra_dist.corpus.python_docs import write_python_docs
+
     path, num_documents = write_python_docs(output)
     size_mb = path.stat().st_size / 1e6
     open_console().print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
@@ -269,7 +252,6 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
             raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
 
 
-@app.command()
 def stats(
     corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
     output: Annotated[Path, typer.Option(help="HTML file to write")] = _DEFAULT_STATS,
@@ -281,7 +263,10 @@ def stats(
     corpus is missing or damaged.
     """
     # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
+    from rich.progress import track
+
     from electra_dist.corpus.stats.stats_page import write_stats_page
+    from electra_dist.store.open_store import open_store
 
     def progress(shards: Iterable[int]) -> Iterable[int]:
         return track(list(shards), "reading", console=Console(stderr=True), transient=True)

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from electra_dist.config.load import load_section
 from electra_dist.console import Console
-from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.extras import missing_packages
 from electra_launcher.cli.console import open_console
 
-if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    from rich.table import Table
+
     from electra_dist.corpus.prepare.preparation import Preparation
     from electra_dist.corpus.prepare.prepare_report import PrepareReport
 
@@ -34,6 +33,9 @@ def prepare(
 
     Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data.
     """
+    from electra_dist.config.load import load_section
+    from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+
     config = load_section(file, PrepareConfig)
     if any(importlib.util.find_spec(name) is None for name in _PACKAGES):
         raise missing_packages("corpus prepare", "corpus")
@@ -91,6 +93,8 @@ def _submit(preparation: Preparation, out: Console) -> None:
 
 def _stage_table(preparation: Preparation) -> Table:
     """Return a table of the stages: name, number of tasks, number of unfinished tasks, and steps of each stage."""
+    from rich.table import Table
+
     from electra_dist.corpus.prepare.preparation import tasks_left
 
     left = tasks_left(preparation)
@@ -102,6 +106,8 @@ def _stage_table(preparation: Preparation) -> Table:
 
 def _print_report(report: PrepareReport, out: Console) -> None:
     """Print two tables: the documents of each source, and how many documents each step dropped for which reason."""
+    from rich.table import Table
+
     table = Table("source", "licence", "files", "documents", "dropped", "kept", "characters kept")
     for name, counts in report["sources"].items():
         share = counts["documents_out"] / counts["documents_in"] if counts["documents_in"] else 0.0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_dist.config.load import load_config, load_section
 from electra_dist.console import Console
-from electra_dist.corpus.inputs.find_inputs import search_inputs
-from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_launcher.cli.console import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
+
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    pass
 
 DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus
 
@@ -63,6 +63,8 @@ def plan(
     Prices are 0 unless they are given; without any price, the cost is left out.
     """
     # These modules import all that a build needs, which takes seconds.
+    from electra_dist.config.load import load_config, load_section
+    from electra_dist.corpus.inputs.find_inputs import search_inputs
     from electra_dist.corpus.plan.corpus_plan import (
         Prices,
         machines_needed,
@@ -73,6 +75,7 @@ def plan(
     from electra_dist.corpus.plan.corpus_rates import read_rates
     from electra_dist.corpus.plan.measurement import Measurement
     from electra_dist.corpus.plan.plan_table import plan_as_json, plan_table, remarks
+    from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 
     config = load_config(file, overrides or ())
     preparation = load_section(prepare, PrepareConfig) if prepare else None

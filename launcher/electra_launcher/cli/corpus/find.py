@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import numpy as np
 import typer
-from rich.progress import track
 
-from electra_dist.config import Config
 from electra_dist.console import Console
-from electra_dist.corpus.find.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
-from electra_dist.corpus.find.search_result import MAX_SHOWN, SearchResult, json_tree, print_result, uses_of_found_rows
-from electra_dist.data.corpora import Corpora, open_corpora
-from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import UserError
-from electra_dist.run.folder import is_run_folder, open_run
-from electra_dist.store.open_store import open_store
 from electra_launcher.cli.console import open_console, print_json
 from electra_launcher.cli.options import AsJson
+
+if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    from electra_dist.config import Config
+    from electra_dist.corpus.find.row_search import FoundRows, Query, RowSearch
+    from electra_dist.data.corpora import Corpora
 
 _DEFAULT_LEAST = 16  # consecutive tokens of a longer text that a row must contain, unless --least is given
 _USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
@@ -66,6 +62,18 @@ def find(
     writes (corpus.origins). Exit codes: 0 the search is complete, also if no row was found; 78 wrong arguments, no
     origin files, or a damaged corpus.
     """
+    import numpy as np
+
+    from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out
+    from electra_dist.corpus.find.search_result import (
+        MAX_SHOWN,
+        SearchResult,
+        json_tree,
+        print_result,
+        uses_of_found_rows,
+    )
+    from electra_dist.run.folder import open_run
+
     corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None
     corpora = _open(corpus, config, endpoint_url)
@@ -99,6 +107,8 @@ def find(
 
 def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None) -> tuple[FoundRows, int | None]:
     """Run the search; return the rows found, and the token count of the searched text (None without a text)."""
+    from electra_dist.corpus.find.row_search import tokens_of_text
+
     if query.text is None:
         return search.rows_with_documents(), None
     forms = tokens_of_text(query.text, corpora)
@@ -111,6 +121,10 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> Corpora:
     """Open `corpus`; if it is None, open all corpora of the run, with their shards numbered consecutively."""
+    from electra_dist.data.corpora import Corpora, open_corpora
+    from electra_dist.data.manifest import read_manifest
+    from electra_dist.store.open_store import open_store
+
     if config is not None and corpus is None:
         return open_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:
@@ -125,11 +139,15 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
 
 
 def _progress(shards: Iterable[int]) -> Iterable[int]:
+    from rich.progress import track
+
     return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
 def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
     """Decide which of the positional arguments `words` are CORPUS, RUN and TEXT, given the options of the command."""
+    from electra_dist.run.folder import is_run_folder
+
     if query.source is not None and query.document is not None:
         raise UserError("--source and --document: both are given; give one of them")
     remaining = list(words)

@@ -1,0 +1,1 @@
+"""The commands of `electra-dist corpus`: `group.py` has their list."""
