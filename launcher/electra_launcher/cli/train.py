@@ -155,7 +155,7 @@ def _hosts(file: Path, most: int | None) -> list[Host]:
     from electra_dist.store.regular_files import read_regular
 
     with readable(file):
-        lines = read_regular(file).decode("utf-8").splitlines()
+        lines = read_regular(file).decode(errors="replace").splitlines()
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
