@@ -309,6 +309,15 @@ class Outage:
         """Return how many failures with this text came since the last progress."""
         return self._failures[text]
 
+    def is_over_with_only(self, text: str) -> bool:
+        """Return whether the store's whole patience is over, and every failure since the last progress had this text.
+
+        False within `Patience.at_most` and after `abandon`, which end a wait before that.
+        """
+        patience = self._patience
+        is_over = patience._clock() - self._since > patience.limit_s - _LEAST_PAUSE_S
+        return is_over and self._failures[text] == self._failures.total()
+
     def progress(self, num_bytes: int) -> None:
         """Record that `num_bytes` new bytes arrived; if that was fast enough, the operation's time begins anew."""
         self._new_bytes += num_bytes

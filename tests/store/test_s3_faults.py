@@ -15,7 +15,7 @@ import pytest
 from support import s3_server
 from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.errors import StorageLost, StoreError, UserError
+from electra_dist.errors import StorageLost, StoreError, StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
@@ -259,6 +259,32 @@ def test_a_missing_object_is_asked_for_again_unless_it_may_be_missing(faulty: Ca
     assert store.read_or_none("x") is None
     assert store.patience.retries == 0
     assert store.read("x") == b"1"
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.05])
+def test_a_missing_object_is_missing_when_the_patience_is_over(limit_s: float, faulty: Callable[..., Store]) -> None:
+    store = faulty(FaultPlan(rate=0.0), Pace(first_pause_s=10.0))
+    store.write("there", b"")
+    store.patience.limit_s = limit_s
+    for read in (lambda: store.read("x"), lambda: store.read_range("x", 0, 1)):
+        with pytest.raises(StoreMissing, match=r"/prefix/x at 127.0.0.1:\d+: no such object; restore the object or"):
+            read()
+
+
+def test_an_object_does_not_count_as_missing_after_another_fault_or_before_the_patience_is_over(
+    faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan, Pace(first_pause_s=10.0))
+    store.write("x", b"1")
+    plan.rate, plan.faults, plan.in_a_row = 1.0, ("missing",), 10**9
+    with store.patience.at_most(0.05), pytest.raises(StorageLost, match="no such object"):
+        store.read("x")
+    store.patience.limit_s = 0.05
+    faults = itertools.chain(["slowdown"], itertools.repeat("missing"))
+    monkeypatch.setattr(plan, "draw", lambda method, path: (next(faults), 0.0))
+    with pytest.raises(StorageLost, match="SlowDown"):
+        store.read("x")
 
 
 def test_credentials_are_read_again_when_they_expire(

@@ -123,7 +123,7 @@ class FinishedBucket(Section):
         default=None,
         description="SHA-256 of buckets/NNNNNN.heldout.npy in hexadecimal; null: there is no such file",
     )
-    heldout_origins: str | None = Field(
+    heldout_origins_sha256: str | None = Field(
         default=None,
         description="SHA-256 of buckets/NNNNNN.heldout.parquet in hexadecimal; null: there is no such file",
     )
@@ -262,7 +262,7 @@ class BuildRecords:
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
             self._store.write(_heldout_key(bucket.number, "parquet"), data)
-            bucket = bucket.model_copy(update={"heldout_origins": hashlib.sha256(data).hexdigest()})
+            bucket = bucket.model_copy(update={"heldout_origins_sha256": hashlib.sha256(data).hexdigest()})
         if len(heldout_rows):
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
@@ -301,7 +301,7 @@ class BuildRecords:
         key = _heldout_key(bucket.number, "parquet")
 
         def parse(data: bytes) -> pyarrow.Table:
-            if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
+            if hashlib.sha256(data).hexdigest() != bucket.heldout_origins_sha256:
                 raise self._damaged(key, "its SHA-256 is not the recorded one")
             return table_from_bytes(data)
 

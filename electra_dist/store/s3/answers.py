@@ -40,7 +40,10 @@ from electra_dist.store.failure_kinds import (
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
 NOT_FOUND = transient("no such object", "restore the object or build its folder again")
-TRIES_MISSING = 5  # after so many answers "not found", an object that a manifest names counts as missing
+# After so many answers "not found", or when the patience ends with nothing but such answers, an object that a manifest
+# names counts as missing. One answer is too few: a faulty service gives it, up to a few times in a row, for objects
+# that exist, and a checkpoint with a missing file is set aside. The pauses between five are 1.5 s together at most.
+TRIES_MISSING = 5
 
 _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")
 _MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")

@@ -33,7 +33,7 @@ import botocore.client
 from botocore.exceptions import ClientError
 from typing_extensions import override
 
-from electra_dist.errors import StoreAway, StoreMissing, UserError
+from electra_dist.errors import StorageLost, StoreAway, StoreMissing, UserError
 from electra_dist.store.failure_kinds import Failure, FailureKind
 from electra_dist.store.interface import check_key
 from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Pace, Patience
@@ -345,7 +345,12 @@ class S3Requests:
         text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"
         if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
             raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
-        outage.wait_after(StoreAway(text), is_away=failure.kind is FailureKind.AWAY)
+        try:
+            outage.wait_after(StoreAway(text), is_away=failure.kind is FailureKind.AWAY)
+        except StorageLost:
+            if failure is NOT_FOUND and outage.is_over_with_only(text):  # the service has answered each time
+                raise StoreMissing(text) from None
+            raise
 
     def _begin_again(self, key: str, download: Download, outage: Outage) -> None:
         """Restart the download of an object that was replaced meanwhile; this counts as a failed attempt."""
