@@ -25,7 +25,7 @@ from typing import NamedTuple
 import tokenizers
 
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import read_regular
 from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json, refuse_one_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -21,15 +21,15 @@ import torch
 
 from electra_dist.checkpoint.checkpoint import (
     Checkpoint,
+    Owner,
     checkpoints,
     checkpoints_of_step,
     copies_of_each,
     tries,
 )
-from electra_dist.checkpoint.checkpoint_stores import Owner
+from electra_dist.checkpoint.commit import best_first, held_out_score
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
-from electra_dist.checkpoint.retention import best_first, held_out_score
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store

@@ -4,7 +4,8 @@ Guarantee: every start of a run takes a number, its "attempt". Only the newest a
 whose processes still run raises `Fenced` at its next check for a newer number. Each rank stores a tensor file, which
 appears when it is whole. When a listing shows the files of all ranks, rank 0 commits the checkpoint by creating its
 manifest; the store creates it only if it is absent. Deletion removes the manifest before the tensor files. A kill in
-between leaves unused files ("leftovers"), and never a manifest whose files are missing.
+between leaves unused files ("leftovers"), and never a manifest whose files are missing. Files in the folder of a
+checkpoint that no save has written stay.
 
 How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
 older attempt may still run, for example behind a cut network link. It checks for newer numbers before its commit, and
@@ -24,12 +25,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, parse_folder
+from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, checkpoints, parse_folder
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Range, RunState, ranges_of_tensors
-from electra_dist.config import canonical_json
-from electra_dist.errors import OtherNumerics, StoreError, UserError
+from electra_dist.config import CheckpointConfig, canonical_json
+from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import DamagedJson, parse_json
 
@@ -291,3 +293,88 @@ def check_fence(target: Store, attempt: int) -> None:
 
 def _attempt_key(attempt: int) -> str:
     return f"{_ATTEMPTS}{attempt:04d}.json"
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """Scores of a checkpoint on held-out rows, from which the best checkpoint is chosen. None means no score."""
+
+    context_auc: float | None = None  # None without a discriminator
+    loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens
+
+
+NOT_EVALUATED = HeldOutScore()
+
+
+def superfluous(
+    candidates: Sequence[Checkpoint],
+    policy: CheckpointConfig,
+    rollback_steps: int,
+    scores: Mapping[Checkpoint, HeldOutScore],
+) -> list[Checkpoint]:
+    """Return the checkpoints of one store that the retention policy does not keep, oldest first. Nothing is deleted.
+    A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
+    `keep_steps` names its step, or if it is one of the first `keep_best` in `best_first`. Two are always kept: the
+    newest, and the newest that is at least `rollback_steps` (`guard.most_skipped`) older. A rollback skips at most
+    that many steps before the newest checkpoint, so it finds a checkpoint that was not trained on a skipped step.
+    """
+    ordered = sorted(candidates, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
+    num_newest = max(1, policy.keep_last)
+    keep = set(ordered[-num_newest:])
+    older = [checkpoint for checkpoint in ordered if checkpoint.step <= ordered[-1].step - rollback_steps]
+    keep |= set(older[-1:])
+    keep |= {checkpoint for checkpoint in ordered if checkpoint.step in policy.keep_steps}
+    if policy.keep_every_steps:
+        keep |= {checkpoint for checkpoint in ordered if checkpoint.step % policy.keep_every_steps == 0}
+    keep |= set(best_first(ordered, scores)[: policy.keep_best])
+    return [checkpoint for checkpoint in ordered if checkpoint not in keep]
+
+
+def best_first(candidates: Sequence[Checkpoint], scores: Mapping[Checkpoint, HeldOutScore]) -> list[Checkpoint]:
+    """Return the checkpoints that have a score on held-out rows, the best first; of equal ones the newest first.
+    Checkpoints with a context AUC come first, the highest first; the others follow by their loss, the lowest first.
+    """
+    ranked = []
+    for checkpoint in candidates:
+        score = scores.get(checkpoint, NOT_EVALUATED)
+        newest_first = (-checkpoint.step, -checkpoint.attempt)
+        if score.context_auc is not None:
+            ranked.append(((0, -score.context_auc, *newest_first), checkpoint))
+        elif score.loss is not None:
+            ranked.append(((1, score.loss, *newest_first), checkpoint))
+    return [checkpoint for _, checkpoint in sorted(ranked, key=lambda entry: entry[0])]
+
+
+def held_out_score(checkpoint: Checkpoint) -> HeldOutScore:
+    """Read a checkpoint's scores on held-out rows from its manifest; `NOT_EVALUATED` if absent or unreadable.
+    Raises StoreAway if the store does not respond, so that a good checkpoint does not count as one without scores.
+    """
+    try:
+        state = checkpoint.manifest().state
+    except StoreAway:
+        raise
+    except (TornCheckpoint, StoreError):
+        return NOT_EVALUATED
+    return HeldOutScore(context_auc=state.eval_context_auc, loss=state.eval_loss)
+
+
+def retain(
+    target: Store,
+    policy: CheckpointConfig,
+    rollback_steps: int,
+    attempt: int,
+    scores: dict[Checkpoint, HeldOutScore],
+) -> None:
+    """Delete the checkpoints of a target that the retention policy does not keep (see `superfluous`). Rank 0 only.
+    Checkpoints that were set aside stay. If the policy has `keep_best`, `scores` receives the scores that it lacks.
+    Raises Fenced if a newer start of the run exists; nothing was deleted then.
+    """
+    candidates = checkpoints([target])
+    if policy.keep_best:
+        for checkpoint in candidates:
+            if checkpoint not in scores:
+                scores[checkpoint] = held_out_score(checkpoint)
+    check_fence(target, attempt)
+    for checkpoint in superfluous(candidates, policy, rollback_steps, scores):
+        target.delete(checkpoint.key(MANIFEST))
+        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if is_of_checkpoint(key)])

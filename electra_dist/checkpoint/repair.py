@@ -1,4 +1,4 @@
-"""List and repair checkpoints from outside a run, for the commands of `electra-dist checkpoint`.
+"""List, compare and repair checkpoints from outside a run, for the commands of `electra-dist checkpoint`.
 
 Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. Data
 are copied only from a good copy of the same checkpoint in another store: the same step and start of the same run, and
@@ -16,14 +16,25 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, WITHDRAWN, Checkpoint, parse_folder
-from electra_dist.checkpoint.checkpoint_stores import OtherRun, Owner
+import torch
+
+from electra_dist.checkpoint.checkpoint import (
+    SET_ASIDE,
+    SET_ASIDE_REASON,
+    WITHDRAWN,
+    Checkpoint,
+    OtherRun,
+    Owner,
+    parse_folder,
+)
 from electra_dist.checkpoint.commit import leftovers, newest_attempt, run_of_attempt, sweep
-from electra_dist.checkpoint.manifest import MANIFEST, Manifest
+from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Kind, Manifest, RunState
 from electra_dist.checkpoint.reader import CheckpointReader, verify
+from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 
@@ -243,3 +254,48 @@ def _copy(source: Store, destination: Store, key: str) -> None:
         path = Path(scratch) / "file"
         source.fetch(key, path)
         destination.upload(path, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Result of comparing one parameter and its optimizer moments in two checkpoints."""
+
+    name: str  # of the parameter
+    largest: dict[Kind, float]  # kind (weights or a moment) -> largest absolute difference; NaN if either has a NaN
+    equal: bool  # bit for bit, weights and both moments
+
+
+def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
+    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
+    World size, ZeRO stage and package versions are among them; they may differ although all weights are equal.
+    """
+    return [
+        (field, getattr(a, field), getattr(b, field))
+        for field in RunState.model_fields
+        if getattr(a, field) != getattr(b, field)
+    ]
+
+
+def parameter_differences(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference]:
+    """Compare every parameter that both checkpoints have in the same shape, in the order of `a`, one at a time.
+    Raises TornCheckpoint if a parameter of either side is damaged.
+    """
+    for name, shape in a.manifest.state.shapes.items():
+        if b.manifest.state.shapes.get(name) != shape:
+            continue
+        left = _read(a, name)
+        right = _read(b, name)
+        largest = {kind: float((left[kind] - right[kind]).abs().max()) for kind in KINDS}
+        # Bits are compared as integers: as floats a NaN would differ from itself, and -0 would equal 0.
+        is_equal = all(torch.equal(left[kind].view(torch.int32), right[kind].view(torch.int32)) for kind in KINDS)
+        yield Difference(name=name, largest=largest, equal=is_equal)
+
+
+def _read(reader: CheckpointReader, name: str) -> dict[Kind, torch.Tensor]:
+    """Read and verify a whole parameter and its moments, as flat fp32 CPU tensors."""
+    numel = prod(reader.manifest.state.shapes[name])
+    views = {kind: torch.empty(numel) for kind in KINDS}
+    faults = reader.fill([Fragment(name=name, start=0, numel=numel, views=views)], check=())
+    if faults:
+        raise TornCheckpoint(f"{reader.checkpoint.url} is damaged: {faults[0]}; run `electra-dist checkpoint repair`")
+    return views

@@ -29,11 +29,11 @@ from electra_dist.checkpoint.checkpoint import (
     SET_ASIDE_REASON,
     WITHDRAWN,
     Checkpoint,
+    Owner,
     checkpoints,
     copies_of_each,
     tries,
 )
-from electra_dist.checkpoint.checkpoint_stores import Owner
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment

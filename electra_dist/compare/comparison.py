@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures

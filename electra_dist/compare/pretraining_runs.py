@@ -20,8 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
-from electra_dist.checkpoint.checkpoint import checkpoints
-from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.processes import mark_of, marked_pids

@@ -30,7 +30,7 @@ from electra_dist.config.schedule import NUMBER_TAG, SCHEDULE_TAG
 from electra_dist.config.secrets import without_secret_arguments, without_secrets
 from electra_dist.config.sections.base import Section
 from electra_dist.errors import UserError
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import read_regular
 
 S = TypeVar("S", bound=Section)
 

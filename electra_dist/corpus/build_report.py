@@ -4,6 +4,8 @@ Guarantee: the report is the same for any number of workers and of interruptions
 corpus.json, is written before it, and is no part of the corpus: neither the fingerprint nor a run depends on it. An
 input counts as made by `corpus prepare` only if prepare.json lies beside it, which a preparation writes last.
 
+It also judges the share of [UNK] in tokenized texts: a vocabulary that does not fit its texts turns them into [UNK].
+
 How: the records of input groups and of buckets have counts (`counts.py`). The last stage of a build adds them up, so
 the report is complete if the build was resumed, too.
 """
@@ -13,9 +15,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from electra_dist.config import Section
@@ -23,12 +27,11 @@ from electra_dist.corpus.counts import LENGTH, SKIP_REASONS, SKIPPED, SKIPPED_BY
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import (
-    find_document,
-)
+from electra_dist.store.json_file import find_document
 from electra_dist.store.open_store import open_store
 
 REPORT_KEY = "build.json"
+NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
 _PREPARE_KEY = "prepare.json"
 _DOCUMENTS_FOLDER = "documents"  # in the output of a preparation
 
@@ -261,3 +264,45 @@ def _used_fields(tree: object) -> object:
 
 
 _PREPARATION = TypeAdapter(Annotated[PreparedText, BeforeValidator(_used_fields)])
+
+
+class UnknownTokens(NamedTuple):
+    """Counts for one text: its tokens without [CLS], [SEP] and [PAD], and how many of them are [UNK]."""
+
+    tokens: int
+    unk_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Return the share of [UNK] among the tokens; 0 if there are none."""
+        return self.unk_tokens / self.tokens if self.tokens else 0.0
+
+
+def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int]) -> UnknownTokens:
+    """Count the tokens and the [UNK] in rows of token ids; `special` maps BERT's special tokens to their ids."""
+    num_unknown = int(np.count_nonzero(ids == special["[UNK]"]))
+    ends = [special[token] for token in ("[PAD]", "[CLS]", "[SEP]")]
+    return UnknownTokens(int(np.count_nonzero(~np.isin(ids, ends))), num_unknown)
+
+
+def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
+    """Return how many tokens and [UNK] each source has, from the report of a build: source -> counts."""
+    return {name: UnknownTokens(source.tokens, source.unk_tokens) for name, source in report.sources.items()}
+
+
+def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
+    """Return a line for each source with 5 % of [UNK] or more; raise UserError if one has more than `max_rate`.
+
+    Both name `place`, such as the corpus's URL. The error also names `key`, the config key that sets `max_rate`.
+    """
+    lines = []
+    for source, count in counts.items():
+        of_source = f"{place}: {100 * count.rate:.1f} % of the tokens of {source} are [UNK]"
+        if count.rate > max_rate:
+            raise UserError(
+                f"{of_source}, more than {key} {max_rate:g} allows, because the vocabulary lacks their words; give "
+                f"the vocabulary that belongs to the text, leave the source out, or set {key}=1 to accept it"
+            )
+        if count.rate >= NAMED_RATE:
+            lines.append(f"{of_source}, because the vocabulary lacks their words")
+    return lines

@@ -23,8 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from electra_dist.store.atomic_files import replacing
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import read_regular, replacing
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # a docstring with fewer new words is dropped

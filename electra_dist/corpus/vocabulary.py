@@ -29,7 +29,7 @@ import zstandard
 
 from electra_dist.corpus.builder.document_order import document_key
 from electra_dist.errors import UserError
-from electra_dist.store.regular_files import open_regular
+from electra_dist.store.atomic_files import open_regular
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
 _MAX_ALPHABET = 1000  # characters that a vocabulary may have; words with other characters become [UNK]

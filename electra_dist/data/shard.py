@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 from electra_dist.data.receipt import Checksums, checksum_keys, row_checksums
 from electra_dist.data.shard_format import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, read_array_header
 from electra_dist.errors import ManifestMismatch, StoreMissing
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import open_regular, readable
 from electra_dist.store.interface import check_key
-from electra_dist.store.regular_files import open_regular
 
 _BYTES_AT_A_TIME = 1 << 18  # a whole shard is read in pieces of this size, which fit into the cache of a core
 

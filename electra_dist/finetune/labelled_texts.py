@@ -32,8 +32,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.input_files import parse_json_line, split_lines
 from electra_dist.finetune.task import TextFile, tsv_file
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.store.atomic_files import readable
-from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.tokenizer import TextTokenizer
 
 Column = str | int  # name in the header of a file, or index (from 0) in a file without a header

@@ -27,9 +27,8 @@ from electra_dist.finetune.task import TextFile
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_task_model
 from electra_dist.pretrained.hf import State
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import read_regular, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
-from electra_dist.store.regular_files import read_regular
 
 BEST_DIR = "best"  # folder of the seed with the best score
 RECORD_FILE = "finetune.json"  # result, settings and identity, in the folder of a seed

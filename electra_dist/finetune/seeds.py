@@ -37,7 +37,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_rows
+from electra_dist.corpus.build_report import remarks_on_unknown_tokens, unknown_tokens_of_rows
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig

@@ -54,7 +54,7 @@ from electra_dist.finetune.span_models import AnswerModel, LinearSpanModel, Span
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
 
 Gold = Mapping[str, Sequence[str]]  # question id -> gold answers; empty for a question without an answer
 

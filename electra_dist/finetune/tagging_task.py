@@ -36,7 +36,7 @@ from electra_dist.finetune.task import Task, TaskOutcome, TextFile
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.finetune.word_files import TaggedSentence, find_tagged_file, read_tagged_file, tags_of
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
 
 Span = tuple[str, int, int]  # (type, index of the first word, index of the last word); the last word is included
 

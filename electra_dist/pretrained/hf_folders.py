@@ -47,10 +47,9 @@ from electra_dist.pretrained.hf import (
     tower_of,
     with_prefix,
 )
-from electra_dist.store.atomic_files import file_sha256, readable, replacing
+from electra_dist.store.atomic_files import check_regular, file_sha256, read_regular, readable, replacing
 from electra_dist.store.interface import check_key
 from electra_dist.store.json_file import find_document, read_json_object
-from electra_dist.store.regular_files import check_regular, read_regular
 from electra_dist.tokenizer import NamedDigest, check_digest
 
 PRETRAINING_FILE = "pretraining.json"

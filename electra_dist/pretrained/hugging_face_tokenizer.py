@@ -24,9 +24,8 @@ import tokenizers
 from electra_dist.errors import UserError
 from electra_dist.pretrained.hf import MODERNBERT
 from electra_dist.pretrained.hf_folders import PRETRAINING_FILE, check_tokenizer_files
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.json_file import read_json_object
-from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import BYTE_ORDER_MARK, MAX_WORD_CHARS, SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 from electra_dist.tokenizer_json import ends_of_rows
 

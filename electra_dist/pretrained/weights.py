@@ -33,8 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.checkpoint import checkpoints
-from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import checkpoints, open_targets, owner_of
 from electra_dist.checkpoint.chosen_weights import (
     CheckpointProgress,
     Choice,
@@ -60,10 +59,9 @@ from electra_dist.run.folder import (
     open_run,
     read_identity,
 )
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import parse_document
-from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary, check_digest
 
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters

@@ -28,12 +28,12 @@ from electra_dist.store.atomic_files import (
     disk_problem,
     is_temporary,
     nearest_folder,
+    read_regular,
     readable,
     replacing,
     writable,
 )
 from electra_dist.store.json_file import find_document, first_difference
-from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.

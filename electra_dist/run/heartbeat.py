@@ -34,10 +34,9 @@ from electra_dist.errors import StoreError
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.processes import node_name
 from electra_dist.run.records import Count, Number
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import read_regular, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
-from electra_dist.store.regular_files import read_regular
 
 RECORD_BYTES = 512  # length of every heartbeat file
 REASON_CHARACTERS = 160  # a longer reason is cut off

@@ -29,10 +29,17 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import make_folder, readable, replacing, store_error, sync_folder, writable
+from electra_dist.store.atomic_files import (
+    make_folder,
+    open_regular,
+    readable,
+    replacing,
+    store_error,
+    sync_folder,
+    writable,
+)
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json_object
-from electra_dist.store.regular_files import open_regular
 
 T = TypeVar("T")
 

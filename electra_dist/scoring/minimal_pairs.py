@@ -50,7 +50,7 @@ from electra_dist.scoring.token_scores import (
     replaced_logits,
     sentence_log_probs,
 )
-from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
 
 _SUFFIXES = (".jsonl", ".txt")
 

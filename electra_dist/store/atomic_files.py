@@ -1,7 +1,12 @@
-"""Replace local files atomically, digest and lock them, and report the operating system's errors in one line.
+"""Replace local files atomically, open, digest and lock them, and report the operating system's errors in one line.
 
 Guarantee: a file that is written through `replacing` never appears half written. A reader sees the old bytes or the
 new ones, and after a crash the file holds one of the two. Callers use it for every file that another process may read.
+Of files that another program, or a stranger, may have written, only regular ones are opened (`open_regular`): a named
+pipe never blocks a reader, and a device never feeds it without end. What is read as a whole has a limit of size.
+
+Limits: neither the content of a file nor the target of a link is checked. A file that is exchanged for a pipe or a
+device between the check and the opening is opened.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -20,7 +26,6 @@ from typing import IO, BinaryIO, Literal
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failure
-from electra_dist.store.regular_files import open_regular
 
 _FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes remove again and again.
 
@@ -30,6 +35,9 @@ SHARED, PRIVATE, PRIVATE_PROGRAM = 0o666, 0o600, 0o700
 
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+MOST_BYTES = 1 << 28  # of a configuration, a vocabulary or a record; the largest tokenizer.json has a tenth of it
+MOST_DATA_BYTES = 1 << 32  # of a data set that is held in memory as a whole
 
 
 def is_temporary(name: str) -> bool:
@@ -207,3 +215,28 @@ def store_error(path: Path, error: OSError) -> StoreError:
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):
         return StoreAway(message)
     return StoreError(message)
+
+
+def open_regular(path: Path | str) -> io.BufferedReader:
+    """Open a regular file, or one that a link leads to; raise StoreError for a pipe, socket or device."""
+    status = os.stat(path)  # first, because opening a named pipe waits, and opening a device may have an effect
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{path}: is a named pipe, a socket or a device; give a regular file")
+    return open(path, "rb")
+
+
+def check_regular(path: Path | str) -> None:
+    """Raise what `open_regular` raises for a path; call this before a library opens the path by itself."""
+    open_regular(path).close()
+
+
+def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a file; raise StoreError if it has more than `most_bytes` or is a pipe, socket or device."""
+    with open_regular(path) as file:
+        has_too_many = os.fstat(file.fileno()).st_size > most_bytes
+        data = b"" if has_too_many else file.read(most_bytes + 1)  # it may have grown since
+    if has_too_many or len(data) > most_bytes:
+        raise StoreError(f"{path}: has more than the {most_bytes:,} bytes that are read of such a file; replace it")
+    return data

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.interface import Store
-from electra_dist.store.regular_files import read_regular
 
 T = TypeVar("T")
 

@@ -25,6 +25,8 @@ from electra_dist.store.atomic_files import (
     TEMPORARY_SUFFIX,
     is_temporary,
     nearest_folder,
+    open_regular,
+    read_regular,
     readable,
     replacing,
     store_error,
@@ -33,7 +35,6 @@ from electra_dist.store.atomic_files import (
 )
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.patience import Patience
-from electra_dist.store.regular_files import open_regular, read_regular
 
 _MOST_READ_BYTES = 1 << 30  # Larger objects are not read into memory as a whole.
 _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.

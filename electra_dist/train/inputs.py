@@ -12,11 +12,10 @@ import torch
 from electra_kernels import BackendUnavailable
 from electra_kernels.backend_choice import resolve
 
-from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.checkpoint import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
-from electra_dist.corpus.build_report import read_report
-from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+from electra_dist.corpus.build_report import read_report, remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.data.corpora import Corpora, describe_tokenizer, open_corpora
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.engine.engine import check_precision

@@ -25,8 +25,7 @@ import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
 
-from electra_dist.checkpoint.checkpoint import checkpoints
-from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
+from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, open_targets
 from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config, canonical_json

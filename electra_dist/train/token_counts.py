@@ -29,9 +29,8 @@ from electra_dist.data.shard_format import parse_array
 from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file
-from electra_dist.store.atomic_files import readable, replacing
+from electra_dist.store.atomic_files import read_regular, readable, replacing
 from electra_dist.store.patience import Patience, waiting
-from electra_dist.store.regular_files import read_regular
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

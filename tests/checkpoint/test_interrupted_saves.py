@@ -11,7 +11,7 @@ from support import checkpoints as small
 from support.checkpoints import committed, folder_name, verify
 from support.real_runs import tiny_tree
 
-from electra_dist.checkpoint.checkpoint_stores import check_targets
+from electra_dist.checkpoint.checkpoint import check_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.repair import copy_to_all

@@ -12,9 +12,8 @@ from support.import_graph import ROOT
 
 from electra_dist.config.load import load_config
 from electra_dist.errors import StoreError, UserError
-from electra_dist.store import regular_files
-from electra_dist.store.atomic_files import readable
-from electra_dist.store.regular_files import check_regular, open_regular, read_regular
+from electra_dist.store import atomic_files
+from electra_dist.store.atomic_files import check_regular, open_regular, read_regular, readable
 
 OTHER_KINDS: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
@@ -29,7 +28,7 @@ OWN = {
     "electra_dist/data/peer_group.py",
     "electra_dist/data/shard_server.py",
     "electra_dist/gpu_cores.py",
-    "electra_dist/store/regular_files.py",
+    "electra_dist/store/atomic_files.py",
     "electra_dist/report/model_card.py",
     "electra_dist/run/environment_record.py",
     "electra_dist/run/lease.py",
@@ -70,7 +69,7 @@ def test_a_file_of_more_bytes_than_its_limit_is_not_read(tmp_path: Path) -> None
         read_regular(path, 4)
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # takes no space on the disk
-    with pytest.raises(StoreError, match=f"more than the {regular_files.MOST_BYTES:,} bytes"):
+    with pytest.raises(StoreError, match=f"more than the {atomic_files.MOST_BYTES:,} bytes"):
         read_regular(path)
 
 

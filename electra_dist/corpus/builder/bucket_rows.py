@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow
 
+from electra_dist.corpus.build_report import UnknownTokens
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.chunk_processor import ChunkProcessor, ChunkRows, Rows
@@ -40,7 +41,6 @@ from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES, DocumentNames, RawDocument
 from electra_dist.corpus.origins import Origin, OriginFile, joined, put_origins, rows_of_table, table_of_examples
-from electra_dist.corpus.unknown_tokens import UnknownTokens
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store

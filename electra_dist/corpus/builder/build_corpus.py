@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from electra_dist.corpus.build_console import BuildConsole
+from electra_dist.corpus.build_report import remarks_on_unknown_tokens
 from electra_dist.corpus.builder.bucket_rows import sample_rows, start_making_rows
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
@@ -36,7 +37,6 @@ from electra_dist.corpus.builder.read_group import InputGroup, ReadTask, group_i
 from electra_dist.corpus.builder.sentence_pairs import MIN_SEQ_LEN
 from electra_dist.corpus.builder.spill_file import open_spills
 from electra_dist.corpus.counts import Counts
-from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens
 from electra_dist.corpus.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
 from electra_dist.store.open_store import open_store

@@ -15,7 +15,14 @@ import numpy as np
 from pydantic import Field, StrictBool, TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from electra_dist.corpus.build_report import BuildReport, make_report, read_report, write_report
+from electra_dist.corpus.build_report import (
+    BuildReport,
+    make_report,
+    read_report,
+    remarks_on_unknown_tokens,
+    unknown_tokens_of_report,
+    write_report,
+)
 from electra_dist.corpus.builder.bucket_rows import put_shard
 from electra_dist.corpus.builder.build_records import (
     BuildOrder,
@@ -28,7 +35,6 @@ from electra_dist.corpus.builder.row_packing import row_dtype
 from electra_dist.corpus.counts import SKIPPED, Counts
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins
-from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, heldout_of, read_manifest, write_manifest
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, validate_json

@@ -29,9 +29,9 @@ from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
 from electra_dist.corpus.inputs.table_files import NoTextColumn
 from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import open_regular
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.regular_files import open_regular
 
 
 class DocumentStream:

@@ -44,7 +44,7 @@ from electra_dist.corpus.prepare.filter_sections import (
 )
 from electra_dist.corpus.prepare.prepare_config import FormattingSection, PrepareConfig
 from electra_dist.errors import UserError
-from electra_dist.store.regular_files import check_regular, read_regular
+from electra_dist.store.atomic_files import check_regular, read_regular
 
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 # A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line. Of several

@@ -40,7 +40,7 @@ from electra_dist.corpus.prepare.document_files import DropRecorder
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
 from electra_dist.corpus.prepare.source_plan import read_plan
 from electra_dist.errors import UserError
-from electra_dist.store.regular_files import open_regular
+from electra_dist.store.atomic_files import open_regular
 
 IS_HTML = "is_html"  # key of a document's metadata until its text is extracted
 # Keys of metadata that a preparation sets itself; fields of these names in a record are kept under RECORD.

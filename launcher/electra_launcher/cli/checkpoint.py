@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for 
 
     from electra_dist.checkpoint.checkpoint import Checkpoint
     from electra_dist.checkpoint.reader import CheckpointReader
-    from electra_dist.checkpoint.repair import Found
-    from electra_dist.checkpoint.state_diff import Difference
+    from electra_dist.checkpoint.repair import Difference, Found
 
 app = typer.Typer(
     help="List, verify, compare and repair the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -249,7 +248,7 @@ def _print_diff_json(
     left: CheckpointReader, right: CheckpointReader, different: list[Difference], num_compared: int
 ) -> None:
     """Print a JSON object with all parameters and fields of the run state that differ between two checkpoints."""
-    from electra_dist.checkpoint.state_diff import state_differences
+    from electra_dist.checkpoint.repair import state_differences
 
     fields = state_differences(left.manifest.state, right.manifest.state)
     same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
@@ -268,7 +267,7 @@ def _print_diff_json(
 
 def _compare_parameters(left: CheckpointReader, right: CheckpointReader) -> list[Difference]:
     """Compare the parameters that have the same shape in both checkpoints; show a progress bar on stderr."""
-    from electra_dist.checkpoint.state_diff import parameter_differences
+    from electra_dist.checkpoint.repair import parameter_differences
 
     num_parameters = len(left.manifest.state.shapes)
     compared: list[Difference] = []
@@ -286,7 +285,7 @@ def _state_table(left: CheckpointReader, right: CheckpointReader) -> Table:
     """Return a table of those fields of the run state, such as step and ranks, that differ between two checkpoints."""
     from rich.table import Table
 
-    from electra_dist.checkpoint.state_diff import state_differences
+    from electra_dist.checkpoint.repair import state_differences
 
     table = Table("field", f"A {left.checkpoint.folder}", f"B {right.checkpoint.folder}", title="state")
     for field, left_value, right_value in state_differences(left.manifest.state, right.manifest.state):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
-from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import Checkpoint, Owner, checkpoints, open_targets, owner_of, parse_folder
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.interface import Store

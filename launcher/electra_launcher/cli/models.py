@@ -371,8 +371,7 @@ def score(
 
 def _read_lines(texts: str) -> list[TextLine]:
     from electra_dist.scoring.text_scores import read_text_lines
-    from electra_dist.store.atomic_files import readable
-    from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
+    from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 
     if texts == _STDIN:
         return read_text_lines(sys.stdin.buffer.read(), "standard input")

@@ -301,7 +301,7 @@ def _parse_average(text: str | None) -> int:
 
 def _check_local_checkpoints(run: Path) -> None:
     """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
-    from electra_dist.checkpoint.checkpoint_stores import owner_of
+    from electra_dist.checkpoint.checkpoint import owner_of
     from electra_dist.run.folder import open_run, read_identity
     from electra_dist.store.open_store import open_store
 

@@ -30,8 +30,7 @@ from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEve
 from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
-from electra_dist.store.atomic_files import disk_problem
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import disk_problem, read_regular
 from electra_launcher.slurm.batch_script import job_name
 from electra_launcher.slurm.slurm import QueuedJob, QueueView, queue_view
 

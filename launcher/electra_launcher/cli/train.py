@@ -151,8 +151,7 @@ def _here(start: _Start, num_ranks: int) -> int:
 
 def _hosts(file: Path, most: int | None) -> list[Host]:
     """Return the hosts of a hostfile, at most `most`; UserError for a line that names no host."""
-    from electra_dist.store.atomic_files import readable
-    from electra_dist.store.regular_files import read_regular
+    from electra_dist.store.atomic_files import read_regular, readable
 
     with readable(file):
         lines = read_regular(file).decode(errors="replace").splitlines()

@@ -13,8 +13,7 @@ from typing import Any
 
 import typer
 
-from electra_dist.checkpoint.checkpoint import checkpoints
-from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import checkpoints, open_targets, owner_of
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config
 from electra_dist.console import Console

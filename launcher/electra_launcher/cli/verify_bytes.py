@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints
-from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import Checkpoint, Owner, checkpoints, open_targets, owner_of
 from electra_dist.checkpoint.reader import verify as verify_checkpoint
 from electra_dist.console import Console
 from electra_dist.corpus.origins import ORIGINS_KEY, OriginFile, Origins, open_origins
@@ -37,10 +36,9 @@ from electra_dist.run.folder import (
     recorded_fingerprints,
     token_counts_files,
 )
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import open_regular, readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.regular_files import open_regular
 from electra_launcher.cli.console import byte_progress, open_console, print_json
 
 Advance = Callable[[int], None]  # called with the number of bytes read since its last call

@@ -50,7 +50,7 @@ from electra_dist.run.history import (
 )
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import read_regular
 from electra_launcher.entry import begin_program, exit_code_of, read_config
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
 from electra_dist.errors import UserError
-from electra_dist.store.regular_files import read_regular
+from electra_dist.store.atomic_files import read_regular
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:

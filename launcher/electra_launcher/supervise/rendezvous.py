@@ -38,9 +38,8 @@ from electra_dist.engine.rank_environment import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, StoreError
 from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.run.records import Count
-from electra_dist.store.atomic_files import replacing, writable
+from electra_dist.store.atomic_files import read_regular, replacing, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
-from electra_dist.store.regular_files import read_regular
 from electra_launcher.supervise.rank_placement import NUM_PORTS
 
 _FILE_NAME = re.compile(r"node-(?P<node>0|[1-9][0-9]{0,5})\.json")

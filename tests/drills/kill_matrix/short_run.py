@@ -39,8 +39,7 @@ from support.real_runs import free_port, write_tiny_config
 from support.s3_server import S3Server
 
 import electra_dist.store.s3.s3_store
-from electra_dist.checkpoint.commit import Fenced
-from electra_dist.checkpoint.retention import retain
+from electra_dist.checkpoint.commit import Fenced, retain
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.objectives.base import StepInput, StepOutput, Sums

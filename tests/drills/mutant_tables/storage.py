@@ -254,7 +254,7 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: old files are deleted before the manifest that lists them",
-        file="electra_dist/checkpoint/retention.py",
+        file="electra_dist/checkpoint/commit.py",
         original="        target.delete(checkpoint.key(MANIFEST))\n"
         '        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if is_of_checkpoint(key)])',
         mutated='        target.delete_all(target.list(f"{checkpoint.folder}/rank"))\n'
@@ -277,14 +277,14 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: the worst held-out score counts as the best",
-        file="electra_dist/checkpoint/retention.py",
+        file="electra_dist/checkpoint/commit.py",
         original="(0, -score.context_auc, *newest_first)",
         mutated="(0, score.context_auc, *newest_first)",
         test="tests/checkpoint/test_commit.py::test_best_is_the_context_auc_or_else_the_own_loss",
     ),
     Mutant(
         name="checkpoint: no checkpoint is old enough for a rollback",
-        file="electra_dist/checkpoint/retention.py",
+        file="electra_dist/checkpoint/commit.py",
         original="checkpoint.step <= ordered[-1].step - rollback_steps",
         mutated="checkpoint.step <= ordered[-1].step",
         test="tests/checkpoint/test_retention.py::test_retention_keeps_exactly_the_checkpoints_that_the_policy_names",

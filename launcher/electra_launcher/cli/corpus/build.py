@@ -163,7 +163,7 @@ def _outcome(result: JoinedCorpus) -> str:
 def _print_report(report: BuildReport | None, console: Console) -> None:
     """Print two tables (what the build read and left out; the figures of each source) and hints on what to change."""
     from electra_dist.corpus.build_console import input_table, length_line, remarks, source_table
-    from electra_dist.corpus.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
+    from electra_dist.corpus.build_report import remarks_on_unknown_tokens, unknown_tokens_of_report
 
     if report is None:
         console.print("no report of the inputs: the corpus was indexed")
