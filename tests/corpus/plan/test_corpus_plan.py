@@ -255,11 +255,7 @@ def test_a_plan_of_a_preparation_names_the_package_that_is_missing(
 ) -> None:
     (tmp_path / "prepare.yaml").write_text("output: o\nwork: w\nsources: [{name: a, path: a}]\n")
     monkeypatch.setitem(sys.modules, "datatrove.utils.logging", None)  # imports of it fail
-<<<<<<< HEAD
     with pytest.raises(UserError, match=r"--prepare needs packages .*; run: pip install 'datatrove"):
-=======
-    with pytest.raises(UserError, match=r"--prepare needs packages .*; run: pip install 'datatrove"):
->>>>>>> aaa43fe5 (Five modules are part of the module whose subject they share)
         run("--prepare", str(tmp_path / "prepare.yaml"), "--set", "model.vocab_size=300")
 
 
