@@ -113,7 +113,7 @@ class Ledger:
     """
 
     def __init__(self, run_dir: Path, patience: Patience | None = None) -> None:
-        """Open the file; `append` waits for the disk with `patience` (None: not at all)."""
+        """Open the file. `append`, `sync` and `close` wait for the disk with `patience` (None: not at all)."""
         self._run_dir = Path(run_dir)
         self._patience = patience
         self._file = JsonlFile(self._run_dir / LEDGER_FILE)
@@ -129,7 +129,7 @@ class Ledger:
         except StoreAway:
             if self._patience is None:
                 raise
-            self._patience.call(self.sync)
+            self.sync()
 
     def append_soon(self, event: Event, step: int, **details: Any) -> None:
         """Append an event without waiting for a disk that is full or away."""
@@ -148,13 +148,19 @@ class Ledger:
             self._file.sync()
 
     def sync(self) -> None:
-        """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk refuses again."""
+        """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk stays full or away."""
+        waiting(self._patience, self._sync)
+
+    def _sync(self) -> None:
         with self._lock:
             self._file.sync()
 
-    def close(self) -> None:
-        """Write the events that the disk has refused, and close the file; after StoreAway, call `close` again."""
-        self._file.close()
+    def close(self, *, waits: bool = True) -> None:
+        """Write the events that the disk has refused, and close the file; after StoreAway, call `close` again.
+
+        With `waits` False, the disk is tried once, whatever the patience.
+        """
+        waiting(self._patience if waits else None, self._file.close)
 
     def discard(self) -> None:
         """Close the ledger file without the events that the disk has refused. Calling it twice is fine."""

@@ -35,6 +35,7 @@ from electra_dist.escapes import markdown_text
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.records import Count, JsonlFile, Record, lines, parse_line, read_records
 from electra_dist.run.tensorboard import TensorBoardWriter
+from electra_dist.store.patience import Patience, waiting
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 
@@ -147,9 +148,17 @@ class MetricsWriter:
     """Writer of metrics.jsonl in a run folder and, if wanted, of TensorBoard event files. Only rank 0 has one."""
 
     def __init__(
-        self, run_dir: Path, tensorboard: bool, settings: Mapping[str, str | float | bool] | None = None
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        settings: Mapping[str, str | float | bool] | None = None,
+        patience: Patience | None = None,
     ) -> None:
-        """Open metrics.jsonl; TensorBoard shows `settings` (dotted config key -> value) as hyperparameters."""
+        """Open metrics.jsonl; TensorBoard shows `settings` (dotted config key -> value) as hyperparameters.
+
+        `sync` and `close` wait for the disk with `patience` (None: not at all); `write` never does.
+        """
+        self._patience = patience
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._samples: JsonlFile | None = None  # samples.jsonl, opened by the first samples
@@ -222,6 +231,9 @@ class MetricsWriter:
 
         Any thread may call this while another thread calls `write`. After StoreAway, call it again later.
         """
+        waiting(self._patience, self._sync)
+
+    def _sync(self) -> None:
         with self._lock:
             self._file.sync()
 
@@ -237,10 +249,10 @@ class MetricsWriter:
         problem_of_tensorboard = self._tensorboard.take_problem() if self._tensorboard else ""
         return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Sync and close all files; after StoreAway, metrics.jsonl stays open, and a later call tries again.
 
-        Samples that a full disk refuses are lost.
+        Samples that a full disk refuses are lost. With `waits` False, the disk is tried once, whatever the patience.
         """
         if self._samples is not None:
             with contextlib.suppress(StoreAway):
@@ -248,7 +260,7 @@ class MetricsWriter:
             self._samples.discard()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        self._file.close()
+        waiting(self._patience if waits else None, self._file.close)
 
     def discard(self) -> None:
         """Close metrics.jsonl without the records that its disk refuses. Calling it twice is fine."""

@@ -65,13 +65,12 @@ class Reporter:
         run_dir = Path(config.run_dir)
         self._config = config
         self._engine = start.engine
-        self._patience = start.patience
         self._run_dir = run_dir
         start_step = restored.step if restored else 0
-        self._ledger = Ledger(run_dir, self._patience)
+        self._ledger = Ledger(run_dir, start.patience)
         self._console = Console(run_dir, config.train.num_steps, start_step)
         settings = flat_settings(config)
-        self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings))
+        self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings), start.patience)
         furthest_step = self._metrics.truncate_after(start_step)
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
@@ -242,8 +241,8 @@ class Reporter:
 
         A restart from the checkpoint does not repeat earlier steps, so their records must be on the disk by then.
         """
-        self._patience.call(self._metrics.sync)
-        self._patience.call(self._ledger.sync)
+        self._metrics.sync()
+        self._ledger.sync()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed: all its files are in every checkpoint store.
@@ -312,10 +311,7 @@ class Reporter:
         try:
             for close in (self._metrics.close, self._ledger.close):
                 with contextlib.suppress(StoreAway) if is_lost else contextlib.nullcontext():
-                    if is_lost:
-                        close()
-                    else:
-                        self._patience.call(close)
+                    close(waits=not is_lost)
         finally:
             self._metrics.discard()
             self._ledger.discard()

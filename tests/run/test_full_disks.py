@@ -16,6 +16,7 @@ from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.ledger import Ledger, read_ledger
 from electra_dist.run.metrics import MetricsWriter, read_metrics
 from electra_dist.run.records import JsonlFile, read_records
+from electra_dist.store.patience import Patience
 
 
 class Disk:
@@ -133,6 +134,37 @@ def test_an_event_that_the_disk_refuses_is_in_the_ledger_after_the_next_sync(dis
     ledger.append("done", 6)
     ledger.close()
     assert [(event.event, event.step) for event in read_ledger(tmp_path)] == [("checkpoint", 5), ("done", 6)]
+
+
+def test_metrics_and_ledger_wait_for_the_disk_when_they_are_synced_and_closed_unless_told_not_to(
+    disk: Disk, tmp_path: Path
+) -> None:
+    patience = Patience(60.0, note=lambda line: None)
+    waits = []
+
+    def free_space(reason: str) -> None:
+        if reason:
+            waits.append(reason)
+            disk.free_bytes = 10**9
+
+    patience.on_wait = free_space
+    ledger = Ledger(tmp_path, patience)
+    metrics = MetricsWriter(tmp_path, tensorboard=False, patience=patience)
+    for step, ends in ((1, (metrics.sync, ledger.sync)), (2, (metrics.close, ledger.close))):
+        disk.free_bytes = 0
+        metrics.write(STEP.model_copy(update={"step": step}))
+        ledger.append_soon("checkpoint", step)
+        if step == 2:
+            for file in (metrics, ledger):
+                with pytest.raises(StoreAway):
+                    file.close(waits=False)
+            assert len(waits) == 2
+        for end in ends:
+            disk.free_bytes = 0
+            end()
+    assert len(waits) == 4
+    assert [event.step for event in read_ledger(tmp_path)] == [1, 2]
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_metrics_are_complete_after_the_disk_had_no_space_and_are_noted_once(disk: Disk, tmp_path: Path) -> None:
