@@ -145,7 +145,7 @@ class RunState(_Frozen):
 
     @property
     def is_divided_evenly(self) -> bool:
-        """Return whether every rank r stores `part(numel, world_size, r)` of each parameter, as at ZeRO 0 and 3."""
+        """Return whether the ranks divide each parameter evenly (`part`), as at ZeRO 0 and 3, and not at 1 and 2."""
         return self.zero_stage in _EVENLY_DIVIDED
 
     def parts(self, rank: int) -> dict[str, Range]:

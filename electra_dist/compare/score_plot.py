@@ -184,7 +184,7 @@ CURVE_TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurves:
-    """Values that one run of a comparison has recorded at its evaluations, by training FLOPs."""
+    """What one run of a comparison has recorded at its evaluations, each value with the FLOPs of training so far."""
 
     entry: str  # name of the objective's entry
     seed: int

@@ -190,7 +190,7 @@ def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
 
 
 class PreparedSource(Section):
-    """Licence of one source of `corpus prepare`, and the numbers of its documents."""
+    """Licence of one source of `corpus prepare`, and its counts of documents."""
 
     license: str = Field(description="licence of the source as the YAML file of the preparation states it")
     documents_in: int = Field(description="documents that the preparation read")

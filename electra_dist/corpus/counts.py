@@ -106,7 +106,7 @@ class Counts(Section):
             numbers["undecodable_bytes"] += num_bytes
 
     def keep_document(self, source: str, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
-        """Count a document with `outcome` "used" or "heldout", its tokens (at least one), its [UNK] and its length."""
+        """Count a document that is "used" or "heldout" (`outcome`): its length in tokens, and those that are [UNK]."""
         numbers = self.of_source(source)
         num_tokens = 0
         for ids in sentences:

@@ -173,7 +173,7 @@ class VocabularySample:
     """
 
     def __init__(self, folder: Path, limit_bytes: int, seed: int) -> None:
-        """Take nothing yet. The folder must be empty, and belongs to the caller."""
+        """Prepare a sample of at most `limit_bytes` of documents, drawn by `seed`, in the caller's empty folder."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._seed = seed

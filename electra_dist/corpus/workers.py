@@ -51,9 +51,9 @@ class WorkerPool(Generic[Task, Result]):
         """Start nothing yet; with one worker, the calling process does the work.
 
         `start` is called once in each process and returns the function that does a task. `start` is pickled, so it
-        must be a function of a module or a `functools.partial` of one. `preload` names the module that the process
-        imports of which the workers are forks. Isolated tasks run in processes of their own even with one worker, and
-        are killed, not waited for, when one of them fails: they may take hours, or take their process with them.
+        must be a function of a module or a `functools.partial` of one. Workers are forks of one process, which has
+        imported the module `preload`. `isolated` is for tasks that may take hours or crash: they run in processes
+        even with one worker, and when one fails, the others are killed.
         """
         self._start = start
         self._num_workers = num_workers

@@ -350,9 +350,9 @@ class RowOrder:
         )
 
     def uses_of_rows(self, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
-        """Return at which of its first `num_positions` positions a run uses each of k rows, in ascending order.
+        """Return, for row rows[i] of shard shards[i], the positions below `num_positions` at which a run uses it.
 
-        The i-th row is number rows[i] in shard shards[i].
+        Positions of a row ascend.
         """
         uses: list[list[RowPosition]] = [[] for _ in rows]
         for phase in self.phases:

@@ -51,7 +51,7 @@ class ChangedRow(Exception):
     """Error for a row whose checksum differs from the one that it had when its shard was verified."""
 
     def __init__(self, shard_index: int, row: int) -> None:
-        """Describe the row. `shard_index` is an index into the `shards` of `rows_of`; `Shard.rows` passes 0."""
+        """Name the changed row: number `row` of the shard at place `shard_index` in the list that was being read."""
         super().__init__(f"row {row} of shard {shard_index} has changed")
         self.shard_index = shard_index
         self.row = row

@@ -199,7 +199,7 @@ def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> 
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse each line of a JSONL file, and select the keys `columns`; the last of them, the label, may be a number."""
+    """Return the values of the keys `columns` of each numbered JSON line; the last one, the label, may be a number."""
     *text_keys, label_key = map(str, columns)
     rows: list[Row] = []
     for number, line in lines:
@@ -294,7 +294,7 @@ class UnlabelledSpec(NamedTuple):
 
 
 class UnlabelledSet(NamedTuple):
-    """Texts of a test set, the numbers of its examples, and the name of the file for the predictions."""
+    """Texts of a test set, the ids of its examples, and the name of the file for the predictions."""
 
     texts: Texts
     indices: list[str]

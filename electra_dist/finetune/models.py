@@ -109,7 +109,7 @@ class TaskModel(nn.Module):
 
     @property
     def encoder_prefix(self) -> str:
-        """Return how the names of the encoder's parameters begin."""
+        """Return the prefix of the names of the encoder's parameters, such as "electra."."""
         return f"network.{self.network.encoder_prefix}"
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:

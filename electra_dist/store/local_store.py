@@ -188,7 +188,10 @@ class LocalStore(Store):
     @override
     @_waiting
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete temporary files and empty folders that killed writers left; return the number of files."""
+        """Delete what killed writers left: empty folders, and temporary files for which `doomed(final key)` is true.
+
+        Return the number of files.
+        """
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
         for folder, folder_names, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):

@@ -16,9 +16,9 @@ from electra_dist.train.stop_request import StopRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Parts of one start of a run on this rank, made once and shared by all rounds of the start.
+    """What one start of a run makes once on this rank, and all its rounds share.
 
-    A round is the part of a start from a restored checkpoint to the last step, a stop, or a rollback.
+    A round leads from a restored checkpoint to the last step, a stop, or a rollback, after which another one begins.
     """
 
     config: Config  # with the micro-batch that this number of ranks and this memory allow

@@ -144,14 +144,8 @@ class _PartOfBuild:
         refuse_unknown_sources("corpus.licences", corpus.licences, sources)
 
     def _read_and_make_rows(self) -> int:
-        with_origins = self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes())
-        if self._request.corpus.origins != with_origins:
-            self._console.say(
-                f"{self._store.url}: this build was begun with corpus.origins {str(with_origins).lower()} and keeps "
-                "this setting; to change it, delete this folder and build again"
-            )
-            corpus = self._request.corpus.model_copy(update={"origins": with_origins})
-            self._request = dataclasses.replace(self._request, corpus=corpus)
+        """Do what is left of the part; return the number of its shards that an earlier call had finished."""
+        self._keep_origins(self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes()))
         with self._console:
             order = self._records.order()
             if order is not None and order.inputs_sha256 != self._request.input_names()["inputs_sha256"]:
@@ -167,6 +161,17 @@ class _PartOfBuild:
             resumed_shards = self._make_rows(order)
         self._records.record_part(self._part.label)
         return resumed_shards
+
+    def _keep_origins(self, with_origins: bool) -> None:
+        """Set `corpus.origins` to what this build was begun with, and say so if the request has another value."""
+        if self._request.corpus.origins == with_origins:
+            return
+        self._console.say(
+            f"{self._store.url}: this build was begun with corpus.origins {str(with_origins).lower()} and keeps "
+            "this setting; to change it, delete this folder and build again"
+        )
+        corpus = self._request.corpus.model_copy(update={"origins": with_origins})
+        self._request = dataclasses.replace(self._request, corpus=corpus)
 
     def _changed_groups(self) -> set[int]:
         """Return the numbers of the input groups whose documents have changed since an earlier call read them.

@@ -77,7 +77,7 @@ class RowSearch:
     """
 
     def __init__(self, query: Query, corpora: Corpora, progress: Progress = iter) -> None:
-        """Open the lists of origin files, if any; `progress` wraps each loop over shard numbers, to show a bar."""
+        """Prepare a search in `corpora`. `progress` wraps each loop over shard numbers, for example to show a bar."""
         self._query = query
         self._corpora = corpora
         self._origins = [open_origins(phase.store, phase.manifest) for phase in corpora.phases]

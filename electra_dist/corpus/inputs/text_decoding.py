@@ -87,9 +87,9 @@ def decode_counted(document: RawDocument, text_field: str, undecodable: Undecoda
     """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
 
     `text_field` names the field of a JSON line that holds the text. `undecodable` decides about bytes that are not
-    UTF-8, and about half a surrogate pair in JSON, which counts as six bytes, the length of its escape: "skip" leaves
-    the document out, "replace" puts U+FFFD there, which WordPiece drops. Whether the tokenizer finds any token in the
-    text is not checked here.
+    UTF-8, and about half a surrogate pair in JSON: "skip" leaves the document out, "replace" puts U+FFFD there, which
+    WordPiece drops. Half a pair counts as six bytes, the length of its escape. Whether the tokenizer finds any token
+    in the text is not checked here.
     """
     if document.data is None:
         raise SkippedDocument("no_text")

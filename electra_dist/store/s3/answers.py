@@ -178,7 +178,7 @@ def is_error_document(first_bytes: bytes) -> bool:
 
 
 def object_info(answer: dict[str, Any]) -> ObjectInfo:
-    """Return the size and the writer's tag of an object, from the answer to a GET of all or of a part of it."""
+    """Return the size of an object and the tag of its writer, from the answer to a GET, also one of a range."""
     part = content_range(answer)
     # Without a range, the answer is the whole object.
     size = answer["ContentLength"] if part is None else part.size

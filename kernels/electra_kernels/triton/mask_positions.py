@@ -61,11 +61,11 @@ def mask_kernel(
 ):
     """Decide for BLOCK_S positions of one row whether they are masked, and write the ids that the generator reads.
 
-    A slot is a place for one masked position. Program (row, block) writes each masked position among its own to a
-    slot. For the slots that have the same numbers as its positions it also writes the weights, and position 0 if a
-    slot is unused. A used slot shows [MASK] if its 32 random bits are at most `last_shown`, an unsigned number passed
-    as int32; with SHOWS false no slot does. Element r of `wanted_ptr` is the number of positions to mask in a row with
-    r tokens that are not [PAD].
+    A slot is a place for one masked position. Program (row, block) has BLOCK_S positions of a row, and writes each
+    masked one to its slot. It also writes the weights of as many slots, those with the numbers of its positions: 1
+    for a used slot; 0, and position 0, for an unused one. A used slot shows [MASK] if its 32 random bits are at most
+    `last_shown`, an unsigned number passed as int32; with SHOWS false no slot does. Element r of `wanted_ptr` is the
+    number of positions to mask in a row with r tokens that are not [PAD].
     """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_S

@@ -108,7 +108,7 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias in fp32 and the rounding error of the sum; without PAIR, as for bf16, the error is 0."""
+    """Return logit + bias in fp32, and with PAIR the rounding error of the sum, which bf16 cannot hold; else 0."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 
