@@ -260,10 +260,9 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
             f"step_input: the argument ids has ids from {ids.min()} to {ids.max()}, but the vocabulary has 0 to "
             f"{vocab_size - 1}; pass rows of the corpus that the objective was built for"
         )
-    counts = loss_counts(ids, objective.special, objective.objective).sum(0).clamp(min=1)
-    first_scale, second_scale = 1.0 / counts
-    rows = torch.arange(len(ids), device=ids.device)
-    return StepInput(ids, rows, step, seed, first_scale, second_scale)
+    special = objective.special
+    scale_2 = 1.0 / loss_counts(ids, special, objective.objective).sum(0).clamp(min=1)
+    return StepInput.of_rows(ids, ids.cpu().numpy(), 0, (seed, step), objective.attention, special, scale_2)
 
 
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:

@@ -175,10 +175,8 @@ class StepBench:
 
 def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
     """Return the input of step 0, with the given rows as its whole global batch."""
-    scales = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
-    bounds = module.attention.bounds(ids_BS.cpu().numpy(), SPECIAL, ids_BS.device)
-    row_B = torch.arange(len(ids_BS), device=ids_BS.device)
-    return StepInput(ids_BS, row_B, 0, 1, *scales, bounds=bounds)
+    scale_2 = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
+    return StepInput.of_rows(ids_BS, ids_BS.cpu().numpy(), 0, (1, 0), module.attention, SPECIAL, scale_2)
 
 
 def train(module: Objective, optimizer: torch.optim.Optimizer, given: StepInput) -> None:

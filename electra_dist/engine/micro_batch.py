@@ -195,19 +195,10 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
     ids_BS[:, 0] = special.cls
     ids_BS[:, -1] = special.sep
     # Each of the two losses of an objective is a sum over tokens, multiplied by 1 / (number of its tokens).
-    num_tokens_by_loss = loss_counts(ids_BS, special, module.objective).sum(0)
-    first_scale, second_scale = 1.0 / num_tokens_by_loss
+    scale_2 = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
     host_ids_BS = np.full(size_BS, first_ordinary_id)
     host_ids_BS[:, 0] = special.cls  # begins the only example of a row
-    return StepInput(
-        ids_BS=ids_BS,
-        row_B=torch.arange(num_rows, device=device),
-        step=0,
-        seed=config.seed,
-        first_scale=first_scale,
-        second_scale=second_scale,
-        bounds=module.attention.bounds(host_ids_BS, special, device),
-    )
+    return StepInput.of_rows(ids_BS, host_ids_BS, 0, (config.seed, 0), module.attention, special, scale_2)
 
 
 def _peak_on_gpu(module: Objective, given: StepInput) -> int:

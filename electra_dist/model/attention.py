@@ -34,13 +34,13 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keep_attention
+from electra_kernels.operation_types import LayerDropout
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig
 from electra_dist.model.compile_options import compile_options
-from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, attention_bias, example_bounds
@@ -85,9 +85,7 @@ class LayerMask(ABC):
         """Return the mask of rows; with `reach`, a token sees only that many tokens to each side."""
 
     @abstractmethod
-    def attend(
-        self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
         """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, contiguous [T, H].
 
         `qkv`, contiguous [T, 3 H], has query, key and value of each token. `dropout` is the probability of dropping an
@@ -135,9 +133,7 @@ class SdpaMask(LayerMask):
         return cls(bias_B1SS, reach)
 
     @override
-    def attend(
-        self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
         query, key, value = _by_heads(qkv, num_heads, len(dropout_keys.row_B))
         num_tokens = query.shape[2]
         bias = self.bias_B1SS
@@ -204,9 +200,7 @@ class FlashMask(LayerMask):
         return cls(bounds, reach)
 
     @override
-    def attend(
-        self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
         return flash_attention(qkv, num_heads, self.examples, dropout, self.reach)
 
     @classmethod
@@ -247,9 +241,7 @@ class FlexMask(LayerMask):
         return cls(_blocks_of_rows(layout.example_BS, reach))
 
     @override
-    def attend(
-        self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
         if dropout:
             raise ValueError(
                 f"FlexAttention cannot drop attention probabilities (asked for {dropout}); set "
@@ -336,7 +328,7 @@ def attend_with_plain_operations(
         return (weight_BNSS.to(value_dtype) @ value_BNSD.to(value_dtype)).to(value_BNSD.dtype)
 
 
-def _keyed_factors(num_heads: int, num_tokens: int, dropout: float, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+def _keyed_factors(num_heads: int, num_tokens: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
     """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
     num_factors = num_heads * num_tokens * num_tokens
     # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.

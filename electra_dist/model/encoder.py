@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.dropout_add_norm import SITES, dropout_add_norm
+from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.table_lookup import table_lookup
@@ -33,7 +32,7 @@ from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, LayerMask
-from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.fused_layer import Parameters, Settings, after_attention, qkv_product
 from electra_dist.model.matrix_products import Linear
 
@@ -48,7 +47,7 @@ class DropoutAddNorm(nn.LayerNorm):
         self.site = site
 
     def forward(  # type: ignore[override]
-        self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropoutKeys
+        self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropout
     ) -> torch.Tensor:
         """Return layer_norm(residual + dropout(x)), [B, S, H]; the residual is cast to the dtype of `x_BSH` first."""
         probability = self.probability if self.training else 0.0
@@ -68,10 +67,9 @@ class DropoutAddNorm(nn.LayerNorm):
         )
         return normed_BSH
 
-    def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return the dropout that `forward` applies: its probability, 0 in evaluation mode, and its random key."""
-        probability = self.probability if self.training else 0.0
-        return LayerDropout(probability, dropout_keys.key_3, self.site, SITES)
+    def dropout(self, dropout_keys: LayerDropout) -> LayerDropout:
+        """Return the dropout that `forward` applies: with its site, and its probability, 0 in evaluation mode."""
+        return dropout_keys._replace(probability=self.probability if self.training else 0.0, site=self.site)
 
 
 class SmallEmbedding(nn.Embedding):
@@ -114,8 +112,8 @@ class Embeddings(nn.Module):
         if not self.training or not self.dropout:
             return normed
         assert dropout_keys is not None, "embeddings in training mode need dropout_keys"
-        tower_keys = dropout_keys.of_layers(1)[0]  # the embeddings' draws have a purpose of their own
-        return keyed_dropout(normed, tower_keys.key_3, tower_keys.row_B, self.dropout, backend=tower_keys.backend)
+        dropout = dropout_keys.of_layers(1)[0]._replace(probability=self.dropout)
+        return keyed_dropout(normed, dropout)
 
 
 class SharedEmbeddings(Embeddings):
@@ -146,15 +144,13 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size, bias=bias)
         self.out = Linear(tower.hidden_size, tower.hidden_size, bias=bias)
 
-    def forward(
-        self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Return the attention output after its output projection, [B, S, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_BSH).flatten(0, 1)
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
-    def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Return the attention output before its output projection, contiguous [T, H].
 
         `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
@@ -176,9 +172,7 @@ class EncoderLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width)
         self.output_norm = DropoutAddNorm(width, model, site=1)
 
-    def forward(
-        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def forward(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
@@ -201,14 +195,10 @@ class EncoderLayer(nn.Module):
             eps=self.output_norm.eps,
             attention_dropout=self.attention_norm.dropout(dropout_keys),
             output_dropout=self.output_norm.dropout(dropout_keys),
-            row_B=dropout_keys.row_B,
-            backend=resolve_without_cuda(dropout_keys.backend, hidden_TH.device.type),
         )
         return after_attention(context_TH, residual_TH, parameters, settings)
 
-    def compose(
-        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
-    ) -> torch.Tensor:
+    def compose(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Compute `forward` by separate operations; they define the layer, and torch.compile traces them."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.layer_passes import BackwardPasses, ReferencePasses, TritonPasses, norm_forward
+from electra_kernels.dropout_add_norm import norm_backward, norm_forward
+from electra_kernels.gelu_gradient import gelu_gradient
 from electra_kernels.operation_types import LayerDropout
+from electra_kernels.partial_sums import TokenSums
 from torch.autograd.function import once_differentiable
 
 from electra_dist.model.matrix_products import input_gradient, linear, product_dtype, weight_gradient
@@ -79,8 +81,6 @@ class Settings(NamedTuple):
     eps: float  # added to the variance
     attention_dropout: LayerDropout  # on the output of attention
     output_dropout: LayerDropout  # on the output of the feed-forward network
-    row_B: torch.Tensor  # int64 numbers of the rows within the global batch
-    backend: str  # "triton" or "reference"
 
 
 def after_attention(
@@ -101,17 +101,14 @@ class _AfterAttention(torch.autograd.Function):
         ctx: Any, context_TH: torch.Tensor, residual_TH: torch.Tensor, settings: Settings, *parameters: torch.Tensor
     ) -> torch.Tensor:
         used = _in_dtype_of_products(Parameters(*parameters), context_TH.dtype)
-        rows = settings.row_B
         attended_TH = linear(context_TH, used.out_weight, used.out_bias)
         normed_TH, attention_kept = norm_forward(
             attended_TH,
             residual_TH,
             used.attention_norm_weight,
             used.attention_norm_bias,
-            rows,
             settings.eps,
             settings.attention_dropout,
-            settings.backend,
         )
         expanded_TI = linear(normed_TH, used.expand_weight, used.expand_bias)
         activated_TI = F.gelu(expanded_TI)
@@ -121,10 +118,8 @@ class _AfterAttention(torch.autograd.Function):
             normed_TH,
             used.output_norm_weight,
             used.output_norm_bias,
-            rows,
             settings.eps,
             settings.output_dropout,
-            settings.backend,
         )
         ctx.save_for_backward(
             context_TH, normed_TH, expanded_TI, activated_TI, *parameters, *attention_kept, *output_kept
@@ -144,37 +139,37 @@ class _AfterAttention(torch.autograd.Function):
         attention_kept = tuple(kept[: len(kept) // 2])
         output_kept = tuple(kept[len(kept) // 2 :])
         settings: Settings = ctx.settings
-        passes = _backward_passes(settings.backend, grad_TH, used)
+        sums = _token_sums(settings.output_dropout.backend, grad_TH, used)
 
-        grad_contracted_TH, grad_normed_TH = passes.norm(
+        grad_contracted_TH, grad_normed_TH = norm_backward(
             grad_TH.contiguous(),
             output_kept,
             used.output_norm_weight,
             used.output_norm_bias,
-            settings.row_B,
             settings.output_dropout,
+            sums,
         )
         grad_contract_weight = weight_gradient(grad_contracted_TH, activated_TI)
         # This gradient is one of the largest tensors of the pass. It overwrites the activations, which have been used.
         grad_activated_TI = input_gradient(grad_contracted_TH, used.contract_weight, out_TI=activated_TI)
-        grad_expanded_TI = passes.gelu(grad_activated_TI, expanded_TI)
+        grad_expanded_TI = gelu_gradient(grad_activated_TI, expanded_TI, sums)
         grad_expand_weight = weight_gradient(grad_expanded_TI, normed_TH)
         grad_normed_TH = input_gradient(grad_expanded_TI, used.expand_weight, grad_normed_TH)
-        grad_attended_TH, grad_residual_TH = passes.norm(
+        grad_attended_TH, grad_residual_TH = norm_backward(
             grad_normed_TH,
             attention_kept,
             used.attention_norm_weight,
             used.attention_norm_bias,
-            settings.row_B,
             settings.attention_dropout,
+            sums,
         )
         grad_out_weight = weight_gradient(grad_attended_TH, context_TH)
         grad_context_TH = input_gradient(grad_attended_TH, used.out_weight)
 
-        # The sums come in the order of the calls above: `norm`, `gelu`, `norm`.
-        sums = passes.sums(parameters.out_bias.dtype)
-        grad_output_norm_weight, grad_output_norm_bias, grad_contract_bias, grad_expand_bias = sums[:4]
-        grad_attention_norm_weight, grad_attention_norm_bias, grad_out_bias = sums[4:]
+        # The totals come in the order of the calls above.
+        totals = sums.totals(parameters.out_bias.dtype)
+        grad_output_norm_weight, grad_output_norm_bias, grad_contract_bias, grad_expand_bias = totals[:4]
+        grad_attention_norm_weight, grad_attention_norm_bias, grad_out_bias = totals[4:]
         grad_parameters = Parameters(
             out_weight=grad_out_weight,
             out_bias=grad_out_bias,
@@ -204,11 +199,9 @@ def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Paramet
     )
 
 
-def _backward_passes(backend: str, grad_TH: torch.Tensor, parameters: Parameters) -> BackwardPasses:
-    if backend == "reference":
-        return ReferencePasses()
+def _token_sums(backend: str, grad_TH: torch.Tensor, parameters: Parameters) -> TokenSums:
     hidden = len(parameters.out_bias)
     intermediate = len(parameters.expand_bias)
     # Widths of the sums in the order of the backward pass. For the last norm: its weight, its bias, and the bias of
     # the product before it. Then the bias before GELU, and the same three sums for the norm after attention.
-    return TritonPasses(grad_TH, [hidden, hidden, hidden, intermediate, hidden, hidden, hidden])
+    return TokenSums(backend, grad_TH, [hidden, hidden, hidden, intermediate, hidden, hidden, hidden])

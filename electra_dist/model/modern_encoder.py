@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.operation_types import LayerDropout
 from torch import nn
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
-from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.encoder import Embeddings, Encoder, SelfAttention
 from electra_dist.model.matrix_products import Linear
 
@@ -75,9 +76,9 @@ class LayerScope(NamedTuple):
 class ModernDropoutKeys(NamedTuple):
     """Random keys for the three places of a layer that apply dropout."""
 
-    attention: LayerDropoutKeys  # attention probabilities
-    attention_output: LayerDropoutKeys | None  # output of the attention sub-layer; None without dropout there
-    feed_forward_output: LayerDropoutKeys | None  # output of the feed-forward sub-layer; None without dropout there
+    attention: LayerDropout  # attention probabilities
+    attention_output: LayerDropout  # output of the attention sub-layer
+    feed_forward_output: LayerDropout  # output of the feed-forward sub-layer
 
 
 class ModernEmbeddings(Embeddings):
@@ -101,7 +102,7 @@ class ModernAttention(SelfAttention):
         super().__init__(model, tower, bias=False)
 
     def forward(  # type: ignore[override]
-        self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropout
     ) -> torch.Tensor:
         """Return the attention output after its output projection, [T, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_TH)
@@ -117,7 +118,6 @@ class ModernLayer(nn.Module):
         """Create layer `number`; layer 0 has no LayerNorm before attention, because the embeddings end with one."""
         super().__init__()
         width = tower.hidden_size
-        self.dropout = model.hidden_dropout
         self.attention_norm: nn.LayerNorm | None = None
         if number > 0:
             self.attention_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
@@ -131,18 +131,17 @@ class ModernLayer(nn.Module):
         """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
-        hidden_TH = hidden_TH + self._drop(attended_TH, dropout_keys.attention_output)
+        hidden_TH = hidden_TH + _drop(attended_TH, dropout_keys.attention_output)
         inner, gate = self.gated_expand(self.feed_forward_norm(hidden_TH)).chunk(2, dim=-1)
         output_TH = self.contract(F.gelu(inner) * gate)
-        return hidden_TH + self._drop(output_TH, dropout_keys.feed_forward_output)
+        return hidden_TH + _drop(output_TH, dropout_keys.feed_forward_output)
 
-    def _drop(self, output_TH: torch.Tensor, dropout_keys: LayerDropoutKeys | None) -> torch.Tensor:
-        if dropout_keys is None:
-            return output_TH
-        row_B = dropout_keys.row_B
-        output_BSH = output_TH.view(len(row_B), -1, output_TH.shape[1])
-        dropped_BSH = keyed_dropout(output_BSH, dropout_keys.key_3, row_B, self.dropout, backend=dropout_keys.backend)
-        return dropped_BSH.view(output_TH.shape)
+
+def _drop(output_TH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
+    if not dropout.probability:
+        return output_TH
+    output_BSH = output_TH.view(len(dropout.row_B), -1, output_TH.shape[1])
+    return keyed_dropout(output_BSH, dropout).view(output_TH.shape)
 
 
 class ModernEncoder(Encoder):
@@ -174,21 +173,22 @@ class ModernEncoder(Encoder):
 
         inputs = []
         for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):
-            keys = ModernDropoutKeys(
-                attention=attention_keys,
-                attention_output=self._output_keys(dropout_keys, 2 * number),
-                feed_forward_output=self._output_keys(dropout_keys, 2 * number + 1),
-            )
+            keys = ModernDropoutKeys(attention_keys, attention_keys, attention_keys)  # the last two drop nothing
+            if self.training and model.hidden_dropout:
+                keys = ModernDropoutKeys(
+                    attention=attention_keys,
+                    attention_output=self._output_dropout(dropout_keys, 2 * number),
+                    feed_forward_output=self._output_dropout(dropout_keys, 2 * number + 1),
+                )
             scope = global_scope if model.is_global(number) else local_scope
             inputs.append((scope, keys))
         return inputs
 
-    def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the dropout keys of a sub-layer (2 i and 2 i + 1 in layer i), or None if nothing is dropped."""
-        if not self.training or not self.model.hidden_dropout:
-            return None
+    def _output_dropout(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropout:
+        """Return the dropout on the output of a sub-layer: layer i has the sub-layers 2 i and 2 i + 1."""
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)
-        return dropout_keys._replace(seed=seed).of_layers(1)[0]
+        dropout = dropout_keys._replace(seed=seed).of_layers(1)[0]
+        return dropout._replace(probability=self.model.hidden_dropout)
 
     @override
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:

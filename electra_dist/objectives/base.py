@@ -19,13 +19,15 @@ Shapes: B rows, S tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
-from electra_kernels.keyed_random import Purpose, copy_to_device, derive_seed
+from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.mlm_head import MlmHeadOutput
+from numpy.typing import NDArray
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
@@ -96,9 +98,29 @@ class StepInput:
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
     # int64 ids that the discriminator reads in place of rows that the objective corrupts; see `Objective.score_shown`.
     shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
-    # int64 seed and step on the device of the ids, from `step_key`; kernels read them there. None: `Objective.batch`
-    # makes it from the fields `seed` and `step`.
-    key_2: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def of_rows(
+        cls,
+        ids_BS: torch.Tensor,
+        host_ids_BS: NDArray[Any],
+        row0: int,
+        key: tuple[int, int],
+        attention: type[LayerMask],
+        special: SpecialIds,
+        scales: Iterable[float | torch.Tensor] = (1.0, 1.0),
+        scheduled: ScheduledValues | None = None,
+    ) -> StepInput:
+        """Return the input of adjoining rows of a step, the first of which has number `row0` within the global batch.
+
+        `host_ids_BS` are the same ids on the host, from which the attention backend takes the bounds of the examples.
+        `key` are seed and step. Scales of 1 leave plain sums.
+        """
+        seed, step = key
+        first_scale, second_scale = scales
+        row_B = torch.arange(row0, row0 + len(ids_BS), device=ids_BS.device)
+        bounds = attention.bounds(host_ids_BS, special, ids_BS.device)
+        return cls(ids_BS, row_B, step, seed, first_scale, second_scale, bounds=bounds, scheduled=scheduled)
 
 
 class StepOutput(NamedTuple):
@@ -112,11 +134,6 @@ class StepOutput(NamedTuple):
     shown_BS: torch.Tensor | None = None  # int64 ids that the logits are about, with the replacements in place
 
 
-def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return [seed, step] as an int64 tensor on `device`; the host does not wait for the copy. seed is below 2**63."""
-    return copy_to_device(torch.tensor([seed, step]), device)
-
-
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
     """Input of `compute_loss`: a `StepInput` with the examples, positions, pads and attention mask of its rows."""
@@ -124,12 +141,6 @@ class Batch(StepInput):
     values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
-
-    @property
-    def step_on_device(self) -> torch.Tensor:
-        """Return the step number as an int64 [1] tensor on the device of the ids, where dropout kernels read it."""
-        assert self.key_2 is not None, "`Objective.batch` makes the key"
-        return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
         """Number the slots of the global batch, each a place for one masked position; return int64 [B * num_slots].
@@ -211,23 +222,8 @@ class Objective(nn.Module, ABC):
         values = step_input.scheduled
         if values is None:
             values = first_values(self.objective) if self.training else evaluation_values(self.objective)
-        key_2 = step_input.key_2
-        if key_2 is None:
-            key_2 = step_key(step_input.seed, step_input.step, step_input.ids_BS.device)
-        return Batch(
-            ids_BS=step_input.ids_BS,
-            row_B=step_input.row_B,
-            step=step_input.step,
-            seed=step_input.seed,
-            first_scale=step_input.first_scale,
-            second_scale=step_input.second_scale,
-            bounds=step_input.bounds,
-            values=values,
-            shown_BS=step_input.shown_BS,
-            key_2=key_2,
-            layout=layout,
-            attention_mask=attention_mask,
-        )
+        given = {each.name: getattr(step_input, each.name) for each in fields(StepInput)}
+        return Batch(**given, values=values, layout=layout, attention_mask=attention_mask)
 
     def mask(self, batch: Batch) -> Masking:
         """Draw the masked positions of each row, and build the masked rows; a repeated call gives equal results."""
@@ -239,20 +235,13 @@ class Objective(nn.Module, ABC):
             batch.step,
             batch.row_B,
             batch.values.mask_prob,
-            key_2=batch.key_2,
             backend=self.backend,
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
         """Return the random keys for dropout in one network; `tower` is GENERATOR, DISCRIMINATOR or REVERSE."""
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
-        return DropoutKeys(
-            seed=tower_seed,
-            step=batch.step,
-            row_B=batch.row_B,
-            backend=self.backend,
-            step_on_device=batch.step_on_device,
-        )
+        return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
         """Run the discriminator (with `mlm`: the only network) on changed ids; return its states, [B, S, H].

@@ -149,7 +149,6 @@ class CorruptingObjective(Objective):
             weight_BN.flatten(),
             seed=batch.seed,
             step=batch.step,
-            key_2=batch.key_2,
             row_M=batch.slot_number_M(target_BN.shape[1]),
             temperature=batch.values.temperature,
             disallow_correct=self.objective.disallow_correct,

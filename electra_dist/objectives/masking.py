@@ -117,12 +117,11 @@ def mask_rows(
     row_B: torch.Tensor,
     mask_prob: float | None = None,
     *,
-    key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    `num_masked` explains `mask_prob`; `electra_kernels.mask_positions` explains `key_2`.
+    `num_masked` explains `mask_prob`.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
@@ -138,7 +137,6 @@ def mask_rows(
             mask_token_prob=objective.mask_token_prob,
             seed=seed,
             step=step,
-            key_2=key_2,
             backend=backend,
         )
         return Masking(position_BN=position_BN, weight_BN=weight_BN, input_BS=input_BS)

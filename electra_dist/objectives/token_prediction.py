@@ -67,7 +67,6 @@ def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_B
         masking.weight_BN.flatten(),
         seed=batch.seed,
         step=batch.step,
-        key_2=batch.key_2,
         row_M=batch.slot_number_M(masking.position_BN.shape[1]),
         temperature=1.0,
         disallow_correct=False,

@@ -200,16 +200,10 @@ class Evaluator:
         # In a round, rank r evaluates the r-th of as many consecutive batches as there are ranks.
         for first_of_round in range(0, len(padded_RS), self.micro_batch * world_size):
             first = first_of_round + dist.get_rank() * self.micro_batch
-            end = first + self.micro_batch
-            yield StepInput(
-                ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
-                row_B=torch.arange(first, end, device=engine.device),
-                step=0,  # with the seed and the row number the key of masks and samples, equal at every evaluation
-                seed=seed,
-                first_scale=1.0,  # plain sums, which are divided once all of them are added up
-                second_scale=1.0,
-                bounds=engine.attention.bounds(padded_RS[first:end], self.special, engine.device),
-            )
+            rows_BS = padded_RS[first : first + self.micro_batch]
+            ids_BS = torch.from_numpy(rows_BS).to(engine.device)
+            # Step 0: masks and samples are equal at every evaluation.
+            yield StepInput.of_rows(ids_BS, rows_BS, first, (seed, 0), engine.attention, self.special)
 
     def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
         """Append rows of padding, so that all ranks have the same number of batches; return all rows as int64."""

@@ -37,7 +37,7 @@ from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.objectives.base import StepInput, Sums, loss_counts, step_key
+from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
@@ -132,16 +132,11 @@ class TrainStep:
         """Run forward and backward over every micro-batch; return this rank's `Sums`, float64 [K]. Collective."""
         engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
-        key_2 = step_key(self._seed, batch.step, engine.device)
         sum_K: torch.Tensor | None = None
         for index in range(num_micro_batches):
             first = index * self._micro_batch
             rows = slice(first, first + self._micro_batch)
-            row0 = batch.row0 + first  # number within the global batch
-            # Attention on a GPU draws its dropout from torch's generator. Seeded by the row, a micro-batch drops the
-            # same probabilities on whatever rank it runs.
-            torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-            step_input = self._input(batch, ids_BS, rows, scale_N2[index], key_2)
+            step_input = self._input(batch, ids_BS, rows, scale_N2[index])
             if index == 0:
                 with self._stopwatch:
                     output = engine.forward(step_input)
@@ -222,21 +217,23 @@ class TrainStep:
         token_loss = sums.token_loss_sum / max(sums.token_weight, 1.0)
         return mlm_loss + rtd_loss + token_loss
 
-    def _input(
-        self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor, key_2: torch.Tensor
-    ) -> StepInput:
-        device = self._engine.device
-        first_scale, second_scale = scale_2
-        return StepInput(
-            ids_BS=ids_BS[rows],
-            row_B=torch.arange(batch.row0 + rows.start, batch.row0 + rows.stop, device=device),
-            step=batch.step,
-            seed=self._seed,
-            first_scale=first_scale,
-            second_scale=second_scale,
-            bounds=self._engine.attention.bounds(batch.ids[rows], self._special, device),
-            scheduled=self._values,
-            key_2=key_2,
+    def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
+        """Return the input of some rows, and seed torch's generator for them.
+
+        Attention on a GPU draws its dropout from that generator. Seeded by the row, a micro-batch drops the same
+        probabilities on whatever rank it runs.
+        """
+        row0 = batch.row0 + rows.start  # number within the global batch
+        torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
+        return StepInput.of_rows(
+            ids_BS[rows],
+            batch.ids[rows],
+            row0,
+            (self._seed, batch.step),
+            self._engine.attention,
+            self._special,
+            scale_2,
+            self._values,
         )
 
     def _values_of(self, step: int) -> ScheduledValues:
@@ -283,13 +280,10 @@ class TrainStep:
         ids_BS = self._to_device(batch)
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row
-        key_2 = step_key(self._seed, batch.step, self._engine.device)
         losses = []
         with torch.no_grad():
             for row in range(len(ids_BS)):
-                row0 = batch.row0 + row  # number within the global batch, which keys masks and samples
-                torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-                step_input = self._input(batch, ids_BS, slice(row, row + 1), scale_B2[row], key_2)
+                step_input = self._input(batch, ids_BS, slice(row, row + 1), scale_B2[row])
                 losses.append(float(self._engine.forward(step_input).loss))
         return losses
 

@@ -18,13 +18,12 @@ Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an
 
 `dropout_add_norm` is a custom operator, which torch.compile treats as opaque. The values of its key, a tensor, are not
 part of a compiled graph, so that one graph serves every layer of a tower and every step; Python integers would become
-constants of the graph. An eager layer calls `reference_forward` and `reference_backward`, or Triton's passes, itself
-(`layer_passes.py`).
+constants of the graph. An eager layer calls `norm_forward` and `norm_backward` itself, outside autograd.
 
 Limits: H is a multiple of 4; the number of the site within the tower times S * H is below 2**34. On a CPU the
 operator's backward pass computes residual + dropout(x) again.
 
-Shapes: B rows, S tokens, H hidden.
+Shapes: B rows, S tokens, T = B * S, H hidden.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
-from electra_kernels.operation_types import DropoutKey, LayerDropout
-
-SITES = 2  # number of places in a layer that call `dropout_add_norm`
+from electra_kernels.operation_types import SITES, LayerDropout
+from electra_kernels.partial_sums import TokenSums
 
 
 @torch.library.custom_op("electra::dropout_add_norm", mutates_args=())
@@ -69,15 +67,13 @@ def dropout_add_norm(
         The normed states, and mean and variance (with eps) of each token, fp32 [2, T]; the reference keeps no
         statistics and returns [2, 0].
     """
-    dropout = LayerDropout(probability, key_3, site, SITES)
-    if _uses_triton(backend, x_BSH):
-        from electra_kernels.triton.dropout_add_norm import forward_pass
-
-        return forward_pass(
-            x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, row_B.contiguous(), eps, dropout
-        )
-    out_BSH, _ = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
-    return out_BSH.contiguous(), _empty_statistics(x_BSH, backend)
+    dropout = _dropout(x_BSH, row_B, key_3, site, probability, backend)
+    out_BSH, kept = norm_forward(x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, eps, dropout)
+    if dropout.backend == "triton":
+        _, _, statistics_2T = kept
+        assert statistics_2T is not None
+        return out_BSH, statistics_2T
+    return out_BSH, _empty_statistics(x_BSH, backend)
 
 
 @dropout_add_norm.register_fake
@@ -103,25 +99,17 @@ def _backward(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, residual, weight and bias: contiguous, in the inputs' dtypes, sharing no storage."""
-    dropout = LayerDropout(probability, key_3, site, SITES)
-    if _uses_triton(backend, x_BSH):
-        from electra_kernels.triton.dropout_add_norm import backward_pass
-
-        grad_x, grad_residual, grad_weight, grad_bias = backward_pass(
-            grad_BSH.contiguous(),
-            x_BSH.contiguous(),
-            residual_BSH.contiguous(),
-            statistics_2T,
-            weight_H,
-            row_B.contiguous(),
-            dropout,
-        )
-    else:
+    dropout = _dropout(x_BSH, row_B, key_3, site, probability, backend)
+    x_BSH = x_BSH.contiguous()
+    residual_BSH = residual_BSH.contiguous()
+    kept: Kept = (x_BSH, residual_BSH, statistics_2T)
+    if dropout.backend == "reference":
         # Autograd records nothing inside a custom operator, so the sum before the norm is computed again.
-        _, kept = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
-        grad_x, grad_residual, grad_weight, grad_bias = reference_backward(grad_BSH, kept, weight_H, bias_H)
-    grad_x = grad_x.to(x_BSH.dtype).contiguous()
-    grad_residual = grad_residual.to(residual_BSH.dtype).contiguous()
+        _, kept = norm_forward(x_BSH, residual_BSH, weight_H, bias_H, eps, dropout)
+    hidden = len(weight_H)
+    sums = TokenSums(dropout.backend, grad_BSH, [hidden, hidden])
+    grad_x, grad_residual = norm_backward(grad_BSH.contiguous(), kept, weight_H, bias_H, dropout, sums, in_layer=False)
+    grad_weight, grad_bias = sums.totals(torch.promote_types(weight_H.dtype, torch.float32))
     # Outputs of an operator must not share storage. Without dropout the first two gradients are one tensor, and in
     # Triton the other two are parts of one.
     if grad_x.data_ptr() == grad_residual.data_ptr():
@@ -163,15 +151,72 @@ def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch
 dropout_add_norm.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
-    return resolve_without_cuda(backend, x_BSH.device.type) == "triton"
+def _dropout(
+    x: torch.Tensor, row_B: torch.Tensor, key_3: torch.Tensor, site: int, probability: float, backend: str
+) -> LayerDropout:
+    resolved = resolve_without_cuda(backend, x.device.type)
+    return LayerDropout(key_3, row_B.contiguous(), resolved, probability, site)
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
     """Allocate the statistics: [2, T] for Triton, and an empty [2, 0] for the reference, which keeps none."""
     num_rows, seq_len, _ = x_BSH.shape
-    num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
-    return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)
+    uses_triton = resolve_without_cuda(backend, x_BSH.device.type) == "triton"
+    return x_BSH.new_empty(2, num_rows * seq_len if uses_triton else 0, dtype=torch.float32)
+
+
+Kept = tuple[torch.Tensor | None, ...]  # what the forward pass of a norm keeps for its backward pass
+
+
+def norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    eps: float,
+    dropout: LayerDropout,
+) -> tuple[torch.Tensor, Kept]:
+    """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `norm_backward` needs; outside autograd.
+
+    The inputs, [B, S, H] or [T, H], are contiguous and of one dtype.
+    """
+    if dropout.backend == "triton":
+        from electra_kernels.triton.dropout_add_norm import forward_pass
+
+        normed, statistics_2T = forward_pass(x, residual, weight_H, bias_H, eps, dropout)
+        return normed, (x, residual, statistics_2T)
+    return reference_forward(x, residual, weight_H, bias_H, eps, dropout)
+
+
+def norm_backward(
+    grad: torch.Tensor,
+    kept: Kept,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    dropout: LayerDropout,
+    sums: TokenSums,
+    in_layer: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and the residual in the dtype of `grad`, and collect sums over the tokens, [H] each.
+
+    The sums are the gradients of weight and bias and, with `in_layer`, of a bias that was added to x. Then the
+    gradient of x may overwrite x. Without dropout, both gradients are one tensor. `grad` is contiguous.
+    """
+    if dropout.backend == "triton":
+        from electra_kernels.triton.dropout_add_norm import backward_strips
+
+        x, residual, statistics_2T = kept
+        assert x is not None and residual is not None and statistics_2T is not None and sums.partials_PC is not None
+        first_column = sums.take_columns((3 if in_layer else 2) * len(weight_H))
+        return backward_strips(
+            grad, x, residual, statistics_2T, weight_H, dropout, sums.partials_PC, first_column, in_layer
+        )
+    kept_for_backward = KeptForBackward(*kept)  # type: ignore[arg-type]
+    grad_x, grad_residual, grad_weight_H, grad_bias_H = reference_backward(grad, kept_for_backward, weight_H, bias_H)
+    sums.add(grad_weight_H, grad_bias_H)
+    if in_layer:
+        sums.add(grad_x.sum(0))
+    return grad_x.to(grad.dtype), grad_residual.to(grad.dtype)
 
 
 class KeptForBackward(NamedTuple):
@@ -188,23 +233,18 @@ def reference_forward(
     residual: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
-    row_B: torch.Tensor,
     eps: float,
-    dropout: DropoutKey,
+    dropout: LayerDropout,
 ) -> tuple[torch.Tensor, KeptForBackward]:
-    """Return LayerNorm(residual + dropout(x)) in plain PyTorch, and what `reference_backward` needs.
-
-    This is the definition of `dropout_add_norm`. `x` is [B, S, H] or [B * S, H]. Autograd does not record the
-    computation.
-    """
+    """Return `norm_forward` in plain PyTorch; this is the definition of `dropout_add_norm`."""
     hidden = x.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     dropped = x.to(compute_dtype)
     keep = None
     if dropout.probability:
-        num_rows = len(row_B)
+        num_rows = len(dropout.row_B)
         shape_BSH = torch.Size((num_rows, x.numel() // (num_rows * hidden), hidden))
-        keep = keep_scale(shape_BSH, row_B, dropout).to(compute_dtype).view(x.shape)
+        keep = keep_scale(shape_BSH, dropout).to(compute_dtype).view(x.shape)
         dropped = dropped * keep
     summed = dropped + residual.to(compute_dtype)
     weight_H = weight_H.to(compute_dtype)
@@ -237,21 +277,24 @@ def reference_backward(
     return grad_x, grad_residual, grad_weight_H, grad_bias_H
 
 
-def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
+def keep_scale(shape: torch.Size, dropout: LayerDropout) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
     Seed, step and row number determine a sequence of random numbers. A site is a place in the network that applies
     dropout. With n = S * H, a multiple of 4, site i uses the n numbers from index i * n on, so no two sites share one.
+    The key is read on the host.
     """
+    seed, step, layer = dropout.key_3.tolist()
+    site = SITES * layer + dropout.site
     _, seq_len, hidden = shape
     elements_per_row = seq_len * hidden
     factors = keep_grid(
-        dropout.seed,
+        seed,
         Purpose.DROPOUT,
-        dropout.step,
-        row_B,
+        step,
+        dropout.row_B,
         num_positions=elements_per_row,
-        first_position=dropout.site * elements_per_row,
+        first_position=site * elements_per_row,
         drop=dropout.probability,
     )
     return factors.view(shape)

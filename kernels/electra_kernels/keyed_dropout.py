@@ -20,41 +20,35 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import Purpose, copy_to_device, keep_grid
+from electra_kernels.keyed_random import Purpose, keep_grid
+from electra_kernels.operation_types import LayerDropout
 
 _NUMBERS_OF_A_CALL = 4  # random numbers that one call of Philox gives
 
 
-def keyed_dropout(
-    x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float, *, backend: str = "auto"
-) -> torch.Tensor:
+def keyed_dropout(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
     """Return `x_BSH` with dropped elements set to 0 and the others multiplied by 1 / (1 - probability), [B, S, H].
 
-    `key` is int64 with seed and step as its first two elements, on the host or on the device of `x_BSH`. `row_B` are
-    int64 row numbers within the global batch. The probability is in (0, 1).
+    Layer and site of `dropout` are not part of the key. Its probability is above 0.
     """
-    if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
-        device_key = copy_to_device(key, x_BSH.device)
-        return _KeyedDropout.apply(x_BSH, device_key, row_B.contiguous(), probability)
-    return keyed_dropout_reference(x_BSH, key, row_B, probability)
+    if dropout.backend == "triton":
+        return _KeyedDropout.apply(x_BSH, dropout.key_3, dropout.row_B.contiguous(), dropout.probability)
+    return keyed_dropout_reference(x_BSH, dropout)
 
 
-def keyed_dropout_reference(
-    x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float
-) -> torch.Tensor:
+def keyed_dropout_reference(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
     """Return `x_BSH` after dropout in plain PyTorch, in fp32 or wider; this is the definition of `keyed_dropout`."""
-    seed, step = key[:2].tolist()
+    seed, step, _layer = dropout.key_3.tolist()
     num_elements = x_BSH.shape[1] * x_BSH.shape[2]
     num_drawn = -(-num_elements // _NUMBERS_OF_A_CALL) * _NUMBERS_OF_A_CALL
     factors = keep_grid(
         seed,
         Purpose.EMBEDDING_DROPOUT,
         step,
-        row_B,
+        dropout.row_B,
         num_positions=num_drawn,
         first_position=0,
-        drop=probability,
+        drop=dropout.probability,
     )
     factor_BSH = factors[:, :num_elements].view(x_BSH.shape)
     compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)

@@ -146,8 +146,27 @@ def keep_grid(
     return (is_kept * scale).float()
 
 
+@functools.lru_cache(maxsize=16)
+def device_keys(seed: int, step: int, device: torch.device, num_layers: int = 1) -> torch.Tensor:
+    """Return seed, step and number of each layer, int64 [num_layers, 3], on the device where kernels read them.
+
+    Equal calls return the same tensor, which must not be changed. So a step copies nothing but its number, once.
+    """
+    return _numbered_seed(seed, device, num_layers) + _step_in_row(step, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbered_seed(seed: int, device: torch.device, num_layers: int) -> torch.Tensor:
+    return torch.tensor([[seed, 0, layer] for layer in range(num_layers)], device=device)
+
+
+@functools.lru_cache(maxsize=4)
+def _step_in_row(step: int, device: torch.device) -> torch.Tensor:
+    return copy_to_device(torch.tensor([0, step, 0]), device)
+
+
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor, such as a random key that kernels read, to a device; the host does not wait for a GPU."""
+    """Copy a tensor to a device; the host does not wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # from pageable memory the copy would wait for the queued work
     return tensor.to(device, non_blocking=True)

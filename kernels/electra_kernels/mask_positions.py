@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
+from electra_kernels.keyed_random import Purpose, bits_grid, device_keys
 from electra_kernels.operation_types import MaskIds
 
 _POSITION_BITS = 20  # lowest bits of a sort key, which hold the position, so that the keys of a row are distinct
@@ -36,7 +36,6 @@ def mask_positions(
     mask_token_prob: float,
     seed: int,
     step: int,
-    key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the masked positions of each row without replacement, and build rows that show [MASK] there.
@@ -54,16 +53,14 @@ def mask_positions(
         mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        key_2: int64 seed and step on the device of the ids, where a kernel reads them. None: copied from the host.
         backend: See `backend_choice`.
     """
     shown = round(mask_token_prob * 2**32)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
         from electra_kernels.triton.mask_positions import mask_positions as mask_triton
 
-        if key_2 is None:
-            key_2 = copy_to_device(torch.tensor([seed, step]), ids_BS.device)
-        return mask_triton(ids_BS, row_B, wanted_R, special, num_slots, shown, key_2)
+        key = device_keys(seed, step, ids_BS.device)
+        return mask_triton(ids_BS, row_B, wanted_R, special, num_slots, shown, key)
     return mask_positions_reference(ids_BS, row_B, wanted_R, special, num_slots, shown, seed, step)
 
 

@@ -71,7 +71,6 @@ def mlm_head_loss_and_sample(
     step: int,
     row_M: torch.Tensor,
     vocab_size: int,
-    key_2: torch.Tensor | None = None,
     temperature: float = 1.0,
     disallow_correct: bool = False,
     chunk: int = 4096,
@@ -93,7 +92,6 @@ def mlm_head_loss_and_sample(
         step: Global step, in [0, 2**32).
         row_M: int64 numbers of the masked tokens within the global batch, in [0, 2**32), which key the noise.
         vocab_size: Number of tokens that exist, at most V.
-        key_2: int64 seed and step on the device of `x_MD`, where a kernel reads them. None: copied from the host.
         temperature: Divisor of the logits before sampling; the loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
         chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
@@ -108,7 +106,6 @@ def mlm_head_loss_and_sample(
         temperature=temperature,
         disallow_correct=disallow_correct,
         with_gradient=with_gradient,
-        key_2=key_2,
     )
     if not with_gradient:
         chunk = min(chunk, _CHUNK_WITHOUT_GRADIENT)

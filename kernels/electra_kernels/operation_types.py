@@ -32,7 +32,6 @@ class RowOptions(NamedTuple):
     temperature: float  # divisor of the logits before sampling; the loss does not use it
     disallow_correct: bool  # whether the true token of a row is excluded from sampling
     with_gradient: bool  # whether the gradient of the logits overwrites the logits
-    key_2: torch.Tensor | None = None  # int64 seed and step on the device of the logits, for kernels; None: copied
 
 
 class RowStats(NamedTuple):
@@ -43,33 +42,21 @@ class RowStats(NamedTuple):
     sampled_M: torch.Tensor  # token drawn from the softmax, int64
 
 
-class DropoutKey(NamedTuple):
-    """Dropout probability, and the key of the random numbers that decide which elements are dropped.
-
-    An element's random number is a function of seed, step, site (the place in the model that applies dropout), the
-    row's number within the global batch, and the element's place in the row.
-    """
-
-    probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
-    seed: int  # of the network (tower); the model derives it from the seed of the run
-    step: int  # global step, in [0, 2**32)
-    site: int  # number of the place in the network, from 0; no two places of a network share one
+SITES = 2  # number of places in a layer that drop elements before a residual sum
 
 
 class LayerDropout(NamedTuple):
-    """Dropout at one place of a layer: like `DropoutKey`, with a tensor that a kernel reads from device memory.
+    """Dropout in one layer of a network: the key of its random numbers, and the place and probability of one use.
 
-    `DropoutKey.site`, the number of the place within the network, is layer * sites_per_layer + site.
+    An element's random number is a function of seed, step, layer, place, the row's number within the global batch, and
+    the element's place in the row.
     """
 
-    probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
-    # int64 [3], contiguous: seed, step and number of the layer. It is on the device where a kernel reads it, and
-    # on the host for the plain-PyTorch reference.
+    # Seed of the network, step, and number of the layer: contiguous int64 [3], on the device under Triton, else on the
+    # host. A tensor and not integers, so that one graph of torch.compile serves all layers and steps, and no argument
+    # of a kernel's launch changes with the step.
     key_3: torch.Tensor
-    site: int  # number of the place within the layer, from 0
-    sites_per_layer: int  # number of places of a layer
-
-    def on_host(self) -> DropoutKey:
-        """Return the key as integers, for the plain-PyTorch reference; a key on a GPU makes the host wait."""
-        seed, step, layer = self.key_3.tolist()
-        return DropoutKey(self.probability, seed, step, self.sites_per_layer * layer + self.site)
+    row_B: torch.Tensor  # int64 numbers of the rows within the global batch
+    backend: str  # "triton" or "reference"
+    probability: float = 0.0  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
+    site: int = 0  # number of the place within the layer, in [0, SITES)

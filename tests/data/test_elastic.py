@@ -76,7 +76,6 @@ class FixedTowers(nn.Module):
         weight_M: torch.Tensor,
         *,
         disallow_correct: bool,
-        key_2: torch.Tensor,
         seed: int,
         step: int,
         row_M: torch.Tensor,

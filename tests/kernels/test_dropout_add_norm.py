@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from electra_kernels.dropout_add_norm import dropout_add_norm, keep_scale
-from electra_kernels.operation_types import DropoutKey
+from electra_kernels.operation_types import LayerDropout
 
 ROWS = torch.tensor([7, 2**32 - 1, 0])  # numbers of the rows within the global batch
 KEY = torch.tensor([1, 2, 1])  # seed, step, layer
@@ -36,9 +36,9 @@ def test_gradients_with_dropout_pass_gradcheck_in_float64():
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_the_dropout_probability_is_the_share_dropped_and_sets_the_factor_of_the_others(probability):
     """The share may differ by five standard deviations of a binomial share."""
-    key = DropoutKey(probability, seed=5, step=6, site=7)
+    dropout = LayerDropout(torch.tensor([5, 6, 3]), torch.arange(50), "reference", probability, site=1)
 
-    scale = keep_scale(torch.Size((50, 20, 400)), torch.arange(50), key)
+    scale = keep_scale(torch.Size((50, 20, 400)), dropout)
 
     dropped_share = (scale == 0).double().mean().item()
     deviation = (probability * (1 - probability) / scale.numel()) ** 0.5
@@ -49,11 +49,12 @@ def test_the_dropout_probability_is_the_share_dropped_and_sets_the_factor_of_the
 def test_a_row_drops_the_same_elements_in_any_batch_and_other_elements_at_another_site_step_or_seed():
     shape = torch.Size((3, 6, 8))
     shape_of_one_row = torch.Size((1, 6, 8))
-    key = DropoutKey(0.5, seed=5, step=6, site=7)
+    dropout = LayerDropout(torch.tensor([5, 6, 3]), ROWS, "reference", 0.5, site=1)
 
-    whole = keep_scale(shape, ROWS, key)
-    second_row_alone = keep_scale(shape_of_one_row, ROWS[1:2], key)
+    whole = keep_scale(shape, dropout)
+    second_row_alone = keep_scale(shape_of_one_row, dropout._replace(row_B=ROWS[1:2]))
 
     assert torch.equal(second_row_alone[0], whole[1])
-    for other_key in (key._replace(site=8), key._replace(step=7), key._replace(seed=6)):
-        assert not torch.equal(keep_scale(shape, ROWS, other_key), whole)
+    assert not torch.equal(keep_scale(shape, dropout._replace(site=0)), whole)
+    for other_key in ([6, 6, 3], [5, 7, 3], [5, 6, 4]):
+        assert not torch.equal(keep_scale(shape, dropout._replace(key_3=torch.tensor(other_key))), whole)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
+from electra_kernels.operation_types import LayerDropout
 from torch.nn.attention.flex_attention import create_block_mask
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, FlexMask
-from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
@@ -44,11 +44,11 @@ def attend(
     value: torch.Tensor,
     layout: RowLayout,
     dropout: float = 0.0,
-    keys: LayerDropoutKeys | None = None,
+    keys: LayerDropout | None = None,
 ) -> torch.Tensor:
     """The output of a backend, [B, N, S, D]."""
     num_rows, num_heads, num_tokens, _ = query.shape
-    keys = keys or LayerDropoutKeys(torch.zeros(3), torch.arange(num_rows), "auto")
+    keys = keys or LayerDropout(torch.zeros(3), torch.arange(num_rows), "reference")
     qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2).view(num_rows * num_tokens, -1)
     mask = BACKENDS[backend].of_rows(layout, query.dtype, None)
     out_TH = mask.attend(qkv, num_heads, dropout, keys)
@@ -105,7 +105,7 @@ def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None
     query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64))
     cells = 2 * tokens * tokens
     size = cells + -cells % 4
-    keys = LayerDropoutKeys(torch.tensor([11, 4, 3]), rows, "auto")
+    keys = LayerDropout(torch.tensor([11, 4, 3]), rows, "reference")
     out = attend("sdpa", query, key, value, layout, 0.25, keys)
     first = 3 * size
     bits = bits_grid(11, Purpose.ATTENTION_DROPOUT, 4, rows, cells, first).view(3, 2, tokens, tokens)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import LayerDropout
 from support import flash_definition
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,6 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import flash_attention as flash
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.dropout_keys import LayerDropoutKeys
 from electra_dist.model.encoder import SelfAttention
 from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.row_layout import ExampleBounds, SpecialIds, derive, example_bounds
@@ -83,7 +83,7 @@ def test_the_definition_is_sdpa_and_each_example_alone(definition: None, reach: 
     ids = random_rows(4, 64, 5, 40)
     bounds = example_bounds(ids, SPECIAL)
     layout = derive(torch.from_numpy(ids.astype(np.int64)), SPECIAL)
-    keys = LayerDropoutKeys(torch.zeros(3), torch.arange(4), "auto")
+    keys = LayerDropout(torch.zeros(3), torch.arange(4), "reference")
     qkv = torch.randn(4 * 64, 3 * 2 * 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(4 * 64, 2 * 8, dtype=torch.float64)
     masks: list[LayerMask] = [
@@ -234,7 +234,7 @@ def test_the_gradients_of_query_key_and_value_are_copied_once(backend: str, monk
         mask: LayerMask = SdpaMask(torch.empty(2, 1, 64, 64, dtype=torch.bfloat16))
         if backend == "flash":
             mask = FlashMask(ExampleBounds(torch.empty(5, dtype=torch.int32), 64))
-        out_BSH = module(hidden_BSH, mask, LayerDropoutKeys(torch.empty(3), torch.empty(2), "auto"))
+        out_BSH = module(hidden_BSH, mask, LayerDropout(torch.empty(3), torch.empty(2), "reference"))
     with Names() as recorded:
         out_BSH.backward(torch.empty_like(out_BSH))
     assert recorded.names.count("stack") == 1

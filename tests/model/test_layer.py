@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from electra_kernels.operation_types import LayerDropout
 from support.rehearsal import gpu_branch
 
 from electra_dist.model import matrix_products
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.dropout_keys import DropoutKeys, LayerDropoutKeys
+from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.encoder import EncoderLayer
 from electra_dist.model.matrix_products import input_gradient, weight_gradient
 
@@ -20,7 +21,7 @@ ROWS, TOKENS, WIDTH = 3, 10, 32
 SEED, STEP = 2**40 + 7, 5
 
 
-def keys_of_layer(row_B: torch.Tensor, number: int = 1) -> LayerDropoutKeys:
+def keys_of_layer(row_B: torch.Tensor, number: int = 1) -> LayerDropout:
     return DropoutKeys(SEED, STEP, row_B, "reference").of_layers(number + 1)[number]
 
 

@@ -17,7 +17,7 @@ from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
 from electra_dist.model.counts import parameter_counts, token_flops
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.modern_encoder import rotate_query_and_key, rotation_of
+from electra_dist.model.modern_encoder import _drop, rotate_query_and_key, rotation_of
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers
 from electra_dist.planning.activation_memory import activation_bytes_per_row
@@ -215,12 +215,11 @@ def test_dropout_of_a_row_follows_from_its_keys_and_differs_between_sub_layers_a
     assert (together[0] - together[2]).abs().max() > 0.1  # equal rows with different numbers
     assert (together - states([0, 1, 2], step=5)).abs().max() > 0.1
 
-    first_layer = towers.discriminator.layers[0]
     row_B = torch.tensor([3])
     keys = DropoutKeys(seed=9, step=4, row_B=row_B, backend="auto")
     (_, layer_keys), *_ = towers.discriminator.layer_inputs(mask_of(towers, ids[:1]), keys)
     ones = torch.ones(400, 32)
-    dropped = [first_layer._drop(ones, key) for key in (layer_keys.attention_output, layer_keys.feed_forward_output)]
+    dropped = [_drop(ones, each) for each in (layer_keys.attention_output, layer_keys.feed_forward_output)]
     assert not torch.equal(dropped[0], dropped[1])
     for output in dropped:
         assert (output == 0).float().mean() == pytest.approx(0.3, abs=0.02)

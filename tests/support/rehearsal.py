@@ -29,6 +29,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from electra_kernels import keyed_random
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
@@ -40,7 +41,7 @@ from electra_dist.model.attention import BACKENDS, LayerMask
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
-from electra_dist.objectives.base import Objective, StepInput, loss_counts, step_key
+from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -379,19 +380,9 @@ def step_input(
     host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
     host_ids_BS[:, 0] = SPECIAL.cls
     mask_prob = scheduled.mask_prob if scheduled else None
-    first_scale, second_scale = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
-    row_B = torch.arange(rows, device=META)
-    scales = (first_scale, second_scale)
-    return StepInput(
-        ids_BS,
-        row_B,
-        step,
-        config.seed,
-        *scales,
-        bounds=module.attention.bounds(host_ids_BS, SPECIAL, META),
-        scheduled=scheduled,
-        key_2=step_key(config.seed, step, META),
-    )
+    scale_2 = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
+    key = (config.seed, step)
+    return StepInput.of_rows(ids_BS, host_ids_BS, 0, key, module.attention, SPECIAL, scale_2, scheduled)
 
 
 def rehearse(
@@ -409,6 +400,8 @@ def rehearse(
         Stray: a GPU would refuse an operator or a launch, or a parameter has no gradient.
     """
     module.zero_grad()
+    keyed_random.device_keys.cache_clear()  # the micro-batch is the first of its step
+    keyed_random._step_in_row.cache_clear()
     with gpu_branch() as launches, Rehearsal(module, launches) as rehearsal:
         with torch.set_grad_enabled(backward):
             loss = module(make_input()).loss

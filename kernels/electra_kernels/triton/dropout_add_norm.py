@@ -35,8 +35,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose, drop_threshold
-from electra_kernels.operation_types import LayerDropout
-from electra_kernels.partial_sums import sum_of_strips
+from electra_kernels.operation_types import SITES, LayerDropout
 from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
 from electra_kernels.triton.philox import as_int32, four_way_bits
 
@@ -219,7 +218,6 @@ def forward_pass(
     residual: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
-    row_B: torch.Tensor,
     eps: float,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +227,7 @@ def forward_pass(
     """
     hidden = x.shape[-1]
     num_tokens = x.numel() // hidden
-    seq_len = num_tokens // len(row_B)
+    seq_len = num_tokens // len(dropout.row_B)
     out = torch.empty_like(x)
     statistics_2T = torch.empty(2, num_tokens, device=x.device)
     grid: Any = (num_tokens,)
@@ -239,7 +237,7 @@ def forward_pass(
         weight_H,
         bias_H,
         dropout.key_3,
-        row_B,
+        dropout.row_B,
         out,
         statistics_2T,
         num_tokens=num_tokens,
@@ -250,28 +248,6 @@ def forward_pass(
         **_launch_options(hidden),
     )
     return out, statistics_2T
-
-
-def backward_pass(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    statistics_2T: torch.Tensor,
-    weight_H: torch.Tensor,
-    row_B: torch.Tensor,
-    dropout: LayerDropout,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias, by three kernel launches (two for sums).
-
-    Weight and bias have fp32 gradients. At dropout probability 0, the gradients of x and the residual are one tensor.
-    """
-    hidden = grad.shape[-1]
-    partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
-    grad_x, grad_residual = backward_strips(
-        grad, x, residual, statistics_2T, weight_H, row_B, dropout, partials_PC, first_column=0, in_layer=False
-    )
-    grad_weight_H, grad_bias_H = sum_of_strips(partials_PC).split(hidden)
-    return grad_x, grad_residual, grad_weight_H, grad_bias_H
 
 
 def num_strips(grad: torch.Tensor) -> int:
@@ -291,7 +267,6 @@ def backward_strips(
     residual: torch.Tensor,
     statistics_2T: torch.Tensor,
     weight_H: torch.Tensor,
-    row_B: torch.Tensor,
     dropout: LayerDropout,
     partials_PC: torch.Tensor,
     first_column: int,
@@ -305,7 +280,7 @@ def backward_strips(
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
-    seq_len = num_tokens // len(row_B)
+    seq_len = num_tokens // len(dropout.row_B)
     num_programs, num_columns = partials_PC.shape
     grad_residual = torch.empty_like(grad)
     grad_x = grad_residual
@@ -319,7 +294,7 @@ def backward_strips(
         statistics_2T,
         weight_H,
         dropout.key_3,
-        row_B,
+        dropout.row_B,
         grad_x,
         grad_residual,
         partials_PC,
@@ -354,7 +329,7 @@ def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {
-        "layer_quads": dropout.sites_per_layer * quads_of_a_site,
+        "layer_quads": SITES * quads_of_a_site,
         "site_quads": dropout.site * quads_of_a_site,
         "limit": as_int32(drop_threshold(dropout.probability)),
         "scale": 1.0 / (1.0 - dropout.probability),

@@ -1,6 +1,6 @@
 """Run GELU's gradient in Triton, in place, with the sums over tokens that the gradient of the bias needs.
 
-Guarantee: the kernel computes `layer_passes.gelu_gradient_reference` in fp32 and rounds each gradient once. The
+Guarantee: the kernel computes `gelu_gradient.gelu_gradient_reference` in fp32 and rounds each gradient once. The
 sums are added in a fixed order.
 
 How: the columns are cut into blocks. Program (p, c) handles tokens p, p + P, p + 2 P and so on, its strip, in block c

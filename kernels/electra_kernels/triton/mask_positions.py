@@ -120,9 +120,9 @@ def mask_positions(
     special: MaskIds,
     num_slots: int,
     shown: int,
-    key_2: torch.Tensor,
+    key: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what `mask_positions_reference` computes in one launch; `key_2` is seed and step on the device."""
+    """Compute what `mask_positions_reference` computes in one launch; `key` is seed and step on the device."""
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
     device = ids_BS.device
@@ -133,7 +133,7 @@ def mask_positions(
     mask_kernel[grid](
         ids_BS.contiguous(),
         row_B.contiguous(),
-        key_2,
+        key,
         wanted_R,
         position_BN,
         weight_BN,

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from electra_kernels.keyed_random import Purpose, copy_to_device
+from electra_kernels.keyed_random import Purpose, device_keys
 from electra_kernels.operation_types import RowOptions, RowStats
 from electra_kernels.sampling import SERIES_BELOW
 from electra_kernels.triton.compensated_arithmetic import (
@@ -275,9 +275,6 @@ def row_pass(
     block = BLOCK
     if interpreted:
         block = min(_BLOCK_INTERPRETED, triton.next_power_of_2(num_columns))
-    key_2 = options.key_2
-    if key_2 is None:
-        key_2 = copy_to_device(torch.tensor([options.seed, options.step]), logits_MV.device)
     grid: Any = (num_rows,)
     row_kernel[grid](
         logits_MV,
@@ -288,7 +285,7 @@ def row_pass(
         loss_M,
         best_M,
         sampled_M,
-        key_2,
+        device_keys(options.seed, options.step, logits_MV.device),
         stride=logits_MV.stride(0),
         inverse_temperature=1.0 / options.temperature,
         WIDTH=num_columns,

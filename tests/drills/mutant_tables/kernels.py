@@ -23,7 +23,7 @@ KERNELS = (
     Mutant(
         name="kernels: two sites of a layer drop the same elements",
         file="kernels/electra_kernels/dropout_add_norm.py",
-        original="first_position=dropout.site * elements_per_row,",
+        original="first_position=site * elements_per_row,",
         mutated="first_position=0,",
         test="tests/kernels/test_dropout_add_norm.py::"
         "test_a_row_drops_the_same_elements_in_any_batch_and_other_elements_at_another_site_step_or_seed",

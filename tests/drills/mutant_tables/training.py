@@ -307,8 +307,8 @@ TRAINING = (
     Mutant(
         name="train: all micro-batches of a step have the same dropout",
         file="electra_dist/train/step.py",
-        original="            row0 = batch.row0 + first  # number within the global batch\n",
-        mutated="            row0 = batch.row0\n",
+        original="        row0 = batch.row0 + rows.start  # number within the global batch\n",
+        mutated="        row0 = batch.row0\n",
         test="tests/train/test_step.py::test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own",
     ),
     Mutant(

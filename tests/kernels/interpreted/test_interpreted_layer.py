@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from electra_kernels.layer_passes import ReferencePasses, TritonPasses, norm_forward
+from electra_kernels.dropout_add_norm import norm_backward, norm_forward
+from electra_kernels.gelu_gradient import gelu_gradient
 from electra_kernels.operation_types import LayerDropout
+from electra_kernels.partial_sums import TokenSums
 from electra_kernels.triton import dropout_add_norm as norm_kernels
 from electra_kernels.triton import gelu_gradient as gelu_kernels
 
@@ -22,23 +24,21 @@ class Inputs:
         shapes = [states, states, (hidden,), (hidden,), states, wide, wide]
         self.tensors = [torch.randn(shape).to(dtype) for shape in shapes]
         key_3 = torch.tensor([2**62 + 9, 2**31 + draw, 15])
-        self.dropout = LayerDropout(probability, key_3, site=1, sites_per_layer=2)
-        self.row_B = torch.arange(batch) + 2**32 - batch
+        row_B = torch.arange(batch) + 2**32 - batch
+        self.dropout = LayerDropout(key_3, row_B, "reference", probability, site=1)
 
     def results(self, precision, backend):
         """Norm, both its gradients, GELU's gradient, and all sums joined, computed with tensors of a precision."""
         tensors = [tensor.to(precision, copy=True) for tensor in self.tensors]
         x, residual, weight, bias, grad, gelu_input, gelu_grad = tensors
-        normed, kept = norm_forward(x, residual, weight, bias, self.row_B, EPS, self.dropout, backend)
+        dropout = self.dropout._replace(backend=backend)
+        normed, kept = norm_forward(x, residual, weight, bias, EPS, dropout)
         hidden, intermediate = grad.shape[1], gelu_input.shape[1]
-        if backend == "triton":
-            passes = TritonPasses(grad, [intermediate, hidden, hidden, hidden])
-        else:
-            passes = ReferencePasses()
-        grad_gelu_input = passes.gelu(gelu_grad, gelu_input)
-        grad_x, grad_residual = passes.norm(grad, kept, weight, bias, self.row_B, self.dropout)
+        sums = TokenSums(backend, grad, [intermediate, hidden, hidden, hidden])
+        grad_gelu_input = gelu_gradient(gelu_grad, gelu_input, sums)
+        grad_x, grad_residual = norm_backward(grad, kept, weight, bias, dropout, sums)
         sum_dtype = torch.promote_types(precision, torch.float32)
-        return [normed, grad_x, grad_residual, grad_gelu_input, torch.cat(list(passes.sums(sum_dtype)))]
+        return [normed, grad_x, grad_residual, grad_gelu_input, torch.cat(list(sums.totals(sum_dtype)))]
 
 
 @pytest.mark.parametrize(

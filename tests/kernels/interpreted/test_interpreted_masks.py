@@ -53,17 +53,15 @@ def test_masked_positions_are_the_references(seq_len, num_slots, lengths, mask_t
 )
 @settings(max_examples=10, deadline=None)
 def test_masked_positions_are_the_references_for_any_rows(lengths, num_slots, step, seed, data):
-    """For rows of any ids from 1 to 9, special ones among them, any number of slots, and a key in a tensor."""
+    """For rows of any ids from 1 to 9, special ones among them, any number of slots, and any key."""
     ids = torch.zeros(len(lengths), 40, dtype=torch.int64)
     for row, length in zip(ids, lengths):
         row[:length] = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=length, max_size=length)))
     rows = torch.arange(len(lengths))
     wanted = torch.arange(41).clamp(1, num_slots)
-    options = {"num_slots": num_slots, "mask_token_prob": 0.5}
-    expected = mask_positions(ids, rows, wanted, SPECIAL, **options, seed=seed, step=step, backend="reference")
-    # The kernel reads the key from memory, and neither of the two integers.
-    key_2 = torch.tensor([seed, step])
-    by_kernel = mask_positions(ids, rows, wanted, SPECIAL, **options, seed=0, step=0, key_2=key_2, backend="triton")
+    options = {"num_slots": num_slots, "mask_token_prob": 0.5, "seed": seed, "step": step}
+    expected = mask_positions(ids, rows, wanted, SPECIAL, **options, backend="reference")
+    by_kernel = mask_positions(ids, rows, wanted, SPECIAL, **options, backend="triton")
     for tensor, expected_tensor in zip(by_kernel, expected):
         assert torch.equal(tensor, expected_tensor)
 

@@ -6,6 +6,7 @@ from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.masked_gather import gather_masked
+from electra_kernels.operation_types import LayerDropout
 from electra_kernels.replace_tokens import replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
 from electra_kernels.triton import dropout_add_norm as norm_kernels
@@ -162,12 +163,12 @@ def test_dropout_add_norm_is_no_further_from_float64_than_the_reference(
 def test_keyed_dropout_and_its_gradient_are_the_references(dtype, batch, seq_len, hidden):
     """One product in fp32 is rounded once in both, so the values are equal; only bf16 stores differ by truncation."""
     rows = torch.arange(batch) + 2**32 - batch
-    key = torch.tensor([2**62 + 9, 2**31 + 5])
+    key_3 = torch.tensor([2**62 + 9, 2**31 + 5, 0])
     x, upstream = torch.randn(2, batch, seq_len, hidden).to(dtype)
 
     def output_and_gradient(backend):
         states = x.clone().requires_grad_()
-        out = keyed_dropout(states, key, rows, 0.3, backend=backend)
+        out = keyed_dropout(states, LayerDropout(key_3, rows, backend, probability=0.3))
         return out.detach(), torch.autograd.grad(out, states, upstream)[0]
 
     allowed = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
