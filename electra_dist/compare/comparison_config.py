@@ -19,7 +19,7 @@ OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].anno
 # objective only.
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
 MINIMAL_PAIRS = "minimal-pairs"  # column of the built-in minimal pairs
-CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see context_measure.py
+CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see measures.py
 RANDOM = "random"  # name of the baseline: the initial weights, before the first step
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 

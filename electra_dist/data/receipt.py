@@ -6,7 +6,7 @@ their keys. The keys are fixed odd numbers of 32 bits, one for each word of the 
 
 Guarantee: a receipt does not depend on the order of the rows, on ranks or on restarts. Each rank therefore adds up its
 own rows, and one integer all-reduce gives the receipt of a step. The order of rows (`order.py`) gives the receipt that
-a run should have, so `electra-dist verify` can compare them (`analysis/row_audit.py`). If a run used other rows, or
+a run should have, so `electra-dist verify` can compare them (`row_audit.py`). If a run used other rows, or
 used some of them another number of times, the digest is right by chance with probability 2**-64. If one word of a row
 changes, in any of its bits, or if two different words of a row are exchanged, the checksum of the row always changes.
 Other damage is missed with a probability of about 2**-64.
