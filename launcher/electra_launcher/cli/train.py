@@ -96,7 +96,10 @@ def train(
         print(printable(shlex.join(["deepspeed", *place, *program, *start.arguments])))
         return
     code = _on_hosts(start, hosts, num_ranks) if hosts else _here(start, num_ranks)
-    _print_next(open_console(soft_wrap=True), start, code, hostfile)
+    place = ["--hostfile", str(hostfile)] if hosts else []
+    place += ["--nodes", str(nodes)] if nodes else []
+    place += ["--gpus", str(ranks)] if ranks and hosts else []  # on this machine, the run's record has the number
+    _print_next(open_console(soft_wrap=True), start.config.run_dir, place, code)
     raise typer.Exit(code)
 
 
@@ -222,11 +225,9 @@ def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> 
     return [one.wait() for one in supervisors]
 
 
-def _print_next(out: Console, start: _Start, code: int, hostfile: Path | None) -> None:
-    """Print the command that comes next, if this one ended as it should."""
-    run = shlex.quote(start.config.run_dir)
+def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> None:
+    """Print the command that comes next, if this one ended as it should; `place` are its options of where to run."""
     if code == EXIT_DONE:
-        out.print(f"finished; next: electra-dist export {run}")
+        out.print(f"finished; next: electra-dist export {shlex.quote(run_dir)}")
     elif code == EXIT_STOPPED:
-        hosts = f" --hostfile {shlex.quote(str(hostfile))}" if hostfile else ""
-        out.print(f"to go on: electra-dist train {run}{hosts}")
+        out.print(f"to go on: electra-dist train {shlex.join([run_dir, *place])}")

@@ -155,3 +155,12 @@ def test_an_unknown_key_that_holds_controls_is_quoted_escaped(
         main.main()
     assert ended.value.code == 78
     assert "unknown key `model.[/]\\x1b[2J\\u202e`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"), [(["finetun"], "finetune"), (["tran"], "train"), (["corpus", "bild"], "build")]
+)
+def test_a_mistyped_command_gets_its_nearest_name(words: list[str], nearest: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert f"Did you mean '{nearest}'?" in " ".join(done.output.split())

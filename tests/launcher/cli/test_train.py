@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from electra_launcher.cli.console import open_console
 from electra_launcher.cli.main import app
-from electra_launcher.cli.train import Host, _cpu_ranks, _hosts, _slots
+from electra_launcher.cli.train import Host, _cpu_ranks, _hosts, _print_next, _slots
 from support.real_runs import step_records, wait_until
 from typer.testing import CliRunner
 
@@ -150,3 +151,13 @@ def test_a_run_on_the_hosts_of_a_file_equals_one_on_this_machine(
     assert done.returncode == 0, done.stderr + done.stdout
     pretrain(whole := tiny_config("whole", **{"train.num_steps": 20}), 2)
     assert losses(config.with_suffix("")) == losses(whole.with_suffix(""))
+
+
+def test_the_command_that_goes_on_names_the_same_hosts_and_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--hostfile", "my hosts", "--nodes", "2", "--gpus", "4"]
+    _print_next(open_console(soft_wrap=True), "runs/a b", place, 75)
+    assert (
+        capsys.readouterr().out == "to go on: electra-dist train 'runs/a b' --hostfile 'my hosts' --nodes 2 --gpus 4\n"
+    )
+    _print_next(open_console(soft_wrap=True), "runs/a", [], 1)
+    assert capsys.readouterr().out == ""
