@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import agree
@@ -223,6 +224,9 @@ class Engine:
             # A layer reads its parameters directly, not through the modules that hold them, so DeepSpeed has to gather
             # all of them when the layer begins.
             set_z3_leaf_modules(module, [EncoderLayer], raise_if_not_found=False)
+        # A global variable of DeepSpeed's says that an engine of this process uses autocast. Left by an earlier engine
+        # in fp16 at stage 0, it would make this one multiply its loss by 65,536.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         with without_memory_reports():
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from electra_dist.config.load import load_config
@@ -68,3 +69,18 @@ def test_the_first_moments_of_the_first_step_are_those_of_the_gradients_clipped_
             difference += float((moment - expected[fragment.start : fragment.start + fragment.numel]).square().sum())
         assert difference**0.5 < tolerance * (1 - BETA1) * factor * true_norm
         engine.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_in_fp16_before_it_does_not_scale_the_loss_of_an_engine_in_fp32(
+    tiny_config: Callable[..., Path], stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs in one process, as a notebook may make them; at stage 0 DeepSpeed computes fp16 by autocast."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    settings = {"train.precision": "fp16", "engine.zero_stage": 0, "train.global_batch": 4, "train.micro_batch": 4}
+    config = load_config(tiny_config("before", **settings), [])
+    Engine(small_net(), config.train, config.engine, config.optimizer).close()  # type: ignore[arg-type]
+    test_the_first_moments_of_the_first_step_are_those_of_the_gradients_clipped_to_the_bound(
+        tiny_config, "fp32", stage, 1e-5
+    )
