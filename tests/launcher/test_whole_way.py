@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.installed_wheel import Installation
 from support.raw_inputs import RAW_FORMATS, write_raw_inputs
+from support.real_runs import free_port
 
 GOOD, BAD = ("happy", "kind", "bright", "warm"), ("sad", "cruel", "dark", "cold")
 NOUNS = ("boy", "girl", "king", "queen", "dog", "cat", "house", "river", "tree", "road", "book", "song")
@@ -95,7 +96,13 @@ def test_from_raw_text_to_the_answers_of_a_pipeline(installed: Installation) -> 
     assert sum(kind["files"] for kind in report["files_read"].values()) == len(RAW_FORMATS)
     assert report["inputs_skipped"]["unknown_kind"][".jpg"] == 1
     deepspeed = ("python", "-m", "deepspeed.launcher.runner")  # the script `deepspeed`; only our wheel's are installed
-    run(*deepspeed, "--num_gpus", "1", "--module", "electra_launcher.pretrain", "--config", "mine.yaml")
+    place = (
+        "--num_gpus",
+        "1",
+        "--master_port",
+        str(free_port()),
+    )  # another run on this machine may have the default one
+    run(*deepspeed, *place, "--module", "electra_launcher.pretrain", "--config", "mine.yaml")
     run("electra-dist", "verify", "run")
     run("electra-dist", "export", "run", "--checkpoint", "best", "--license", "apache-2.0")
     card = (folder / "run" / "export" / "discriminator" / "README.md").read_text()
