@@ -18,11 +18,12 @@ program `torchfrtrace` reads the records.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from electra_launcher.supervise.rank_processes import write_to_pipe
 
 # Prefixes of the names of two files per rank in the temporary state folder of a node; the rank's number follows.
 _NCCL_TRACE = "nccl-trace-"
@@ -102,9 +103,4 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 def request_nccl_traces(state: Path) -> None:
     """Ask torch to write the NCCL records of this node's ranks. Writing takes seconds; this call does not wait."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
-        with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
-            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-            try:
-                os.write(descriptor, b"1\n")
-            finally:
-                os.close(descriptor)
+        write_to_pipe(pipe, b"1\n")

@@ -1,8 +1,10 @@
 """Run one rank under the supervisor: call pretrain.py, show its stacks on request, and end with the supervisor.
 
-Guarantee: whenever the rank receives STACK_SIGNAL, it appends the Python stacks of all threads to the file `stack-R`
-in the folder `--state`. This works also inside a collective, because faulthandler writes them from the signal handler
-and does not need the interpreter lock. The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
+Guarantee: when a byte is written into the pipe `ask-R` in the folder `--state`, a thread of the rank appends the
+Python stacks of all threads to the file `stack-R` there. It holds the interpreter lock meanwhile, so that no other
+thread changes its stack. If a hung library call keeps the lock, the signal STACK_SIGNAL makes faulthandler write the
+stacks without it. While threads run Python, this signal can crash the rank. The rank is bound to the CPU cores near
+its GPU (electra_dist/gpu_cores.py).
 
 When the supervisor ends while the rank runs, whatever has killed it, the rank saves a checkpoint and stops, as after
 SIGTERM, so that no rank trains on unwatched. A rank that has not installed its signal handlers yet has nothing to save
@@ -25,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from electra_dist.engine.rank_environment import whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
@@ -53,13 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)
-    threading.Thread(target=_end_with, args=(args.supervisor, rank), name="supervisor-watch", daemon=True).start()
+    pipe = args.state / f"ask-{rank}"
+    unopened = pipe.with_suffix(".tmp")
+    os.mkfifo(unopened)
+    requests = os.open(unopened, os.O_RDWR | os.O_NONBLOCK)
+    unopened.rename(pipe)  # Only now, so that no request is written into a pipe that nobody has open.
+    watch = threading.Thread(
+        target=_watch, args=(args.supervisor, rank, requests, stack_file), name="supervisor-watch", daemon=True
+    )
+    watch.start()
     return pretrain.main(pretrain_arguments)
 
 
-def _end_with(supervisor: int, rank: int) -> None:
-    """Wait until the supervisor has ended, and then make this rank save and stop."""
-    _await_end_of(supervisor)
+def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> None:
+    """Write the stacks at each request until the supervisor has ended, and then make this rank save and stop."""
+    _answer_while_runs(supervisor, requests, stack_file)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):
         os._exit(EXIT_STOPPED)  # The training has not begun.
@@ -68,15 +79,17 @@ def _end_with(supervisor: int, rank: int) -> None:
     os._exit(EXIT_CRASH)
 
 
-def _await_end_of(parent: int) -> None:
+def _answer_while_runs(parent: int, requests: int, stack_file: BinaryIO) -> None:
+    """Append all stacks to `stack_file` whenever bytes arrive in the pipe `requests`, until `parent` has ended."""
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
     with contextlib.suppress(OSError):  # It has ended already, or the kernel is older than 5.3.
-        descriptor = os.pidfd_open(parent)
-        if os.getppid() == parent:  # Otherwise it has ended, and a later process may have got its pid.
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.poll()
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+    while os.getppid() == parent:  # Its pid may be that of a later process by now.
+        ready = [descriptor for descriptor, _ in poll.poll(_POLL_S * 1000)]
+        if requests in ready:
+            os.read(requests, select.PIPE_BUF)
+            faulthandler.dump_traceback(stack_file)
 
 
 if __name__ == "__main__":

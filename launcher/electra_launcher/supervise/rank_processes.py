@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
@@ -108,22 +108,23 @@ class RankProcesses:
         """
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
-        stack_files = {rank: self.state / f"stack-{rank}" for rank in pids}
-        # A file may hold the stacks of an earlier call; only what is appended from now on is of interest.
-        old_sizes = {rank: file.stat().st_size for rank, file in stack_files.items()}
-        for pid in pids.values():
-            if _catches(pid, STACK_SIGNAL):
+        files = {rank: _StackFile(self.state / f"stack-{rank}") for rank in pids}
+        for rank, pid in pids.items():
+            write_to_pipe(self.state / f"ask-{rank}", b"1")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + _STACK_WAIT_S
+        _await_stacks(files.values(), deadline - _STACK_WAIT_S / 2)
+        for rank, pid in pids.items():
+            # A library call keeps the interpreter lock, so that no thread runs Python and the signal is safe.
+            if files[rank].growth() == 0 and _catches(pid, STACK_SIGNAL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
-                    os.kill(pid, signal.SIGCONT)
-        _wait_until_written(stack_files, old_sizes)
+        _await_stacks(files.values(), deadline)
         lines = []
         for rank in sorted(pids):
             lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
-            new_bytes = stack_files[rank].read_bytes()[old_sizes[rank] :]
-            stack_lines = condensed(new_bytes.decode(errors="replace"))
-            if not stack_lines:
-                stack_lines = [f"no answer within {_STACK_WAIT_S:.0f} s"]
+            stack_lines = condensed(files[rank].new_text()) or [f"no answer within {_STACK_WAIT_S:.0f} s"]
             lines += [f"  {line}" for line in stack_lines]
         return lines
 
@@ -195,17 +196,48 @@ def _short_call(line: str) -> str:
     return f"{match['file']}:{match['number']} {match['name']}"
 
 
-def _wait_until_written(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes, and no file grows any more."""
-    deadline = time.monotonic() + _STACK_WAIT_S
-    sizes = dict(old_sizes)
+class _StackFile:
+    """The file to which a rank appends its stacks; only what is appended after this object was made is of interest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._old_size = self._size()
+
+    def growth(self) -> int:
+        """Return by how many bytes the file has grown; 0 if the rank, which still imports, has not made it yet."""
+        return self._size() - self._old_size
+
+    def new_text(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.read_bytes()[self._old_size :].decode(errors="replace")
+        return ""
+
+    def _size(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.stat().st_size
+        return 0
+
+
+def write_to_pipe(pipe: Path, request: bytes) -> None:
+    """Write `request` into a named pipe; do nothing if the rank that reads it has not made it yet or has ended."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, request)
+        finally:
+            os.close(descriptor)
+
+
+def _await_stacks(files: Collection[_StackFile], deadline: float) -> None:
+    """Wait until every file has grown and none grows any more, at most until `deadline` of the monotonic clock."""
+    growths: list[int] = []
     settled_at = deadline
     while time.monotonic() < min(settled_at, deadline):
         time.sleep(0.05)
-        sizes_before, sizes = sizes, {rank: file.stat().st_size for rank, file in files.items()}
-        if any(sizes[rank] == old_sizes[rank] for rank in files):
+        growths_before, growths = growths, [file.growth() for file in files]
+        if 0 in growths:
             settled_at = deadline
-        elif sizes != sizes_before or settled_at == deadline:
+        elif growths != growths_before:
             settled_at = time.monotonic() + _STACK_QUIET_S
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.supervise import rank_processes
-from electra_launcher.supervise.rank_main import _await_end_of
+from electra_launcher.supervise.rank_main import _answer_while_runs
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, condensed
 
@@ -106,13 +106,98 @@ def test_a_start_deletes_the_folders_of_killed_supervisors_of_its_run_that_no_ot
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
-def test_a_supervisor_that_has_ended_before_its_rank_looked_is_not_waited_for() -> None:
+def test_a_supervisor_that_has_ended_before_its_rank_looked_is_not_waited_for(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    _await_end_of(process.pid)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    requests, answers = os.pipe()
+    with (tmp_path / "stacks").open("wb") as stacks:
+        _answer_while_runs(process.pid, requests, stacks)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        try:
+            _answer_while_runs(child.pid, requests, stacks)  # A later process has the number, but is not the parent.
+        finally:
+            child.kill()
+            child.wait()
+            os.close(requests)
+            os.close(answers)
+
+
+RANK = """
+import ctypes, threading, time
+from pathlib import Path
+from electra_launcher import pretrain
+from electra_launcher.entry import end_process_with
+from electra_launcher.supervise import rank_main
+
+def call_deeply(depth):
+    return str(Path("a") / "b" / str(depth)) if depth == 0 else call_deeply(depth - 1)
+
+def work(arguments=None):
+    while True:
+        call_deeply(30)
+
+def keep_the_lock(arguments):
+    ctypes.PyDLL(None).sleep(60)
+
+pretrain.main = {main}
+for _ in range({threads}):
+    threading.Thread(target=work, daemon=True).start()
+end_process_with(rank_main.main)
+"""
+
+
+def _started(monkeypatch: pytest.MonkeyPatch, run_dir: Path, code: str) -> RankProcesses:
+    """Start a rank that runs `code`."""
+    ranks = RankProcesses(mark_of(run_dir, 0))
+    monkeypatch.setattr(rank_processes, "RANK_PROGRAM", ("-c", code))
+    ranks.start(Placement(node=0, num_nodes=1, ranks_per_node=1), 7000, [], {})
+    return ranks
+
+
+def _await_pipe(ranks: RankProcesses) -> None:
+    deadline = time.monotonic() + 60
+    while not list(ranks.state.glob("ask-0")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.real_start  # The rank must be a child of this process.
+def test_asking_for_stacks_does_not_end_a_rank_whose_threads_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = _started(monkeypatch, tmp_path, RANK.format(main="work", threads=3))
     try:
-        _await_end_of(child.pid)  # A later process has the number, but it is not the parent.
+        _await_pipe(ranks)
+        for _ in range(5):
+            for pid in ranks.alive().values():
+                os.kill(pid, signal.SIGSTOP)
+            text = "\n".join(ranks.stacks())
+            assert " work" in text and "_answer_while_runs" in text, text
+        assert ranks.codes() == {}
     finally:
-        child.kill()
-        child.wait()
+        ranks.close()
+
+
+@pytest.mark.real_start  # The rank must be a child of this process.
+def test_a_rank_whose_library_call_keeps_the_interpreter_lock_shows_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = _started(monkeypatch, tmp_path, RANK.format(main="keep_the_lock", threads=0))
+    try:
+        _await_pipe(ranks)
+        time.sleep(0.5)
+        assert "keep_the_lock" in "\n".join(ranks.stacks())
+    finally:
+        ranks.close()
+
+
+@pytest.mark.real_start  # The rank must be a child of this process.
+def test_a_rank_that_still_imports_has_no_stacks_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_STACK_WAIT_S", 0.2)
+    ranks = _started(monkeypatch, tmp_path, "import time; time.sleep(60)")
+    try:
+        lines = ranks.stacks()
+    finally:
+        ranks.close()
+    assert lines[0].startswith("rank 0, pid ")
+    assert lines[1:] == ["  no answer within 0 s"]
