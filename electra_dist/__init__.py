@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         build_towers,
         load,
         load_weights,
+        metrics,
         open_corpus,
         replaced_probability,
         score_texts,
@@ -32,18 +33,21 @@ if TYPE_CHECKING:
     from electra_dist.config import Config
     from electra_dist.config.load import load_config
     from electra_dist.errors import UserError
+    from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.run.folder import open_run
 
 # Name -> the module that defines it.
 _MODULES = {
     "Config": "electra_dist.config",
     "Corpus": "electra_dist.api",
+    "Pretrained": "electra_dist.pretrained.encoder",
     "UserError": "electra_dist.errors",
     "build_objective": "electra_dist.api",
     "build_towers": "electra_dist.api",
     "load": "electra_dist.api",
     "load_config": "electra_dist.config.load",
     "load_weights": "electra_dist.api",
+    "metrics": "electra_dist.api",
     "open_corpus": "electra_dist.api",
     "open_run": "electra_dist.run.folder",
     "replaced_probability": "electra_dist.api",
@@ -54,6 +58,7 @@ _MODULES = {
 __all__ = [
     "Config",
     "Corpus",
+    "Pretrained",
     "UserError",
     "__version__",
     "build_objective",
@@ -61,6 +66,7 @@ __all__ = [
     "load",
     "load_config",
     "load_weights",
+    "metrics",
     "open_corpus",
     "open_run",
     "replaced_probability",

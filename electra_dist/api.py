@@ -1,7 +1,7 @@
 """What `import electra_dist` offers to notebooks and scripts: one process on one device, without DeepSpeed.
 
 Open a corpus and read the rows of any step of a run on it; build the networks and the loss of a config, load the
-weights of a run, and score text.
+weights of a run, read its curves, and score text.
 
 Guarantee: the rows, masks, samples, dropout and losses of a step are those of a run with the same config, seed and
 step, because order, verification and reading are the run's own. The first batch of a shuffle window verifies its
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.encoder import Pretrained, TowerName, device_of_choice, load_pretrained
 from electra_dist.pretrained.weights import load_run_weights, read_frozen_generator
 from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
+from electra_dist.run.metrics import EvalRecord, StepRecord, iter_evaluations, iter_steps
 from electra_dist.scoring.text_scores import TextScore, TextScorer
 from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import user_cache_folder
@@ -56,6 +58,7 @@ class Corpus:
         seed: int,
         shuffle_window_shards: int,
         cache_dir: Path,
+        global_batch: int | None,
     ) -> None:
         """Use `open_corpus` instead."""
         self.corpora = corpora  # one for each phase of a run
@@ -63,7 +66,13 @@ class Corpus:
         self._shuffle_window_shards = shuffle_window_shards
         self._orders: dict[int, RowOrder] = {}  # global batch -> sequence of the rows
         self._cache_dir = cache_dir
+        self._global_batch = global_batch  # of the run or config from which the corpus was opened
         self._cache = self._open_cache()
+
+    def __repr__(self) -> str:
+        """Return one line with the place and the size of the corpus."""
+        places = ", ".join(phase.url for phase in self.corpora.phases)
+        return f"Corpus({places}: {self.corpora.num_rows:,} rows of {self.corpora.seq_len} tokens)"
 
     @property
     def fingerprint(self) -> str:
@@ -80,13 +89,14 @@ class Corpus:
         return read_corpus_vocabulary(self.corpora.phases[0].store, self.corpora.tokenizer)
 
     @checked
-    def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
+    def batch(self, step: NonNegative, global_batch: Size | None = None) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
+        `global_batch` is by default that of the run or config from which the corpus was opened.
         In a run of W ranks, rank r reads the r-th of W equal slices of these rows. Steps are counted from 0 and may be
         read in any order; step t is the one that metrics.jsonl records as step t + 1.
         Raises StoreError if a shard cannot be read, ManifestMismatch if a shard differs from the manifest's digest.
         """
-        shard_of_row, row_in_shard = self._locate(step, global_batch)
+        shard_of_row, row_in_shard = self._locate(step, self._rows_of_a_step(global_batch))
         distinct_shards = np.unique(shard_of_row)
         self._cache.keep_only(distinct_shards)
         self._cache.prefetch(distinct_shards)
@@ -94,17 +104,19 @@ class Corpus:
         return torch.from_numpy(rows.astype(np.int64))
 
     @checked
-    def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
+    def row_ids(self, step: NonNegative, global_batch: Size | None = None) -> torch.Tensor:
         """Return the corpus-wide number of each row of a step, int64 [global_batch], in the order of `batch`.
         Rows are numbered from 0 in the order of the shards in corpus.json; with `data.phases`, numbers go on from
         corpus to corpus. A run records checksums of its rows' numbers (`electra_dist.data.receipt`).
         """
+        global_batch = self._rows_of_a_step(global_batch)
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     @checked
-    def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
+    def batches(self, global_batch: Size | None = None, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
         """Yield without end the rows of each step from `first_step` on, as `batch` does; a thread reads ahead."""
+        global_batch = self._rows_of_a_step(global_batch)
         _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
@@ -130,6 +142,16 @@ class Corpus:
 
     def _open_cache(self) -> ShardCache:
         return ShardCache(self.corpora, self._cache_dir / SHARDS_DIR)
+
+    def _rows_of_a_step(self, global_batch: int | None) -> int:
+        """Return `global_batch`, or that of the run or config; raise UserError if there is neither."""
+        rows = global_batch or self._global_batch
+        if rows is None:
+            raise UserError(
+                f"{self}: the number of rows of a step is not known; pass global_batch, or open the corpus by the "
+                f"folder of a run or by a config"
+            )
+        return rows
 
     def _order(self, global_batch: int) -> RowOrder:
         if global_batch not in self._orders:
@@ -197,6 +219,7 @@ def open_corpus(
         seed=_SEED if seed is None else seed,
         shuffle_window_shards=shuffle_window_shards or _WINDOW_SHARDS,
         cache_dir=without_tilde(cache_dir) if cache_dir else user_cache_folder(),
+        global_batch=None if config is None else config.train.global_batch,
     )
 
 
@@ -265,12 +288,14 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
     return StepInput.of_rows(ids, ids.cpu().numpy(), 0, (seed, step), objective.attention, special, scale_2)
 
 
-def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
+def load_weights(
+    module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | Literal["best"] | None = None
+) -> int:
     """Copy a checkpoint's verified weights into a module built from the run's config; return the checkpoint's step.
-    `step` selects the checkpoint; None selects the newest undamaged one. Raises UserError if `run_dir` is not a run,
-    has no undamaged checkpoint (of this step), or has parameters of other names or shapes.
+    `step` selects the checkpoint: a number, "best" on held-out rows, or None for the newest undamaged one. Raises
+    UserError if `run_dir` is not a run, has no such undamaged checkpoint, or has parameters of other names or shapes.
     """
-    run = load_run_weights(Path(run_dir), step)
+    run = load_run_weights(Path(run_dir), "newest" if step is None else step)
     prefix = "" if isinstance(module, Objective) else "towers."
     parameters = dict(module.named_parameters())
     weights = {name.removeprefix(prefix): weight for name, weight in run.weights.items()}
@@ -286,13 +311,27 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: N
     return run.state.step
 
 
-def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
+def load(
+    model: str | Path, tower: TowerName = "discriminator", step: NonNegative | Literal["best"] | None = None
+) -> Pretrained:
     """Load the discriminator or the generator of a pretrained model, with its tokenizer.
     `.tokenizer.encode(texts)` of the result gives token ids; `.backbone()` is a torch module from ids to states.
     `model` is a run folder, a Hugging Face folder, or "random:CONFIG.yaml" for random weights. A Hugging Face folder
-    holds one tower, which the default loads even if it is a generator. `step` is a run's checkpoint; None: the newest.
+    holds one tower, which the default loads even if it is a generator. `step` is as for `load_weights`.
     """
     return load_pretrained(str(model), tower, step=step)
+
+
+def metrics(run_dir: str | Path, kind: Literal["train", "eval"] = "train") -> dict[str, list[Any]]:
+    """Return the curves of a run as a table: the name of a metric -> its values, one for each record, oldest first.
+    `pandas.DataFrame` takes it as it is. "train" has the logged steps, "eval" the evaluations on held-out rows; the
+    column `step` counts optimizer steps. `electra_dist.run.metrics` describes all columns.
+    """
+    open_run(run_dir)  # refuses a folder that holds no run
+    records = iter_steps(Path(run_dir)) if kind == "train" else iter_evaluations(Path(run_dir))
+    rows = [record.fields() for record in records]
+    names = (StepRecord if kind == "train" else EvalRecord).model_fields
+    return {name: [row[name] for row in rows] for name in names if name != "kind"}
 
 
 def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:

@@ -126,7 +126,7 @@ def test_a_run_is_opened_by_a_string_as_by_a_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["batch", "row_ids", "batches"])
 @pytest.mark.parametrize(
-    "wrong", [{"step": -1}, {"step": "3"}, {"step": 1.0}, {"step": True}, {"global_batch": 0}, {"global_batch": None}]
+    "wrong", [{"step": -1}, {"step": "3"}, {"step": 1.0}, {"step": True}, {"global_batch": 0}, {"global_batch": "8"}]
 )
 def test_a_step_or_a_batch_that_is_no_number_of_rows_is_refused(
     corpus_dir: Path, method: str, wrong: dict[str, Any]

@@ -41,6 +41,15 @@ class Config(AllSections):
             raise ValidationError.from_exception_data("Config", [InitErrorDetails(type=fault, loc=place, input=value)])
         return self
 
+    def __repr__(self) -> str:
+        """Return one line with what tells one run from another; `load.dump_yaml` returns the whole configuration."""
+        tower = self.model.discriminator
+        return (
+            f"Config({self.run_dir!r}: objective {self.objective.name}, {tower.num_layers} layers of "
+            f"{tower.hidden_size}, {self.train.num_steps:,} steps of {self.train.global_batch:,} rows of "
+            f"{self.data.seq_len} tokens, seed {self.seed})"
+        )
+
     @property
     def numerics(self) -> int:
         """Return the version of random draws and rounding that this program uses; see `NUMERICS`."""

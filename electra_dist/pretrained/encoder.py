@@ -20,6 +20,7 @@ import sys
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -155,6 +156,14 @@ class Pretrained:
             trained_length=trained_length,
         )
 
+    def __repr__(self) -> str:
+        """Return one line, without the weights."""
+        num_parameters = sum(weight.numel() for weight in self.state.values())
+        return (
+            f"Pretrained({self.name!r}: {self.tower.num_layers} layers of {self.tower.hidden_size}, "
+            f"{self.vocabulary.size:,} tokens, {num_parameters:,} parameters)"
+        )
+
     @property
     def special(self) -> SpecialIds:
         """Return the ids of the special tokens ([CLS], [SEP], [MASK], [PAD], [UNK]) in the vocabulary."""
@@ -221,20 +230,24 @@ class Pretrained:
 
 
 def load_pretrained(
-    spec: str, tower: TowerName = "discriminator", vocab: Path | None = None, step: int | None = None
+    spec: str,
+    tower: TowerName = "discriminator",
+    vocab: Path | None = None,
+    step: int | Literal["best"] | None = None,
 ) -> Pretrained:
     """Load one tower of the model that `spec` names, with its vocabulary.
 
     `spec` is a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
     with that config starts from. A Hugging Face folder holds one tower, which "discriminator" loads even if it is a
     generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise. `step` is the number
-    of steps after which a run's checkpoint was taken (None: the newest); for other sources it must be None.
+    of steps after which a run's checkpoint was taken, "best" on held-out rows, or None for the newest; for other
+    sources it must be None.
     """
     folder = Path(spec)
     if not spec.startswith(_RANDOM) and is_run_folder(folder):
         return _from_run(folder, tower, step)
     if step is not None:
-        raise UserError(f"{spec}: step is {step}, but only a run has checkpoints to choose from; leave the step out")
+        raise UserError(f"{spec}: step is {step!r}, but only a run has checkpoints to choose from; leave the step out")
     if spec.startswith(_RANDOM):
         return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
     if (folder / "config.json").exists():
@@ -311,9 +324,9 @@ def _gives_energies(objective_name: str, tower: TowerName) -> bool:
     return tower == "discriminator" and objective_name == "electric"
 
 
-def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
+def _from_run(run_dir: Path, tower: TowerName, step: int | Literal["best"] | None) -> Pretrained:
     """Return a tower of a run's checkpoint; one line on stderr names each damaged checkpoint that was skipped."""
-    run = load_run_weights(run_dir, step)
+    run = load_run_weights(run_dir, "newest" if step is None else step)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
     return Pretrained.from_state(

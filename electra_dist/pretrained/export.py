@@ -42,7 +42,7 @@ from electra_dist.pretrained.hf_folders import (
     PretrainingRecord,
     write_pretraining_record,
 )
-from electra_dist.pretrained.weights import load_chosen_weights
+from electra_dist.pretrained.weights import load_run_weights
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.version import VERSION
@@ -80,7 +80,7 @@ def export_run(
     _check_writable(output)  # before the weights are read, which may take minutes
     for tower in ("discriminator", "generator"):
         _refuse_model_of_others(output / tower)
-    run = load_chosen_weights(run_dir, choice, num_averaged, progress)
+    run = load_run_weights(run_dir, choice, num_averaged, progress)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
     vocabulary = run.vocabulary  # verified before anything is written

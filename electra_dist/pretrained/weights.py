@@ -37,7 +37,6 @@ from electra_dist.checkpoint.checkpoint import checkpoints, open_targets, owner_
 from electra_dist.checkpoint.chosen_weights import (
     CheckpointProgress,
     Choice,
-    assemble,
     read_chosen,
     report_nothing,
 )
@@ -132,29 +131,16 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
     return vocabulary
 
 
-def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
-    """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps; write nothing.
-
-    Raises UserError if `run_dir` is not a run, has no such checkpoint that is good, or if another run wrote the
-    checkpoint.
-    """
-    config = open_run(run_dir)
-    owner = owner_of(config, read_identity(run_dir))
-    state, weights, damaged = assemble(open_targets(config), step)
-    if owner is not None:
-        owner.check(state, str(run_dir))
-    return RunWeights(config=config, state=state, weights=weights, damaged=damaged, steps=(state.step,))
-
-
-def load_chosen_weights(
+def load_run_weights(
     run_dir: Path,
     choice: Choice = "newest",
     num_averaged: int = 1,
     progress: CheckpointProgress = report_nothing,
 ) -> RunWeights:
-    """Read the weights of a chosen checkpoint of a run, or their mean with the checkpoints before it.
+    """Read the weights of a chosen checkpoint of a run, or their mean with the checkpoints before it; write nothing.
 
-    The arguments are those of `export_run`; errors are as for `load_run_weights`.
+    The arguments are those of `export_run`. Raises UserError if `run_dir` is not a run, has no such checkpoint that
+    is good, or if another run wrote the checkpoint.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))

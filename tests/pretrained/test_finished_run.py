@@ -459,14 +459,46 @@ def test_a_corpus_that_has_changed_since_the_run_began_is_refused(copy: Path) ->
         c.batch(-1, 16)
 
 
-@pytest.mark.parametrize("script", ["score_text", "add_an_objective"])
+def test_the_library_reads_a_corpus_by_the_run_s_own_batch_and_the_best_checkpoint_and_the_curves(run: Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {record["step"]: record["context_auc"] for record in records if record["kind"] == "eval"}
+    with ed.open_corpus(run) as corpus:
+        assert torch.equal(corpus.batch(3), corpus.batch(3, 16))
+        assert torch.equal(corpus.row_ids(3), corpus.row_ids(3, 16))
+        assert torch.equal(next(corpus.batches(first_step=3)), corpus.batch(3, 16))
+        assert repr(corpus) == f"Corpus({corpus.corpora.phases[0].url}: 151 rows of {SEQ_LEN} tokens)"
+        url = corpus.corpora.phases[0].url
+    with ed.open_corpus(url) as corpus, pytest.raises(UserError, match="pass global_batch"):
+        corpus.batch(3)
+
+    best = max(evaluations, key=lambda step: (evaluations[step], step))
+    model = ed.load(run, step="best")
+    assert f"at step {best}" in model.name
+    assert torch.equal(model.state["embeddings.word.weight"], stored_weights(run, best)["embeddings.word.weight"])
+    assert ed.load_weights(ed.build_towers(ed.open_run(run)), run, "best") == best
+    with pytest.raises(ValueError, match="step is 'newest'"):
+        ed.load(run, step="newest")  # type: ignore[arg-type]
+    for value in (model, ed.open_run(run)):
+        assert "\n" not in repr(value) and "layers of" in repr(value)
+
+    assert ed.metrics(run)["step"] == list(range(1, 21))
+    curves = ed.metrics(run, "eval")
+    assert dict(zip(curves["step"], curves["context_auc"], strict=True)) == evaluations
+
+
+@pytest.mark.parametrize(
+    "script", ["score_text", "add_an_objective", "embed_sentences", "stream_batches", "read_curves"]
+)
 def test_examples_run_on_the_run(
-    run: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """tests/examples/ runs the other scripts, which start processes."""
     arguments = {
         "score_text": [str(run), "w1 w2 w3", "w1"],
         "add_an_objective": [str(run / "config.yaml"), "--steps", "8"],
+        "embed_sentences": [str(run), "w1 w2 w3", "w1", "w1 w2 w3"],
+        "stream_batches": [str(run), "--steps", "3", "--first-step", "5"],
+        "read_curves": [str(run), "--kind", "eval"],
     }
     monkeypatch.setattr(sys, "argv", [script, *arguments[script]])
     runpy.run_path(str(REPOSITORY / "examples" / f"{script}.py"), run_name="__main__")
@@ -474,10 +506,24 @@ def test_examples_run_on_the_run(
     if script == "score_text":
         assert [line.split()[0::2] for line in lines[:2]] == [["w1", "w2", "w3"], ["w1"]]
         assert lines[2].startswith("best: w1 (-")  # fewer tokens have the higher sum
-    else:
+    elif script == "add_an_objective":
         losses = [float(line.split()[-1]) for line in lines]
         assert len(losses) == 8
         assert losses[-1] < losses[0]
+    elif script == "embed_sentences":
+        # Independent truth: transformers with the exported folder, one sentence at a time.
+        export_run(run, tmp_path)
+        model = AutoModel.from_pretrained(tmp_path / "discriminator").eval()
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "discriminator")
+        with torch.no_grad():
+            states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state for text in ("w1 w2 w3", "w1")]
+        cosine = torch.cosine_similarity(*(state[0].mean(0) for state in states), dim=0).item()
+        assert lines[0] == f" 1.000 {cosine:6.3f}  1.000 w1 w2 w3"
+    elif script == "stream_batches":
+        assert [line.split(", ")[0] for line in lines] == [f"step {step}: 16 rows" for step in (6, 7, 8)]
+    else:
+        assert lines[0].split("\t") == ["step", "mlm_loss", "auc", "context_auc"]
+        assert [line.split("\t")[0] for line in lines[1:]] == ["5", "10", "15", "20"]
 
 
 def change(file: Path, old: bytes, new: bytes) -> str:
