@@ -20,10 +20,12 @@ import sys
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config.load import load_config
@@ -100,6 +102,19 @@ class Backbone(nn.Module):
                 hook.remove()
         states_BSH = [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
         return [*states_BSH[:-1], final_BSH]
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Mode in which modules draw no initial values, for which torch would import its compiler on the device "meta"."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +220,7 @@ class Pretrained:
 
     def _empty_backbone(self, model: ModelConfig) -> Backbone:
         """Return a module without storage, for which there is a weight of its shape for every parameter."""
-        with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
+        with torch.device("meta"), _WithoutInitialValues():
             module = Backbone(model, self.tower, self.special)
         weights = self._backbone_state()
         for key, parameter in module.state_dict().items():
