@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from electra_launcher.cli.main import app
 from pydantic import BaseModel
 
 from electra_dist import errors
@@ -16,6 +21,7 @@ from electra_dist.config import Config
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 SECTIONS = {name for name, field in Config.model_fields.items() if isinstance(field.annotation, type)}
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 HOLE = "\0"  # stands for a value in an f-string
 
 
@@ -93,3 +99,50 @@ def test_every_test_that_a_guarantee_names_exists() -> None:
     for file, test in named:
         assert f"def {test}(" in (REPOSITORY / file).read_text(), f"{file}::{test}"
     assert len(named) >= len(guarantees)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each `electra-dist` command in the code blocks and the inline code of a page."""
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`(electra-dist [^`]+)`", text)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines() + [line.replace("\n", " ") for line in inline]:
+        if line.strip().startswith("electra-dist "):
+            words = shlex.split(line, comments=True)
+            yield words[1 : next((i for i, word in enumerate(words) if word in ("|", ">", "&&")), None)]
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command that `words` name, as its parser knows it, and the words after its name."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
+        context = command.make_context("electra-dist", [], resilient_parsing=True)
+        _, command, words = command.resolve_command(context, words)
+    return command, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_shows_exists_with_its_options(page: Path) -> None:
+    for words in commands(page.read_text(encoding="utf-8")):
+        command, rest = command_of(words)
+        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        options = {word.split("=")[0] for word in rest if word.startswith("--")}
+        assert options <= known | {"--help"}, " ".join(words)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as the documentation's builder and GitHub name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else page.parent / path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
