@@ -103,7 +103,8 @@ def test_every_test_that_a_guarantee_names_exists() -> None:
 
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each `electra-dist` command in the code blocks and the inline code of a page."""
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```(\w*).*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fences if language in ("", "bash")]
     inline = re.findall(r"`(electra-dist [^`]+)`", text)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines() + [line.replace("\n", " ") for line in inline]:
         if line.strip().startswith("electra-dist "):
