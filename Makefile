@@ -115,7 +115,7 @@ docs/config.md: $(VENV)/ready
 # --strict fails on a broken link or an unknown name.
 docs: docs/config.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict
 	@echo "site/index.html"
 
 clean:

@@ -27,7 +27,7 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],
     # `corpus prepare`. trafilatura needs lxml_html_clean without naming it for newer versions of lxml.
     "corpus": CORPUS,
-    "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
+    "docs": ["zensical>=0.0.73", "mkdocstrings[python]>=0.30"],
     "test": [
         *CORPUS,
         "wandb>=0.19",
