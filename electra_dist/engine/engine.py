@@ -36,7 +36,7 @@ from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.muon import check_update
-from electra_dist.engine.optimizer import build_optimizer, choose_implementation
+from electra_dist.engine.optimizer import build_optimizer, choose_implementation, misaligned_parameters
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.zero import Bf16Stage1, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
@@ -233,6 +233,12 @@ class Engine:
                 optimizer=optimizer,
                 config=deepspeed_config(train, engine, clip_norm, self.device.type),
                 dist_init_required=False,
+            )
+        misaligned = misaligned_parameters(module)
+        if misaligned and self.device.type == "cuda":
+            self.notes.append(
+                f"{len(misaligned)} parameters, such as {misaligned[0]}, do not begin at a multiple of 16 bytes, so "
+                f"their kernels are slow or fail; give the parameters of the objective multiples of 8 elements"
             )
         self._layout = layout_of(self.optimizer)
         if optimizer_config.name == "muon":

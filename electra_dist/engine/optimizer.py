@@ -40,7 +40,9 @@ def parameter_groups(
 
     In two-stage training, or if `generator` gives it other optimizer settings, the generator has groups of its own,
     with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, with the key
-    `num_matrices` that `ForeachMuon` reads.
+    `num_matrices` that `ForeachMuon` reads. Parameters whose elements are no multiple of 8 are last in their group,
+    the largest first, because DeepSpeed lays a group's parameters one after another, and GPU kernels need every
+    address to be a multiple of 16 bytes.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -64,7 +66,7 @@ def parameter_groups(
     groups = []
     for in_generator, is_undecayed, num_matrices in sorted(members):
         group = {
-            "params": members[in_generator, is_undecayed, num_matrices],
+            "params": sorted(members[in_generator, is_undecayed, num_matrices], key=_place_in_memory),
             "weight_decay": 0.0 if is_undecayed else weight_decay,
             "is_generators": in_generator,
         }
@@ -75,6 +77,21 @@ def parameter_groups(
             group["num_matrices"] = num_matrices
         groups.append(group)
     return groups
+
+
+def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:
+    """Return a key that sorts the parameters of a group: multiples of 8 elements first, in any precision 16 bytes."""
+    is_multiple = parameter.numel() % 8 == 0
+    return (False, 0) if is_multiple else (True, -parameter.numel())
+
+
+def misaligned_parameters(module: nn.Module) -> list[str]:
+    """Return the names of parameters of several elements whose address is no multiple of 16 bytes.
+
+    Products with such a bias run on slower kernels on a GPU, or fail. An objective of a user may have parameters that
+    `parameter_groups` cannot place.
+    """
+    return [name for name, value in module.named_parameters() if value.numel() > 1 and value.data_ptr() % 16]
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:

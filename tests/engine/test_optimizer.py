@@ -9,6 +9,8 @@ from pathlib import Path
 
 import deepspeed.ops.adam
 import pytest
+import torch
+from support.real_runs import REPOSITORY
 from torch import nn
 
 from electra_dist import collectives
@@ -21,9 +23,11 @@ from electra_dist.engine.optimizer import (
     build_optimizer,
     choose_implementation,
     has_nvidia_apex,
+    misaligned_parameters,
     parameter_groups,
 )
 from electra_dist.errors import UserError
+from electra_dist.model.towers import ElectraTowers
 
 
 def test_embeddings_and_weights_have_decay_and_layer_norms_and_biases_have_none() -> None:
@@ -151,3 +155,36 @@ def test_the_engine_offloads_only_where_deepspeed_does(
         engine.notes = []
         chosen.append(engine._choose_implementation(config.optimizer, config.engine))
     assert chosen == ["deepspeed", "foreach", "foreach", "foreach"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("vocab_size", [30_522, 50_265, 119_547])
+def test_every_parameter_begins_at_a_multiple_of_16_bytes(
+    tiny_config: Callable[..., Path], vocab_size: int, stage: int, precision: str
+) -> None:
+    """DeepSpeed lays the parameters of a group one after another; GPU kernels read and write them by 16 bytes."""
+    settings = {"train.precision": precision, "engine.zero_stage": stage, "train.global_batch": 4}
+    config = load_config(tiny_config("run", **settings, **{"train.micro_batch": 4}), [])
+    module = nn.Sequential(nn.Linear(1, vocab_size), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    engine = Engine(module, config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
+    misaligned = misaligned_parameters(module)
+    engine.close()
+    assert misaligned == []
+    assert all(p.data_ptr() % 16 == 0 for p in module.parameters() if p.numel() > 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["small", "base_size", "large_25pct_mask", "large_fast", "modern_base", "modern_large"]
+)
+def test_the_parameters_of_shipped_configs_begin_at_multiples_of_16_bytes(name: str) -> None:
+    """A single element may lie anywhere, because no kernel reads 16 bytes of it."""
+    config = load_config(REPOSITORY / "configs" / f"{name}.yaml", [])
+    with torch.device("meta"):
+        towers = ElectraTowers(config.model, config.objective)
+    for group in parameter_groups(towers, 0.01):
+        offset = 0
+        for parameter in group["params"]:
+            assert offset % 8 == 0 or parameter.numel() == 1
+            offset += parameter.numel()
