@@ -124,12 +124,15 @@ def newest(folder: Path) -> list[Json]:
 
 
 def table(records: Sequence[Json]) -> str:
-    """Return the Markdown table of the records' rows, and below it a line with the machines and torch versions."""
+    """Return the Markdown table of the records' rows, and below it a line with the machines and torch versions.
+
+    Only the first row of a record has its command and date.
+    """
     rows = [
         f"| {line['what']} | {line['value']} | {line['ratio'] or '-'} "
-        f"| `{record['command']}` | {record['date'][:10]} |"
+        + (f"| `{record['command']}` | {record['date'][:10]} |" if number == 0 else "| | |")
         for record in records
-        for line in record["lines"]
+        for number, line in enumerate(record["lines"])
     ]
     machines = dict.fromkeys(f"{record['hardware']}, torch {record['versions']['torch']}" for record in records)
     return HEADER + "\n".join(rows) + "\n\nTaken on: " + "; ".join(machines) + "."

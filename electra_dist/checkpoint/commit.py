@@ -14,7 +14,7 @@ of the checkpoint that the older attempt then commits. The next load finds that 
 one, which still exists because the second check prevented its deletion.
 
 Limits: only rank 0, or a command outside the run, calls these functions. At ZeRO stages 1 and 2, a commit reads the
-header of every file, 16 at a time (docs/cluster.md). A start needs every target: if it took no number in one that is
+header of every file, 16 at a time (docs/results.md). A start needs every target: if it took no number in one that is
 away, an older start could go on to commit there. All targets are waited for at once.
 """
 

@@ -48,7 +48,7 @@ from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
 # there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
-# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (2026-11-23, docs/results.md).
+# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (cpu_attention-20261123.json).
 _MAX_PLAIN_TOKENS = 128
 
 _FLASH_CAPABILITY = (8, 0)  # lowest compute capability of torch's FlashAttention kernels

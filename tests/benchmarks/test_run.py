@@ -97,9 +97,8 @@ def test_the_list_has_the_question_of_every_benchmark(capsys: pytest.CaptureFixt
 
 def _record(name: str, date: str, value: str, *, smoke: bool = False) -> dict[str, Any]:
     facts = {"hardware": "a CPU", "versions": {"torch": "2"}, "command": f"python benchmarks/{name}.py"}
-    return {"benchmark": name, "date": date, "smoke": smoke, "lines": [["what", value, ""]], **facts} | {
-        "lines": [{"what": name, "value": value, "ratio": ""}]
-    }
+    lines = [{"what": name, "value": value, "ratio": ""}]
+    return {"benchmark": name, "date": date, "smoke": smoke, "lines": lines, **facts}
 
 
 def test_the_table_has_the_newest_of_each_and_no_smoke(tmp_path: Path) -> None:
@@ -122,6 +121,16 @@ def test_the_table_has_the_newest_of_each_and_no_smoke(tmp_path: Path) -> None:
         assert [word in text for word in ("new", "small")] == [True] * 2
         assert not any(word in text for word in ("old", "toy", "stale", "gpu", "deleted"))
         assert text.index("head") < text.index("step")
+
+
+def test_only_the_first_row_of_a_record_repeats_its_command_and_date() -> None:
+    record = _record("step", "2026-01-02T00:00:00", "first")
+    record["lines"].append({"what": "more", "value": "second", "ratio": "2 x"})
+    rows = run.table([record]).splitlines()[2:4]
+    assert rows == [
+        "| step | first | - | `python benchmarks/step.py` | 2026-01-02 |",
+        "| more | second | 2 x | | |",
+    ]
 
 
 def test_the_page_of_results_has_the_table_of_the_newest_records(tmp_path: Path) -> None:

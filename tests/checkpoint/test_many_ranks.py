@@ -58,7 +58,7 @@ def pages_of(num_keys: int) -> int:
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_requests_of_a_save(world_size: int, tmp_path: Path, zero_stage: int) -> None:
-    """The counts are those of the table in docs/cluster.md."""
+    """The counts are those of the table in docs/results.md."""
     service = Service()
     begin_attempt([CountingStore(service)], many_ranks.RUN)
     old_names = [*(small.file_name(rank) for rank in range(world_size)), "manifest.json"]
