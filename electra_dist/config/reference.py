@@ -21,10 +21,10 @@ _INTRODUCTION = """# Configuration
 
 A run is described by one YAML file. `extends: OTHER.yaml` starts from another file, which may extend a further one,
 and `--set section.key=value` overrides a key. A file `configs/NAME` that does not exist is taken from those that come
-with the package. An unknown key is an error that names the nearest valid one; a key that is set twice in a file is an
-error, too. `electra-dist config FILE --describe` shows the same descriptions with the values of a file and where each
-value comes from. Of several choices the default is bold; a key that may be `null` is so by default, where no other
-default is given. This page is generated from `electra_dist/config/sections/`; do not edit it.
+with the package. An unknown key and a key that is set twice in a file are errors. `electra-dist config FILE
+--describe` shows these descriptions with the values of a file and where each comes from. Of several choices the
+default is bold; a key that may be `null` is so by default, where no other default is given. This page is generated
+from `electra_dist/config/sections/`; do not edit it.
 """
 _SCHEDULES = """A key of the type schedule takes a number, or a mapping of the keys of this table, for example
 `{from: 4, to: 1, shape: linear}`. [objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a
@@ -34,13 +34,13 @@ whole on the command line, or in a file that extends another, replaces the one t
 
 def reference() -> str:
     """Return the text of docs/config.md."""
-    schedules = _table("Schedules", [_row(key, field) for key, field in fields(Schedule).items()], _SCHEDULES)
+    schedules = _table("Schedules", [_row([key], field) for key, field in fields(Schedule).items()], _SCHEDULES)
     return "\n".join([_INTRODUCTION, *_tables(Config, "The run"), schedules])
 
 
 def _tables(root: type[BaseModel], title: str) -> list[str]:
     """Return a Markdown table for each section, with those within it; `title` is that of the own keys of `root`."""
-    rows: dict[str, list[str]] = {"": []}  # by section of the root
+    rows: dict[str, dict[int, tuple[list[str], FieldInfo]]] = {"": {}}  # by section of the root, then by field
     schedules = set()
     for key, field in fields(root).items():
         section, _, _ = key.rpartition(".")
@@ -48,14 +48,18 @@ def _tables(root: type[BaseModel], title: str) -> list[str]:
             continue
         inner = section_class(field.annotation)
         if inner is None or field.annotation is not inner:  # a section that every config has is no key of its own
-            rows.setdefault(section.partition(".")[0], []).append(_row(key, field))
+            keys, _ = rows.setdefault(section.partition(".")[0], {}).setdefault(id(field), ([], field))
+            keys.append(key)  # both towers have the same fields
         if inner is not None and issubclass(inner, Schedule):
             schedules.add(key)
-    return [_table(f"`{section}`" if section else title, lines) for section, lines in rows.items()]
+    return [
+        _table(f"`{section}`" if section else title, [_row(*row) for row in by_field.values()])
+        for section, by_field in rows.items()
+    ]
 
 
-def _row(key: str, field: FieldInfo) -> str:
-    cells = [f"`{key}`", _values(field), field.description or ""]
+def _row(keys: list[str], field: FieldInfo) -> str:
+    cells = [", ".join(f"`{key}`" for key in keys), _values(field), field.description or ""]
     escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
     return "| " + " | ".join(escaped) + " |"
 

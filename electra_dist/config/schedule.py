@@ -51,12 +51,11 @@ class Schedule(BaseModel, Generic[Number]):
     shape: Literal["exponential", "linear", "cosine", "step"] = Field(
         description="How the value changes with u = t / train.num_steps at step t. exponential: to + (from - to) x "
         "e^(-u / tau). linear: along a line that reaches `to` at u = over. cosine: along half a cosine that reaches "
-        "`to` at u = over. step: `from` before u = over, `to` from there on."
+        "it there. step: `from` before u = over, `to` from there on."
     )
     over: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
-        description="Share of the run after which the value is `to` (0.3: after 30 % of the steps); for linear, "
-        "cosine and step.",
+        description="Share of the run after which the value is `to`; for linear, cosine and step.",
     )
     tau: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

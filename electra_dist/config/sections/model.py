@@ -21,10 +21,10 @@ class TowerConfig(Section):
 
     hidden_size: Size = Field(description="Width: number of features of each token in every layer.")
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="Number of transformer layers.")
-    num_heads: Size = Field(description="Number of attention heads in each layer; must divide hidden_size.")
+    num_heads: Size = Field(description="Number of attention heads; must divide hidden_size.")
     intermediate_size: Size = Field(
-        description="Width of the feed-forward network; BERT uses 4 x hidden_size. With architecture: modern, the "
-        "width after gating; ModernBERT uses 1.5 x hidden_size."
+        description="Width of the feed-forward network, with modern after gating; BERT uses 4 x hidden_size, "
+        "ModernBERT 1.5 x."
     )
 
     @model_validator(mode="after")
@@ -43,14 +43,13 @@ class ModelConfig(Section):
     architecture: Literal["bert", "modern"] = Field(
         default="bert",
         description="Architecture of both towers. bert: the paper's, with a table of positions and LayerNorm after "
-        "each sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, "
-        "a gated feed-forward network, local and global attention, and almost no biases.",
+        "each sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, gated "
+        "feed-forward networks, local and global attention, and almost no biases.",
     )
     global_every: Size = Field(
         default=3,
-        description="modern only: every n-th layer is global, that is, a token attends to its whole example; with "
-        "3, layers 0, 3, 6 and so on. In all other layers it attends to a window. 1: all layers are "
-        "global.",
+        description="modern only: every n-th layer, from layer 0 on, is global: a token attends to its whole "
+        "example. In all other layers it attends to a window.",
     )
     local_window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
@@ -67,22 +66,21 @@ class ModelConfig(Section):
     )
     vocab_size: Size = Field(
         default=30522,
-        description="Number of tokens; must equal the size of the corpus's vocabulary. 30522 is BERT's uncased "
-        "vocabulary.",
+        description="Number of tokens; must equal the size of the corpus's vocabulary. 30522: BERT's uncased one.",
     )
     embedding_size: Size = Field(
         default=1024,
-        description="Width of the embedding tables that the towers share. A tower with another hidden_size projects "
-        "the embeddings to its own width.",
+        description="Width of the embedding tables that the towers share. A tower of another width projects the "
+        "embeddings to its own.",
     )
     max_positions: Size = Field(
         default=512,
         description="Longest row the model can read, in tokens; at least data.seq_len. With bert, the size of the "
-        "table of positions; modern has none, and an export states this number.",
+        "table of positions.",
     )
     type_vocab_size: Size = Field(
         default=2,
-        description="Number of token types, for segments A and B. At least 2 with architecture: bert.",
+        description="Number of token types, for segments A and B; at least 2 with bert.",
     )
     discriminator: TowerConfig = Field(
         description="Shape of the discriminator, the main tower, which is used after pretraining."
@@ -94,23 +92,22 @@ class ModelConfig(Section):
     sharing: Literal["embeddings", "none", "gdes", "all"] = Field(
         default="embeddings",
         description="Weights that both towers share. embeddings: the token, position and type tables and their "
-        "LayerNorm, as in Google's code (the paper names only tokens and positions). none: no weights. gdes: as in "
-        "DeBERTa-v3, the discriminator's embeddings are the generator's, to which it sends no gradients, plus a "
-        "trainable table of its own. all: embeddings and layers; the towers must have the same shape.",
+        "LayerNorm. none: no weights. gdes: as in DeBERTa-v3, the discriminator's embeddings are the generator's, "
+        "to which it sends no gradients, plus a trainable table of its own. all: embeddings and layers; the towers "
+        "must have the same shape.",
     )
     generator_embedding_size: Size | None = Field(
         default=None,
-        description="Width of the generator's own embedding tables; valid only with sharing: none. Unset: "
-        "embedding_size. Google's code uses generator.hidden_size.",
+        description="Width of the generator's own embedding tables, with sharing: none. Unset: embedding_size.",
     )
     hidden_dropout: Probability = Field(
         default=0.1,
-        description="Dropout probability on the embeddings and on the output of each sub-layer. modern: 0 by default.",
+        description="Dropout probability of the embeddings and of the output of each sub-layer. modern: 0 by default.",
     )
     attention_dropout: Probability = Field(
         default=0.1,
-        description="Dropout probability on the attention weights, after the softmax. Must be 0 for "
-        "engine.attention: flex. modern: 0 by default.",
+        description="Dropout probability of the attention weights; must be 0 for engine.attention: flex. modern: 0 "
+        "by default.",
     )
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-12,

@@ -52,30 +52,25 @@ class ObjectiveConfig(Section):
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",
         description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
-        "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA "
-        "15 %, the discriminator's loss at masked positions only. replace_mlm: the discriminator's "
-        "tower reads the generator's text and predicts the original tokens at masked positions. "
-        "all_tokens_mlm: the same at every position, with a learned gate that copies the input token. "
-        "electric: Electric, with a two-tower cloze model as its noise distribution. adversarial: rtd "
-        "with a generator that is trained by REINFORCE to fool the discriminator.",
+        "modelling, without a generator. rtd_masked_only: ELECTRA 15 %. replace_mlm, all_tokens_mlm: the paper's "
+        "Replace MLM and All-Tokens MLM. electric: Electric. adversarial: rtd with a generator that is trained by "
+        "REINFORCE to fool the discriminator. docs/objectives.md says what the towers read and learn.",
     )
     generator: Literal["trained", "frozen", "uniform", "unigram"] = Field(
         default="trained",
         description="Source of the replacement tokens. trained: the generator network. frozen: a ready network that "
-        "does not learn, named by train.init_generator_from. uniform: every token of the vocabulary "
-        "alike, the fixed generator of Google's code. unigram: tokens by their frequency in the corpus, "
-        "the fixed generator of the paper.",
+        "does not learn, named by train.init_generator_from. uniform: every token of the vocabulary alike. unigram: "
+        "tokens by their frequency in the corpus.",
     )
     generator_sha256: str | None = Field(
         default=None,
-        description="SHA-256 of the weights of a frozen generator. A run fills it in when it starts, and is refused "
-        "if the weights have changed. Set it to make sure of the weights at the first start.",
+        description="SHA-256 of the weights of a frozen generator. A run fills it in at its first start; set it to "
+        "make sure of the weights there.",
     )
     generator_only_steps: NonNegative = Field(
         default=0,
-        description="Two-stage training: number of steps that train only the generator. After them the "
-        "discriminator starts from a copy of its weights, and the generator is frozen. Needs "
-        "model.sharing: none and towers of the same shape. 0: both towers train from the start.",
+        description="Two-stage training: number of steps that train only the generator. Then it is frozen, and the "
+        "discriminator starts as its copy. Needs model.sharing: none and towers of the same shape.",
     )
     mask_prob: InnerFractionOrSchedule = Field(
         default=0.25,
@@ -83,40 +78,35 @@ class ObjectiveConfig(Section):
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.85,
-        description="Fraction of the masked positions that show [MASK] to the generator; the others keep their "
-        "token. Google's code uses 0.85, the paper 1.0.",
+        description="Fraction of the masked positions that show [MASK] to the generator; the others keep their token.",
     )
     masking: Literal["without_replacement", "reference"] = Field(
         default="without_replacement",
         description="How masked positions are drawn. without_replacement: each position at most once. reference: "
-        "with replacement, as in Google's code, so that duplicates reduce the number of distinct "
-        "positions.",
+        "with replacement, as in Google's code.",
     )
     mlm_weight: NonNegativeOrSchedule = Field(
         default=1.0,
-        description="Weight of the generator's loss in the total loss, whichever loss trains the generator. With "
-        "objective mlm, the weight of the only loss.",
+        description="Weight of the generator's loss in the total loss, or with objective mlm of the only loss.",
     )
     rtd_weight: NonNegativeOrSchedule = Field(
         default=50.0,
-        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50).",
+        description="Weight of the discriminator's loss in the total loss (the paper's lambda).",
     )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Weight of the loss with which the discriminator's tower predicts tokens; for replace_mlm and "
-        "all_tokens_mlm only.",
+        description="Weight of the loss with which the discriminator's tower predicts tokens (replace_mlm and "
+        "all_tokens_mlm).",
     )
     discriminator_mlm_weight: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
         description="Joint MLM: weight of a second loss of the discriminator, which then also predicts the original "
-        "tokens at the masked positions of the text that it reads, with a head of its own. Needs "
-        "objective rtd or rtd_masked_only. 0: no such head.",
+        "tokens at the masked positions of the text that it reads. Needs objective rtd or rtd_masked_only. 0: none.",
     )
     temperature: PositiveOrSchedule = Field(
         default=1.0,
         description="Divides the generator's logits before a replacement is sampled; above 1, samples are more "
-        "random. The generator's loss does not use it, and evaluations sample at 1 from a trained "
-        "generator.",
+        "random. The generator's loss does not use it.",
     )
     disallow_correct: bool = Field(
         default=False,
@@ -125,7 +115,7 @@ class ObjectiveConfig(Section):
     random_share: FractionOrSchedule = Field(
         default=0.0,
         description="Fraction of the masked positions whose replacement is drawn from random_from instead of from "
-        "the generator. The generator's loss does not change, and evaluations use 0.",
+        "the generator. The generator's loss does not change.",
     )
     random_from: Literal["uniform", "unigram"] = Field(
         default="uniform",
@@ -134,8 +124,8 @@ class ObjectiveConfig(Section):
     )
     loss_mean: Literal["global", "per_replica"] = Field(
         default="global",
-        description="How a loss is averaged over tokens. global: one mean over the global batch. per_replica: a "
-        "mean for each micro-batch, then the mean of these means, as in Google's code.",
+        description="How a loss is averaged over tokens. global: one mean over the global batch. per_replica: a mean "
+        "for each micro-batch, then the mean of these means.",
     )
 
     @property

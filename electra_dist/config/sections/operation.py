@@ -26,14 +26,13 @@ class CheckpointConfig(Section):
 
     every_steps: Positive | Literal["auto"] = Field(
         default=1000,
-        description="Steps between checkpoints. auto: the interval that loses the least time, computed from the "
-        "duration of saves and the frequency of interruptions that this run has measured.",
+        description="Steps between checkpoints. auto: the interval that loses the least time, from the duration of "
+        "saves and the frequency of interruptions that this run has measured.",
     )
     targets: tuple[str, ...] = Field(
         default=(),
-        description="Local folders or s3:// prefixes. Every checkpoint is written to all of them; a restart prefers "
-        "the first. Each must hold nothing but checkpoints of this run. Empty: checkpoints/ in the run "
-        "folder.",
+        description="Local folders or s3:// prefixes, for nothing but checkpoints of this run. Every checkpoint is "
+        "written to all of them; a restart prefers the first. Empty: checkpoints/ in the run folder.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -42,7 +41,7 @@ class CheckpointConfig(Section):
     keep_last: Positive = Field(
         default=3,
         description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
-        "selects them. The newest one that is old enough for a rollback (guard.skip_before) is kept in any case.",
+        "or a rollback (guard.skip_before) needs them.",
     )
     keep_every_steps: NonNegative = Field(
         default=0,
@@ -55,8 +54,8 @@ class CheckpointConfig(Section):
     keep_best: NonNegative = Field(
         default=0,
         description="Number of checkpoints that are kept because they are best on data.heldout: those with the "
-        "highest context AUC or, without a discriminator, with the lowest loss. Only checkpoints saved "
-        "at a step with an evaluation count. 0: no such rule.",
+        "highest context AUC or, without a discriminator, with the lowest loss. Only checkpoints saved at a step "
+        "with an evaluation count.",
     )
 
 
@@ -72,7 +71,7 @@ class LogConfig(Section):
     )
     eval_rows: Positive = Field(
         default=512,
-        description="Held-out rows in each evaluation. The context AUC uses more where these have fewer than 5,000 "
+        description="Held-out rows in each evaluation. The context AUC uses more if these have fewer than 5,000 "
         "masked tokens.",
     )
     tensorboard: bool = Field(
@@ -81,18 +80,18 @@ class LogConfig(Section):
     wandb: str | None = Field(
         default=None,
         description="Weights & Biases project that also gets the metrics; needs the extra wandb. Without a "
-        "connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
+        "connection, set WANDB_MODE=offline and upload later with `wandb sync`.",
     )
     mlflow: str | None = Field(
         default=None,
-        description="MLflow experiment that also gets the metrics; needs the extra mlflow. MLFLOW_TRACKING_URI "
-        "names the server; without it, the records go into the file mlflow.db of the run folder, for "
-        "`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: none.",
+        description="MLflow experiment that also gets the metrics; needs the extra mlflow. MLFLOW_TRACKING_URI names "
+        "the server; without it, the records go into mlflow.db of the run folder, for `mlflow ui "
+        "--backend-store-uri sqlite:///RUN/mlflow.db`.",
     )
     text_samples: NonNegative = Field(
         default=3,
-        description="Held-out rows of which each evaluation records the text with the generator's replacements and "
-        "the discriminator's probabilities, for report.html and TensorBoard. 0: none.",
+        description="Held-out rows whose text, with the generator's replacements and the discriminator's "
+        "probabilities, each evaluation records for report.html and TensorBoard.",
     )
     report_every_minutes: Annotated[float, Field(ge=0, le=1e7)] = Field(
         default=10.0,
@@ -102,7 +101,7 @@ class LogConfig(Section):
     kwh_price: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Price of a kilowatt-hour, in any currency, for the cost of energy in report.html. Unset: the "
-        "report shows the energy alone, where the power of the GPUs is recorded.",
+        "energy alone.",
     )
 
 
@@ -120,36 +119,34 @@ class CorpusConfig(Section):
     tokenizer: Literal["wordpiece", "bpe"] = Field(
         default="wordpiece",
         description="Kind of the vocabulary. wordpiece: BERT's, a vocab.txt. bpe: a tokenizer.json of Hugging Face's "
-        "tokenizers, such as ModernBERT's byte-level BPE; a new one is trained if a build is given none.",
+        "tokenizers, such as ModernBERT's; a build that is given none trains one.",
     )
     lowercase: bool = Field(
         default=True,
-        description="Whether text is lower-cased and stripped of accents, as BERT's uncased vocabulary expects. With "
-        "tokenizer: bpe the tokenizer.json decides.",
+        description="Whether text is lower-cased and stripped of accents. With bpe the tokenizer.json decides.",
     )
     single_segment_prob: Probability = Field(
         default=0.1,
-        description="Probability that an example has one segment instead of two. Google's code uses 0.1.",
+        description="Probability that an example has one segment instead of two.",
     )
     short_target_prob: Probability = Field(
         default=0.05,
         description="Probability that the target length of an example is drawn uniformly from [5, seq_len] tokens "
-        "instead of being seq_len. Google's code uses 0.05.",
+        "instead of being seq_len.",
     )
     shard_size_mb: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=16.0, description="Target size of a shard file, in units of 1e6 bytes."
     )
     heldout_fraction: Probability = Field(
         default=0.0,
-        description="Fraction of the documents, chosen by a hash of their text, that is written to OUTPUT/heldout "
-        "instead of the training corpus. 0: none.",
+        description="Fraction of the documents, chosen by a hash of their text, that goes to OUTPUT/heldout instead "
+        "of the training corpus.",
     )
     source_epochs: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
         description="How often the documents of a source are used. 2.5: each twice, and half of them a third time, "
-        "always at another place of the corpus. 0: the source is left out. Sources that are not named are used once. "
-        "A source is an input of the build with the first folder below it, such as texts/wiki; `electra-dist corpus "
-        "info` lists them.",
+        "at other places of the corpus. 0: the source is left out. Sources that are not named: once. `electra-dist "
+        "corpus info` lists the sources, such as texts/wiki.",
     )
     source_shares: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -160,26 +157,24 @@ class CorpusConfig(Section):
     undecodable: Literal["skip", "replace"] = Field(
         default="skip",
         description="What happens to a document with bytes that are not UTF-8. skip: it is left out. replace: it is "
-        "used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
-        "the build counts both.",
+        "used without these bytes. The report of the build counts both.",
     )
     max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5,
         description="Largest share of [UNK] among the tokens of a source with which a corpus is built, or a run "
-        "begins. More means another language or script than the vocabulary's, or a damaged vocabulary. "
-        "A source with 5 % or more is named in the output. 1: any share is accepted.",
+        "begins. More means another language or script than the vocabulary's, or a damaged vocabulary. From 5 % on, "
+        "the output names a source.",
     )
     origins: bool = Field(
         default=True,
-        description="Whether a build writes, next to each shard, an origin file that names the source and documents "
-        "of each row, for `electra-dist corpus find --source` and `--document`. Shards and fingerprint "
-        "do not depend on it.",
+        description="Whether a build writes, next to each shard, an origin file with the source and documents of "
+        "each row, for `electra-dist corpus find --source` and `--document`. Shards and fingerprint do not depend "
+        "on it.",
     )
     licences: dict[str, str] = Field(
         default={},
         description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, "
-        "`electra-dist corpus stats` and model cards. Text from `electra-dist corpus prepare` has the "
-        "licences in its prepare.json.",
+        "`electra-dist corpus stats` and model cards. Prepared text has it in its prepare.json.",
     )
 
 
@@ -189,8 +184,8 @@ class KernelsConfig(Section):
     backend: Literal["auto", "triton", "cuda", "reference"] = Field(
         default="auto",
         description="Implementation of the fused operations. auto: triton on a GPU, reference elsewhere. triton: "
-        "Triton kernels. cuda: the CUDA kernel of the one operation that has it, otherwise as auto. reference: plain "
-        "PyTorch. A choice that cannot run on this machine is an error.",
+        "Triton kernels. cuda: the CUDA kernel of the one operation that has it, otherwise as auto. reference: "
+        "plain PyTorch. A choice that cannot run is an error.",
     )
 
 
@@ -208,7 +203,7 @@ class ClusterConfig(Section):
     hang_step_floor_s: PositiveSeconds = Field(
         default=30.0,
         description="Least number of seconds without a heartbeat after which a rank in a training step counts as "
-        "hung, however short its steps are.",
+        "hung.",
     )
     hang_setup_s: PositiveSeconds = Field(
         default=1800.0,
@@ -225,10 +220,9 @@ class ClusterConfig(Section):
     )
     storage_patience_s: NonNegativeSeconds = Field(
         default=900.0,
-        description="Seconds for which a run waits for storage that is full, read-only or does not respond, before it "
-        "ends with exit code 75 and the ledger event storage. Each failed try counts from its end, so the tries of S3 "
-        "requests (minutes) come on top. Collectives of ranks that wait for others time out later than this. 0: the "
-        "run ends at the first failure.",
+        description="Seconds for which a run waits for storage that is full, read-only or does not respond, before "
+        "it ends with exit code 75 and the ledger event storage. The tries of S3 requests (minutes) come on top. 0: "
+        "the run ends at the first failure.",
     )
     max_fruitless_restarts: Positive = Field(
         default=3,
@@ -242,12 +236,11 @@ class ClusterConfig(Section):
     notify: str | None = Field(
         default=None,
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
-        "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, "
-        "ELECTRA_DIST_EVENT (done, unhealthy, error or no_progress), ELECTRA_DIST_REASON and "
-        "ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, and its failure changes nothing. Records of "
-        "the run hide it, because it may hold a secret; RUN/config.yaml, which holds it, can be read by "
-        "its owner alone. All users of a machine see command lines: set the key in the YAML file, or "
-        "write a secret into a file that the command reads.",
+        "78) or makes no progress, with ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, unhealthy, error or "
+        "no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE in its environment. It is stopped after 30 s, "
+        "and its failure changes nothing. Records of the run hide it, because it may hold a secret; "
+        "RUN/config.yaml, which holds it, can be read by its owner alone. Set it in the YAML file, because all "
+        "users of a machine see command lines.",
     )
 
     @field_validator("notify")
@@ -270,5 +263,5 @@ class PlanConfig(Section):
     num_gpus: Size = Field(default=8, description="Number of GPUs that the estimate assumes.")
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.4,
-        description="Fraction of the GPUs' peak throughput that the estimate assumes (model FLOPs utilisation, MFU).",
+        description="Fraction of the GPUs' peak throughput that the estimate assumes (MFU).",
     )

@@ -16,9 +16,7 @@ class PhaseConfig(Section):
     corpus: str = Field(
         description="Local folder or s3:// prefix of a corpus with the tokenizer and row length of data.corpus."
     )
-    from_step: Positive = Field(
-        description="First step that reads this corpus, counted from 0; the next phase or the end of the run ends it."
-    )
+    from_step: Positive = Field(description="First step that reads this corpus, counted from 0.")
 
 
 class NamedCorpus(NamedTuple):
@@ -37,34 +35,30 @@ class DataConfig(Section):
     )
     heldout: str | None = Field(
         default=None,
-        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix, with the row length "
-        "and vocabulary of the training corpus. {corpus} in it stands for data.corpus, as in "
-        "'{corpus}/heldout'. Unset: no evaluation.",
+        description="Corpus for evaluation, with the row length and vocabulary of the training corpus. {corpus} in "
+        "it stands for data.corpus, as in '{corpus}/heldout'. Unset: no evaluation.",
     )
     phases: tuple[PhaseConfig, ...] = Field(
         default=(),
-        description="Further corpora, each as `{corpus: URL, from_step: N}`, in ascending order of from_step: from "
-        "step N on, all rows come from that corpus, beginning with a new epoch of it. Steps before the "
-        "first from_step read data.corpus.",
+        description="Further corpora, each as `{corpus: URL, from_step: N}`, in ascending order: from step N on, all "
+        "rows come from that corpus, beginning with a new epoch of it. Steps before the first from_step read "
+        "data.corpus.",
     )
     seq_len: Size = Field(default=512, description="Tokens per row; must equal the row length of the corpus.")
     shuffle_window_shards: Positive = Field(
         default=64,
-        description="Number of shards whose rows are shuffled together. More shuffles more widely, but the node "
-        "must hold more shards at a time.",
+        description="Number of shards whose rows are shuffled together, and which the node must hold.",
     )
     cache_dir: LocalFolder | None = Field(
         default=None,
         description="Folder on a local disk of the node for shards fetched from S3 (in electra-dist-shards there) "
         "and for code compiled by engine.compile. Unset: cache/ in the run folder; with several nodes, "
-        "electra-dist-cache-UID in the first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk. "
-        "A run logs at start the folder and whether the corpus fits.",
+        "electra-dist-cache-UID in the first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         default=None,
-        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A smaller cache than the "
-        "corpus keeps a fixed part of it and fetches the rest again in each epoch. The shards of two "
-        "shuffle windows are held even above the limit. Unset: the free space of the disk.",
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. The shards of two shuffle "
+        "windows are held in any case. Unset: the free space of the disk.",
     )
     fetch_threads: Annotated[int, Field(gt=0, le=1024)] = Field(
         default=8,
@@ -73,8 +67,7 @@ class DataConfig(Section):
     share_shards: bool | None = Field(
         default=None,
         description="Whether nodes pass the shards of data.corpus to one another, so that each is fetched from S3 "
-        "once and not once per node. Each node then listens on a free TCP port in the cluster's "
-        "network. No effect on the order of rows, on one node, or for a corpus in a local folder. "
+        "once and not once per node. Each node then listens on a TCP port. The order of rows does not change. "
         "Unset: true with 8 nodes or more.",
     )
     endpoint_url: str | None = Field(
@@ -110,10 +103,10 @@ class TrainConfig(Section):
     num_steps: Positive = Field(description="Optimizer steps of the whole run; the learning-rate schedule ends there.")
     global_batch: Size = Field(description="Rows in an optimizer step, summed over all ranks and micro-batches.")
     micro_batch: Size = Field(
-        description="Rows that a rank processes in one forward and backward pass; gradients are accumulated over as "
-        "many passes as global_batch needs. If a rank has fewer rows, or this number does not divide "
-        "them, a start takes the largest smaller number that does, and logs it. auto: measure memory at "
-        "the start and use the largest number that fits."
+        description="Rows that a rank processes in one forward and backward pass; gradients are accumulated up to "
+        "global_batch. If a rank has fewer rows, or this number does not divide them, a start takes the largest "
+        "smaller number that does, and logs it. auto: measure memory at the start and use the largest number that "
+        "fits."
     )
     largest_micro_batch: bool = Field(
         default=False,
@@ -122,26 +115,25 @@ class TrainConfig(Section):
     precision: Literal["bf16", "fp16", "fp32"] = Field(
         default="bf16",
         description="Number format of the forward and backward passes. Master weights, optimizer moments and "
-        "gradient sums are fp32 in all cases; only the sum over ranks is bf16 in runs of bf16 on CPUs with "
-        "zero_stage 1 to 3. fp16 is for GPUs without bf16 (V100, T4): its gradients are scaled by a factor that "
-        "adapts itself, and a step whose gradients overflow makes no update.",
+        "gradient sums are fp32 except for the sum over ranks in bf16 on CPUs at zero_stage 1 to 3. fp16 is for "
+        "GPUs without bf16 (V100, T4); a step whose gradients overflow makes no update.",
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),
-        description="Steps to skip, counted from 0. A skipped step updates nothing and its rows are not used. All "
-        "other steps read the same rows as without the skip.",
+        description="Steps to skip, counted from 0. A skipped step updates nothing and its rows are not used; all "
+        "other steps keep their rows.",
     )
     init_from: str | None = Field(
         default=None,
-        description="Folder of the initial weights: a run, an export or a Hugging Face ELECTRA model. Training "
-        "starts at step 0 with new optimizer moments. Ignored once the run has a checkpoint of its own. Unset: "
-        "random weights.",
+        description="Folder of the initial weights: a run, an export or a Hugging Face model. Training starts at "
+        "step 0 with new optimizer moments. Ignored once the run has a checkpoint of its own. Unset: random "
+        "weights.",
     )
     init_generator_from: str | None = Field(
         default=None,
-        description="Hugging Face folder with the generator's initial weights, for an init_from that is a Hugging "
-        "Face folder and so holds only the discriminator. With objective.generator: frozen, the folder of the "
-        "generator itself, which may also be a run of objective mlm; it is then read at every start.",
+        description="Hugging Face folder with the generator's initial weights, for an init_from that holds only the "
+        "discriminator. With objective.generator: frozen, the folder of the generator itself, which may also be a "
+        "run of objective mlm.",
     )
 
     @model_validator(mode="before")
@@ -196,8 +188,7 @@ class GuardConfig(Section):
     window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
         description="Number of most recent accepted steps (those that updated the weights) from which mean and "
-        "standard deviation of the loss are computed. No step counts as a spike before that many were "
-        "accepted.",
+        "standard deviation of the loss are computed; before that many, no step counts as a spike.",
     )
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         default=6.0,
@@ -251,7 +242,7 @@ class GeneratorOptimizerConfig(Section):
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Upper limit of the norm of the generator's gradients; optimizer.clip_norm is then that of all "
-        "other parameters. Unset: the same number for both norms.",
+        "others. Unset: the same number for both norms.",
     )
 
 
@@ -264,22 +255,21 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
-        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by the "
-        "parameter's norm. muon: Muon for the matrices of the layers and AdamW for all other "
-        "parameters, with the same lr and weight_decay. lamb and muon need engine.zero_stage: 0.",
+        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
+        "the parameter's norm. muon: Muon for the matrices of the layers, AdamW for all other parameters. lamb and "
+        "muon need engine.zero_stage: 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
     )
     warmup_steps: NonNegative = Field(
         default=10_000,
-        description="Steps in which the learning rate rises linearly from 0. The decay also runs during these "
-        "steps. 0: no warm-up.",
+        description="Steps in which the learning rate rises linearly from 0. The decay also runs during these steps.",
     )
     shape: Literal["polynomial", "trapezoid"] = Field(
         default="polynomial",
         description="Curve of the learning rate. polynomial: the paper's, which decays over all steps. trapezoid: "
-        "warm-up, then lr itself, then decay_steps steps of decay to 0, as ModernBERT was trained.",
+        "warm-up, then lr itself, then decay_steps steps of decay to 0, as for ModernBERT.",
     )
     decay_steps: Positive | None = Field(
         default=None,
@@ -288,14 +278,13 @@ class OptimizerConfig(Section):
     decay_power: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
         description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power, "
-        "or with shape: trapezoid the remaining share of decay_steps ** decay_power. 1: linear. 0: no "
-        "decay.",
+        "or with trapezoid the remaining share of decay_steps ** decay_power. 1: linear. 0: no decay.",
     )
     beta1: Probability = Field(
         default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
     )
     beta2: Probability = Field(
-        default=0.999, description="Decay rate of the second moment, the running mean of the squared gradient."
+        default=0.999, description="Decay rate of the second moment, the running mean of its square."
     )
     eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-6,
@@ -311,16 +300,15 @@ class OptimizerConfig(Section):
     )
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
         default="auto",
-        description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused "
-        "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for "
-        "muon foreach; on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for "
-        "lamb; also foreach if deepspeed's cannot be compiled, and with engine.offload_optimizer on a "
-        "GPU. The log states the reason.",
+        description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused AdamW "
+        "(for adamw only). foreach: this project's. auto: on a GPU apex if it is installed, otherwise deepspeed for "
+        "adamw; foreach in all other cases, also if deepspeed's cannot be compiled or the optimizer is offloaded. "
+        "The log states the reason.",
     )
     generator: GeneratorOptimizerConfig | None = Field(
         default=None,
-        description="Section with the generator's own settings. {}: its own norm only. Unset: one optimizer with "
-        "one norm for both towers, as in the paper.",
+        description="Section with the generator's own settings. {}: only a norm of its own. Unset: one norm for both "
+        "towers.",
     )
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
@@ -348,7 +336,7 @@ class EngineConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
-        description="DeepSpeed ZeRO stage: which training state is split between the ranks. 0: none. 1: optimizer "
+        description="DeepSpeed ZeRO stage: the training state that is split between the ranks. 0: none. 1: optimizer "
         "state. 2: gradients as well. 3: parameters as well.",
     )
     offload_optimizer: bool = Field(
@@ -357,33 +345,29 @@ class EngineConfig(Section):
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Whether only the input of each layer is kept, and the layer is computed again in the backward "
-        "pass. Saves memory, costs time.",
+        description="Whether layers are computed again in the backward pass and only their inputs are kept. Saves "
+        "memory, costs time.",
     )
     attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
         default="auto",
-        description="Attention code. sdpa: torch's scaled_dot_product_attention with a bias that separates the "
-        "examples of a row. flash: FlashAttention with dropout over each example alone; needs a GPU of compute "
-        "capability 8.0 and train.precision bf16 or fp16. flex: FlexAttention, which skips the pairs of tokens from "
-        "different examples; needs a GPU and model.attention_dropout: 0. auto: on a GPU flash with attention dropout "
-        "and for architecture: modern, otherwise flex or flash, each only where it passes a trial; sdpa in all other "
-        "cases.",
+        description="Attention code. sdpa: torch's scaled_dot_product_attention. flash: FlashAttention; needs a GPU "
+        "of compute capability 8.0 and bf16 or fp16. flex: FlexAttention; needs a GPU and model.attention_dropout: "
+        "0. auto: on a GPU flash with attention dropout and for modern, otherwise flex or flash, each only where it "
+        "passes a trial; sdpa in all other cases.",
     )
     deterministic: bool = Field(
         default=True,
-        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same "
-        "bits; docs/exactness.md has the exceptions. No effect on a CPU, where steps repeat in any "
-        "case.",
+        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same bits; "
+        "docs/exactness.md has the exceptions. On a CPU steps repeat in any case.",
     )
     compile: bool = Field(
         default=False,
         description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step "
-        "then takes a minute longer, unless data.cache_dir holds the code of an earlier start.",
+        "then takes a minute longer, unless data.cache_dir holds the code.",
     )
     overlap_communication: bool = Field(
         default=False,
-        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs, and one "
-        "operation computes all norms (zero_stage 1 with train.precision: bf16). Losses may then differ "
-        "in the last bits: on a GPU, on more than two ranks, and on CPUs, whose ranks otherwise "
-        "exchange bf16.",
+        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs (zero_stage 1 "
+        "with bf16). Losses may then differ in the last bits: on a GPU, on more than two ranks, and on CPUs, whose "
+        "ranks otherwise exchange bf16.",
     )
