@@ -34,13 +34,13 @@ whole on the command line, or in a file that extends another, replaces the one t
 
 def reference() -> str:
     """Return the text of docs/config.md."""
-    schedules = _table("Schedules", [_row([key], field) for key, field in fields(Schedule).items()], _SCHEDULES)
+    schedules = _table("Schedules", [_row(key, field) for key, field in fields(Schedule).items()], _SCHEDULES)
     return "\n".join([_INTRODUCTION, *_tables(Config, "The run"), schedules])
 
 
 def _tables(root: type[BaseModel], title: str) -> list[str]:
     """Return a Markdown table for each section, with those within it; `title` is that of the own keys of `root`."""
-    rows: dict[str, dict[int, tuple[list[str], FieldInfo]]] = {"": {}}  # by section of the root, then by field
+    rows: dict[str, list[str]] = {"": []}  # by section of the root
     schedules = set()
     for key, field in fields(root).items():
         section, _, _ = key.rpartition(".")
@@ -48,18 +48,14 @@ def _tables(root: type[BaseModel], title: str) -> list[str]:
             continue
         inner = section_class(field.annotation)
         if inner is None or field.annotation is not inner:  # a section that every config has is no key of its own
-            keys, _ = rows.setdefault(section.partition(".")[0], {}).setdefault(id(field), ([], field))
-            keys.append(key)  # both towers have the same fields
+            rows.setdefault(section.partition(".")[0], []).append(_row(key, field))
         if inner is not None and issubclass(inner, Schedule):
             schedules.add(key)
-    return [
-        _table(f"`{section}`" if section else title, [_row(*row) for row in by_field.values()])
-        for section, by_field in rows.items()
-    ]
+    return [_table(f"`{section}`" if section else title, lines) for section, lines in rows.items()]
 
 
-def _row(keys: list[str], field: FieldInfo) -> str:
-    cells = [", ".join(f"`{key}`" for key in keys), _values(field), field.description or ""]
+def _row(key: str, field: FieldInfo) -> str:
+    cells = [f"`{key}`", _values(field), field.description or ""]
     escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
     return "| " + " | ".join(escaped) + " |"
 
