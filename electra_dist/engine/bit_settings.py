@@ -29,6 +29,7 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
         "train.micro_batch": str(config.train.micro_batch),
         "engine.zero_stage": str(config.engine.zero_stage),
         "attention": engine.attention.name,
+        "optimizer": engine.optimizer_name,  # an implementation may be missing where a compiler or a package is
         "guard.window": str(guard.window),
         "guard.spike_sigma": str(guard.spike_sigma),
         "guard.max_in_a_row": str(guard.max_in_a_row),

@@ -102,7 +102,7 @@ class LayerMask(ABC):
         return []
 
 
-def _by_heads(qkv: torch.Tensor, num_heads: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def by_heads(qkv: torch.Tensor, num_heads: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of query, key and value, [B, N, S, D] each."""
     qkv_BS3ND = qkv.view(num_rows, len(qkv) // num_rows, 3, num_heads, -1)
     query_BSND, key_BSND, value_BSND = qkv_BS3ND.unbind(2)
@@ -134,7 +134,7 @@ class SdpaMask(LayerMask):
 
     @override
     def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
-        query, key, value = _by_heads(qkv, num_heads, len(dropout_keys.row_B))
+        query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
         num_tokens = query.shape[2]
         bias = self.bias_B1SS
         if dropout and qkv.device.type == "cpu":
@@ -247,7 +247,7 @@ class FlexMask(LayerMask):
                 f"FlexAttention cannot drop attention probabilities (asked for {dropout}); set "
                 f"model.attention_dropout: 0 or engine.attention: flash"
             )
-        query, key, value = _by_heads(qkv, num_heads, len(dropout_keys.row_B))
+        query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
         context_BNSD = _flex_function(qkv.is_cuda)(query, key, value, block_mask=self.blocks)
         return context_BNSD.transpose(1, 2).reshape(len(qkv), -1)
 

@@ -4,11 +4,11 @@ Guarantee: dropout is never dropped silently. A backend without dropout is not c
 and FlashAttention is chosen only if its dropout was seen to act on this device. The same holds for the windows of
 `model.architecture: modern`.
 
-How: on a GPU `engine.attention: auto` takes the first of these that can run and passes its trial: flex, then flash,
-where there is neither dropout of attention nor a window; flash, then flex, where there is; sdpa otherwise. The trial
-runs a forward and a backward pass on a few packed rows and compares them with sdpa's, without dropout, for whole
-examples and for windows. For flash it also checks the mean and the scatter of the dropout factors. On a CPU the
-backend is sdpa.
+How: on a GPU `engine.attention: auto` takes the first of flash and flex that can run and passes its trial, and sdpa
+otherwise. The trial runs a forward and a backward pass on a few packed rows and compares them with plain operations in
+fp32, without dropout, for whole examples and for windows; torch's own attention may take a library, such as cuDNN,
+that is broken where the backend is not. For flash it also checks the mean and the scatter of the dropout factors. On a
+CPU the backend is sdpa.
 
 Cost: a trial of flash runs a few small kernels; one of flex compiles it, which takes seconds.
 
@@ -25,7 +25,16 @@ import torch
 from electra_dist.collectives import Candidate, Choice, first_that_works
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.model.attention import BACKENDS, FlashMask, FlexMask, LayerMask, SdpaMask, head_widths
+from electra_dist.model.attention import (
+    BACKENDS,
+    FlashMask,
+    FlexMask,
+    LayerMask,
+    SdpaMask,
+    attend_with_plain_operations,
+    by_heads,
+    head_widths,
+)
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout
 
@@ -34,7 +43,7 @@ _TRIAL_HEADS = 2
 _TRIAL_TOKENS = 256  # of a row
 _TRIAL_EXAMPLE_TOKENS = 100  # examples of 100, 100 and 56 tokens: borders lie inside the blocks of 128 tokens
 _TRIAL_MOST_REACH = 40  # of a window; a wider one would not differ from whole examples
-_TRIAL_TOLERANCE = 0.05  # largest difference allowed from sdpa; bf16 numbers near 1 are 0.008 apart
+_TRIAL_TOLERANCE = 0.05  # largest difference allowed from the definition; bf16 numbers near 1 are 0.008 apart
 # Least standard deviation of the sums of kept probabilities, divided by sqrt(p) for dropout of probability p. Dropout
 # that works gives about eight times as much on the trial's rows.
 _LEAST_SCATTER = 0.02
@@ -55,8 +64,7 @@ def choose_attention(config: Config, device: str) -> Choice:
     if device != "cuda":
         return Choice("sdpa", "FlashAttention and FlexAttention do not train on a CPU")
 
-    needs_flash = config.model.attention_dropout or config.model.architecture == "modern"
-    preferred: list[type[LayerMask]] = [FlashMask, FlexMask] if needs_flash else [FlexMask, FlashMask]
+    preferred: list[type[LayerMask]] = [FlashMask, FlexMask]
     candidates = [
         Candidate(backend.name, backend.title, functools.partial(find_fault, backend, config, device))
         for backend in preferred
@@ -115,25 +123,36 @@ def find_trial_fault(
 ) -> str:
     """Try a backend on a few random rows; return what is wrong, or "" if the backend may be used.
 
-    A fault is an exception, an output or a gradient that is NaN or differs from sdpa's by more than 0.05, or dropout
-    that does not act as asked for.
+    A fault is an exception, an output or a gradient that is NaN or differs from the definition's by more than 0.05, or
+    dropout that does not act as asked for.
     """
     shape = (4, _TRIAL_ROWS * _TRIAL_TOKENS, _TRIAL_HEADS * head_width)
     generator = torch.Generator(device).manual_seed(0)
     *inputs, upstream = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    expected = _expected_output_and_gradient(inputs, upstream, reach)
     try:
-        expected = _output_and_gradient(SdpaMask, inputs, upstream, reach)
         found = _output_and_gradient(backend, inputs, upstream, reach)
         # One difference for the output, and one for the gradients. `max` of Python would lose a NaN.
         differences = [(a - b).abs().max().item() for a, b in zip(expected, found, strict=True)]
         for difference in differences:
             if not difference <= _TRIAL_TOLERANCE:
-                return f"it differs by {difference:.2g} from sdpa, more than {_TRIAL_TOLERANCE}"
+                return f"it differs by {difference:.2g} from its definition, more than {_TRIAL_TOLERANCE}"
         if dropout:
             return _find_dropout_fault(backend, inputs, dropout, reach)
     except Exception as error:  # noqa: BLE001  A compiler may raise anything, and sdpa can still run.
         return _first_line(error)
     return ""
+
+
+def _expected_output_and_gradient(
+    inputs_TH: Sequence[torch.Tensor], upstream_TH: torch.Tensor, reach: int | None
+) -> list[torch.Tensor]:
+    """Return what `_output_and_gradient` must return, computed by matrix products and a softmax in fp32."""
+    qkv = torch.cat(list(inputs_TH), 1).float().requires_grad_()
+    bias_B1SS = SdpaMask.of_rows(_trial_layout(qkv.device), qkv.dtype, None, reach).bias_B1SS
+    context_BNSD = attend_with_plain_operations(*by_heads(qkv, _TRIAL_HEADS, _TRIAL_ROWS), bias_B1SS)
+    out_TH = context_BNSD.transpose(1, 2).reshape(len(qkv), -1)
+    return [out_TH.detach(), *torch.autograd.grad(out_TH, qkv, upstream_TH.float())]
 
 
 def _output_and_gradient(
@@ -142,7 +161,8 @@ def _output_and_gradient(
     """Return a backend's output, [T, H], and the gradient of query, key and value, [T, 3 H], without dropout."""
     qkv = torch.cat(list(inputs_TH), 1).requires_grad_()
     out_TH = _attend(backend, qkv, 0.0, reach)
-    return [out_TH.detach(), *torch.autograd.grad(out_TH, qkv, upstream_TH)]
+    (gradient,) = torch.autograd.grad(out_TH, qkv, upstream_TH)
+    return [out_TH.detach().float(), gradient.float()]
 
 
 def _attend(backend: type[LayerMask], qkv: torch.Tensor, dropout: float, reach: int | None) -> torch.Tensor:

@@ -8,14 +8,18 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.real_runs import quick_command
 
-from electra_dist.engine.bit_settings import changes
+from electra_dist.collectives import Choice
+from electra_dist.config.load import load_config
+from electra_dist.engine.bit_settings import bit_settings, changes
 
 SETTINGS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["1", "2"]), min_size=1)
 
@@ -25,6 +29,17 @@ def test_exactly_the_settings_that_differ_are_named(before: dict[str, str], now:
     differing = {name for name in {*before, *now} if before.get(name) != now.get(name)}
     assert changes(before, now).keys() == differing
     assert changes(before, before) == changes({}, now) == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_implementation_of_the_optimizer_is_named(tiny_config: Callable[..., Path]) -> None:
+    config = load_config(tiny_config("run"), [])
+    device = torch.device("cpu")
+    before, now = (
+        bit_settings(config, cast(Any, SimpleNamespace(attention=Choice("sdpa"), device=device, optimizer_name=name)))
+        for name in ("FusedAdam (DeepSpeed)", "ForeachAdamW (electra-dist)")
+    )
+    assert changes(before, now) == {"optimizer": "FusedAdam (DeepSpeed) to ForeachAdamW (electra-dist)"}
 
 
 @pytest.mark.sample

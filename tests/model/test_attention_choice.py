@@ -53,10 +53,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]
         ([], {"capability": (7, 0)}, "sdpa", "compute capability 7.0"),
         (["train.precision=fp32"], {}, "sdpa", "train.precision is fp32"),
         (["model.generator.num_heads=64"], {}, "sdpa", "head of width 4 "),
-        ([NO_DROPOUT], {}, "flex", "skips"),
-        ([NO_DROPOUT], {"flex": "ptxas is missing"}, "flash", "ptxas is missing"),
+        ([NO_DROPOUT], {}, "flash", "compute no pairs"),
+        ([NO_DROPOUT], {"flash": "no kernel image"}, "flex", "no kernel image"),
         ([NO_DROPOUT], {"flex": "ptxas is missing", "flash": "no kernel"}, "sdpa", "no kernel"),
         ([NO_DROPOUT, "train.precision=fp32"], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
+        ([NO_DROPOUT, "train.precision=fp32"], {}, "flex", "train.precision is fp32"),
         ([*MODERN, NO_DROPOUT], {}, "flash", "windows"),
         (MODERN, {}, "flash", "windows"),
         ([*MODERN, NO_DROPOUT], {"flash": "no kernel"}, "flex", "width 64: no kernel"),
@@ -152,9 +153,21 @@ def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeyp
     assert fault(dense_flex) == ""
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, 2 * v, block_mask)).startswith("it differs by")
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, v, block_mask) * torch.nan) == (
-        "it differs by nan from sdpa, more than 0.05"
+        "it differs by nan from its definition, more than 0.05"
     )
-    assert fault(nan_gradients) == "it differs by nan from sdpa, more than 0.05"
+    assert fault(nan_gradients) == "it differs by nan from its definition, more than 0.05"
+
+
+def test_a_trial_does_not_depend_on_torch_s_own_attention_whose_libraries_may_be_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(flash_attention, "_forward_operator", flash_definition.forward)
+    monkeypatch.setattr(flash_attention, "_backward_operator", flash_definition.backward)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
+    assert find_trial_fault(FlashMask, "cpu", torch.float32, 32, 0.1, None) == ""
 
 
 @pytest.mark.parametrize("reach", [None, 40])
@@ -195,7 +208,7 @@ def test_the_trial_of_flash_passes_where_both_agree_and_names_what_breaks(
     assert "dropout of 0.1 is not in effect" in fault(without_dropout)
     assert "dropout of 0.1 is not in effect" in fault(without_scale)
     assert fault(across_examples, back_across_examples).startswith("it differs by")
-    assert fault(backward=wrong_gradient) == "it differs by nan from sdpa, more than 0.05"
+    assert fault(backward=wrong_gradient) == "it differs by nan from its definition, more than 0.05"
     assert fault(in_whole_examples, back_in_whole_examples).startswith("it differs by") == (reach is not None)
     assert "CPU" in fault(torch.ops.aten._flash_attention_forward)
 

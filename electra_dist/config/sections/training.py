@@ -352,8 +352,7 @@ class EngineConfig(Section):
         default="auto",
         description="Attention code. sdpa: torch's scaled_dot_product_attention. flash: FlashAttention; needs a GPU "
         "of compute capability 8.0 and bf16 or fp16. flex: FlexAttention; needs a GPU and model.attention_dropout: "
-        "0. auto: on a GPU flash with attention dropout and for modern, otherwise flex or flash, each only where it "
-        "passes a trial; sdpa in all other cases.",
+        "0. auto: on a GPU flash, otherwise flex, each only where it passes a trial; sdpa in all other cases.",
     )
     deterministic: bool = Field(
         default=True,
