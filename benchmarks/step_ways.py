@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from hugging_face import HuggingFace
 from measure import Json
 
 from electra_dist.config import Config
 from electra_dist.corpus.builder.row_packing import make_rows
 from electra_dist.engine.optimizer import build_optimizer
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from numpy.typing import NDArray
 
 from electra_dist.argument_checks import Text, checked
@@ -30,7 +31,6 @@ from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model import towers as model_towers
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective as objective_builder
 from electra_dist.objectives.base import Objective, StepInput, loss_counts

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from gpu_parts.recording import Case, Row, Rows, host_ms, profile_kernels, time_and_peak
 from torch._dynamo.utils import counters
 
@@ -43,7 +44,6 @@ from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.counts import peak_flops, token_flops
 from electra_dist.model.encoder import Encoder, SelfAttention
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from electra_kernels.operation_types import SpecialIds
 from typing_extensions import override
 
 from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
@@ -41,7 +42,6 @@ from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.finetune.word_files import read_treebank
 from electra_dist.finetune.word_probes import Target, probe_words
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.run.context_auc import NUM_REPLACED

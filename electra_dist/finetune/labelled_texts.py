@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.input_files import parse_json_line, split_lines
 from electra_dist.finetune.task import TextFile, tsv_file
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.tokenizer import TextTokenizer
 

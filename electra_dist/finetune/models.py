@@ -23,13 +23,14 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.operation_types import SpecialIds
 from torch import nn
 from typing_extensions import override
 
 from electra_dist.extras import missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.hf import ELECTRA, State, family_of, hf_config, to_hf
 

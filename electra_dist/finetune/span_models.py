@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from electra_kernels.operation_types import SpecialIds
 from typing_extensions import override
 
 from electra_dist.finetune.models import Network, TaskModel
 from electra_dist.finetune.passage_windows import AnswerWindow
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.row_layout import derive
 
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
 Span = tuple[float, int, int]  # (log-probability, first token, last token), tokens numbered within the passage

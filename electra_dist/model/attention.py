@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keep_attention
-from electra_kernels.operation_types import LayerDropout
+from electra_kernels.operation_types import LayerDropout, SpecialIds
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from typing_extensions import override
@@ -43,7 +43,7 @@ from electra_dist.config import Config, ModelConfig
 from electra_dist.model.compile_options import compile_options
 from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
-from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, attention_bias, example_bounds
+from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias, example_bounds
 from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow

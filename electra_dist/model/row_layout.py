@@ -13,29 +13,14 @@ Limits: rows must be as the corpus builder makes them; a [PAD] inside an example
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from numpy.typing import NDArray
 
 _LEAST_SEQUENCES_PER_ROW = 2  # room for one example and the pads in every row
-
-
-class SpecialIds(NamedTuple):
-    """Ids of the five special tokens in a vocabulary."""
-
-    pad: int
-    unk: int
-    cls: int
-    sep: int
-    mask: int
-
-    @classmethod
-    def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from the ids of "[PAD]", "[CLS]" and so on, as corpus.json has them; KeyError if one is missing."""
-        return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):

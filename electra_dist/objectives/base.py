@@ -27,15 +27,16 @@ import torch
 from electra_kernels.discriminator_tail import RtdOutput
 from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.operation_types import SpecialIds
 from numpy.typing import NDArray
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import AttentionMask, LayerMask, SdpaMask, new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
+from electra_dist.model.row_layout import ExampleBounds, RowLayout, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
+from electra_dist.objectives.masking import Masking, mask_rows, num_masked
 from electra_dist.objectives.scheduled_values import ScheduledValues, evaluation_values, first_values
 
 # Each network's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
@@ -166,7 +167,7 @@ def loss_counts(
     first_B = masked_B
     if objective.facts.has_cloze_generator:
         # It predicts every token that may be masked.
-        first_B = is_candidate(ids_BS, special).sum(1)
+        first_B = special.is_candidate(ids_BS).sum(1)
     second_B = (ids_BS != special.pad).sum(1)
     if objective.facts.counts_masked_only:
         second_B = masked_B

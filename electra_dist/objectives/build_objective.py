@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.schedule import Schedule
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.base import Objective

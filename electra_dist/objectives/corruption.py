@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.operation_types import SpecialIds
 from electra_kernels.replace_tokens import replace_and_label
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.heads import token_entropies
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.generators import FixedGenerator, FrozenGenerator, RandomReplacements

@@ -28,7 +28,6 @@ from electra_dist.model.attention import SdpaMask
 from electra_dist.model.heads import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.objectives.masking import is_candidate
 
 
 class Electric(CorruptingObjective):
@@ -38,7 +37,7 @@ class Electric(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
-        candidate_BS = is_candidate(batch.ids_BS, self.special)
+        candidate_BS = self.special.is_candidate(batch.ids_BS)
         weight_BS = candidate_BS.float()
         cloze = self.predict(batch, cloze_TH, batch.ids_BS, weight_BS)
         cloze_sums = mlm_sums(cloze) | self.entropy_sums(batch, cloze_TH, weight_BS)

@@ -25,11 +25,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
+from electra_kernels.operation_types import SpecialIds
 from torch import nn
 
 from electra_dist.config import ModelConfig
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import RowLayout, SpecialIds
+from electra_dist.model.row_layout import RowLayout
 from electra_dist.model.towers import new_embeddings, new_encoder, new_token_head
 
 _RANGE = 1 << 32  # number of different 32-bit random words

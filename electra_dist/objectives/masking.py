@@ -34,11 +34,10 @@ import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
 from electra_kernels.mask_positions import mask_positions, show_masks
-from electra_kernels.operation_types import MaskIds
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import NumberOrSchedule, largest_value
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import first_values
 
 
@@ -64,15 +63,6 @@ def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
     return min(max(1, most_masked), seq_len)
 
 
-def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
-    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
-    return _mask_ids(special).is_candidate(ids_BS)
-
-
-def _mask_ids(special: SpecialIds) -> MaskIds:
-    return MaskIds(pad=special.pad, cls=special.cls, sep=special.sep, mask=special.mask)
-
-
 def num_masked(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
 ) -> torch.Tensor:
@@ -83,7 +73,7 @@ def num_masked(
     if mask_prob is None:
         mask_prob = first_values(objective).mask_prob
     num_real_B = (ids_BS != special.pad).sum(1)
-    num_candidates_B = is_candidate(ids_BS, special).sum(1)
+    num_candidates_B = special.is_candidate(ids_BS).sum(1)
     seq_len = ids_BS.shape[1]
     most_masked = num_slots(objective.mask_prob, seq_len)
     in_float32 = objective.masking == "reference"
@@ -132,7 +122,7 @@ def mask_rows(
             ids_BS,
             row_B,
             wanted_counts(mask_prob, N, S, ids_BS.device, in_float32=False),
-            _mask_ids(special),
+            special,
             num_slots=N,
             mask_token_prob=objective.mask_token_prob,
             seed=seed,
@@ -144,7 +134,7 @@ def mask_rows(
     is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
 
     # Draw a position for every slot, and put the empty slots at position 0.
-    candidate_BS = is_candidate(ids_BS, special)
+    candidate_BS = special.is_candidate(ids_BS)
     bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, S)
     drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
     position_BN = torch.where(is_used_BN, drawn_BN, 0)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from electra_kernels.operation_types import SpecialIds
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -34,7 +35,7 @@ from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers, new_embeddings, new_encoder
 from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone, submodules
 from electra_dist.pretrained.hf_folders import (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from electra_kernels.operation_types import SpecialIds
 from safetensors.torch import save
 from tokenizers import BertWordPieceTokenizer
 
@@ -25,7 +26,6 @@ from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained.hf import (
     DETECTION_LABELS,
     MODERNBERT,

@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 
 State = Mapping[str, torch.Tensor]  # parameter name -> value
 TowerName = Literal["discriminator", "generator"]

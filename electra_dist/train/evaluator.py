@@ -26,11 +26,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config.schedule import value_at
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.run.context_auc import NUM_REPLACED

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, open_targets
 from electra_dist.checkpoint.restore import set_all_aside
@@ -40,7 +41,6 @@ from electra_dist.escapes import printable
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective

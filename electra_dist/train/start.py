@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from electra_kernels.operation_types import SpecialIds
+
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.patience import Patience
 from electra_dist.train.guard import SkipList
 from electra_dist.train.inputs import RunInputs

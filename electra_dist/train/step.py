@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.collectives import gather
 from electra_dist.config import ObjectiveConfig
@@ -36,7 +37,6 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
 

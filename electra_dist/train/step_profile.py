@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from torch.profiler import ProfilerActivity, profile
 
 from electra_dist.config import Config
@@ -32,7 +33,6 @@ from electra_dist.engine.learning_rate import generator_learning_rate, learning_
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.errors import StoreMissing
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.train.inputs import open_training_corpora
 from electra_dist.train.run import build_module

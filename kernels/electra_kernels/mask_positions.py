@@ -21,7 +21,7 @@ import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, bits_grid, device_keys
-from electra_kernels.operation_types import MaskIds
+from electra_kernels.operation_types import SpecialIds
 
 _POSITION_BITS = 20  # lowest bits of a sort key, which hold the position, so that the keys of a row are distinct
 
@@ -30,7 +30,7 @@ def mask_positions(
     ids_BS: torch.Tensor,
     row_B: torch.Tensor,
     wanted_R: torch.Tensor,
-    special: MaskIds,
+    special: SpecialIds,
     *,
     num_slots: int,
     mask_token_prob: float,
@@ -68,7 +68,7 @@ def mask_positions_reference(
     ids_BS: torch.Tensor,
     row_B: torch.Tensor,
     wanted_R: torch.Tensor,
-    special: MaskIds,
+    special: SpecialIds,
     num_slots: int,
     shown: int,
     seed: int,

@@ -5,18 +5,25 @@ They are in a file of their own so that both sides can import them: a kernel's f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 
-class MaskIds(NamedTuple):
-    """Ids of [PAD], [CLS], [SEP] and [MASK], the tokens that are never masked."""
+class SpecialIds(NamedTuple):
+    """Ids of the five special tokens in a vocabulary."""
 
     pad: int
+    unk: int
     cls: int
     sep: int
     mask: int
+
+    @classmethod
+    def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
+        """Build from the ids of "[PAD]", "[CLS]" and so on, as corpus.json has them; KeyError if one is missing."""
+        return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
     def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from transformers import ElectraForMaskedLM
 
 from electra_dist.compare import measures
@@ -16,7 +17,6 @@ from electra_dist.compare.measures import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_towers

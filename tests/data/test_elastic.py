@@ -18,6 +18,7 @@ import pytest
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
 from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.operation_types import SpecialIds
 from electra_kernels.sampling import sample_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,6 @@ from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection

@@ -47,7 +47,7 @@ COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "lr", "receipt"
 MASKS_PROGRAM = """
 import hashlib, torch
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.row_layout import SpecialIds
+from electra_kernels.operation_types import SpecialIds
 from electra_dist.objectives.masking import mask_rows
 special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 ids = torch.randint(1, 300, (16, 128), generator=torch.Generator().manual_seed(1))

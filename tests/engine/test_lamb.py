@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.real_runs import tiny_tree
 from torch import nn
 
@@ -17,7 +18,6 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import held_fragments
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

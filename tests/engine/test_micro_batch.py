@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.real_runs import REPOSITORY
 
 from electra_dist.config import Config
@@ -16,7 +17,6 @@ from electra_dist.config.load import load_config
 from electra_dist.engine import micro_batch
 from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.planning.activation_memory import micro_batch_limit

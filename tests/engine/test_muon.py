@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.real_runs import synthetic_rows, tiny_tree
 from torch import nn
 
@@ -15,7 +16,6 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.muon import ForeachMuon, check_update
 from electra_dist.engine.optimizer import build_optimizer, parameter_groups
 from electra_dist.engine.state_fragments import held_fragments, publish
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from electra_kernels.operation_types import SpecialIds
 from support.rank_processes import finish_ranks, start_ranks
 
 from electra_dist.config import Config, ObjectiveConfig, OptimizerConfig
@@ -14,7 +15,6 @@ from electra_dist.config.load import load_config
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.build_objective import build_objective
 
 WORKER = Path(__file__).parent / "tower_clipping_worker.py"

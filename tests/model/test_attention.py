@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.operation_types import LayerDropout
+from electra_kernels.operation_types import LayerDropout, SpecialIds
 from torch.nn.attention.flex_attention import create_block_mask
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, FlexMask
-from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
+from electra_dist.model.row_layout import RowLayout, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
 from electra_dist.model.encoder import Encoder, SharedEmbeddings
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from electra_kernels.operation_types import LayerDropout
+from electra_kernels.operation_types import LayerDropout, SpecialIds
 from support import flash_definition
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import SelfAttention
 from electra_dist.model.flash_attention import flash_attention
-from electra_dist.model.row_layout import ExampleBounds, SpecialIds, derive, example_bounds
+from electra_dist.model.row_layout import ExampleBounds, derive, example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 

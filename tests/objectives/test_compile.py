@@ -9,11 +9,11 @@ import pytest
 import torch
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keep_attention
+from electra_kernels.operation_types import SpecialIds
 from torch._dynamo.utils import counters
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import (
     NOT_COMPARED,
     ORIGINAL,

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.float64_truth import Truth, shaken
 from support.small_models import frozen_weights
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.masking import is_candidate, mask_rows
+from electra_dist.objectives.masking import mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 SEED = 99
@@ -170,7 +170,7 @@ def test_evaluation_adds_the_entropy_of_the_generator(case_name: str, batch: Bat
 
     truth = Truth(module, case.model(), batch.ids, batch.rows)
     if case_name == "electric":
-        log_probs = truth.cloze_log_probs()[is_candidate(batch.ids, SPECIAL)]
+        log_probs = truth.cloze_log_probs()[SPECIAL.is_candidate(batch.ids)]
     else:
         masking = mask_rows(batch.ids, SPECIAL, module.objective, SEED, STEP, batch.rows)
         row, slot = (masking.weight_BN > 0).nonzero().T

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.masking import mask_rows, num_masked, num_slots
 
 MODES = ["without_replacement", "reference"]

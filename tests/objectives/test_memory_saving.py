@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.encoder import Encoder
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 

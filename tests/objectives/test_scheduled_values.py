@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.generators import RandomReplacements, ordinary_weights

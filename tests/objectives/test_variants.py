@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from electra_kernels.operation_types import SpecialIds
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.heads import CHUNK_ROWS, token_log_probs
-from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.generators import FixedGenerator, uniform_weights, unigram_weights

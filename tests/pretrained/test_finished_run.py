@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from electra_launcher.cli.main import app
 from huggingface_hub import ModelCard
 from support.folder_contents import file_contents
@@ -41,7 +42,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained import export as export_module

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.small_models import frozen_weights
 
 from electra_dist.config import Config, ObjectiveConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.model.counts import frozen_generator_parameters, parameter_counts, token_flops
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.weights import read_frozen_generator, weights_sha256, with_generator_digest

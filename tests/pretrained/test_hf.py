@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from safetensors.torch import load_file
 from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
@@ -14,7 +15,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTrainin
 from electra_dist.config import ModelConfig
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf, to_hf

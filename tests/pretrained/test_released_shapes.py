@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import load_config
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.weights import load_tower_folders

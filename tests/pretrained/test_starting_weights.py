@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from electra_launcher.cli.checkpoint_paths import find_targets
 from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
@@ -23,7 +24,6 @@ from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective

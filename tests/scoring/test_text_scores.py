@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective

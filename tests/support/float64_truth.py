@@ -15,7 +15,7 @@ from transformers import ElectraConfig, ElectraModel
 from electra_dist.config import ModelConfig
 from electra_dist.model.row_layout import RowLayout, derive
 from electra_dist.objectives.base import Objective
-from electra_dist.objectives.masking import Masking, is_candidate, mask_rows
+from electra_dist.objectives.masking import Masking, mask_rows
 from electra_dist.pretrained.hf import to_hf
 
 
@@ -180,7 +180,7 @@ class Truth:
         ids = self.ids
         B, S = ids.shape
         log_q = self.cloze_log_probs()
-        cloze = -log_q.gather(-1, ids[..., None])[..., 0][is_candidate(ids, self.special)].sum()
+        cloze = -log_q.gather(-1, ids[..., None])[..., 0][self.special.is_candidate(ids)].sum()
         sampled = self.sample(log_q, self.rows[:, None] * S + torch.arange(S), step, seed)
         masking = mask_rows(ids, self.special, self.objective, seed, step, self.rows)
         noised = self.insert(masking, sampled.gather(1, masking.position_BN))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from electra_kernels.operation_types import SpecialIds
 from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.row_layout import SpecialIds, derive
+from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import to_hf
 

@@ -30,6 +30,7 @@ from unittest import mock
 import numpy as np
 import torch
 from electra_kernels import keyed_random
+from electra_kernels.operation_types import SpecialIds
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
@@ -38,7 +39,6 @@ from electra_dist.config import Config
 from electra_dist.config.schedule import schedules_of
 from electra_dist.model import attention, attention_choice
 from electra_dist.model.attention import BACKENDS, LayerMask
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
 from electra_dist.objectives.base import Objective, StepInput, loss_counts

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 from support.float64_truth import shaken
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.hf import to_hf
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from electra_kernels.operation_types import SpecialIds
 from support.real_runs import tiny_tree
 
 from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import owned_fragments, parameter_shapes
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

@@ -10,13 +10,14 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
-from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.train.evaluator import Evaluator

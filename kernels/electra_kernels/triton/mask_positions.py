@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose
-from electra_kernels.operation_types import MaskIds
+from electra_kernels.operation_types import SpecialIds
 from electra_kernels.triton.philox import as_int32, bits_at, four_way_bits, load_key
 
 BLOCK_S = 32  # positions of a program
@@ -117,7 +117,7 @@ def mask_positions(
     ids_BS: torch.Tensor,
     row_B: torch.Tensor,
     wanted_R: torch.Tensor,
-    special: MaskIds,
+    special: SpecialIds,
     num_slots: int,
     shown: int,
     key: torch.Tensor,

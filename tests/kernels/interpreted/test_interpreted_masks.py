@@ -3,11 +3,11 @@
 import pytest
 import torch
 from electra_kernels.mask_positions import mask_positions
-from electra_kernels.operation_types import MaskIds
+from electra_kernels.operation_types import SpecialIds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SPECIAL = MaskIds(pad=0, cls=2, sep=3, mask=4)
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 SEED = 2**62 + 2**33 + 9
 
 

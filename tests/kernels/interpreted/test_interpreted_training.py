@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers, init_towers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
