@@ -23,7 +23,7 @@ from electra_dist.config.schedule import Schedule
 from electra_dist.config.sections.all_sections import CACHE_DIR, AllSections
 from electra_dist.config.sections.model import MODERN_KEYS, ModelConfig
 from electra_dist.config.sections.objective import ObjectiveConfig
-from electra_dist.config.sections.training import DataConfig, EngineConfig, OptimizerConfig, TrainConfig, divisors
+from electra_dist.config.sections.training import DataConfig, EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.errors import UserError
 
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
@@ -344,7 +344,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
     """Raise UserError unless `world_size` ranks can share the rows of the global batch evenly."""
     if train.fitting_micro_batch(world_size) > 0:
         return
-    possible_ranks = [str(num_ranks) for num_ranks in divisors(train.global_batch)]
+    possible_ranks = [str(num_ranks) for num_ranks in train.possible_ranks()]
     if len(possible_ranks) > _MOST_RANKS_SHOWN:
         possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
     raise UserError(

@@ -230,6 +230,24 @@ def _check_alike(first: Phase, later: Phase) -> None:
             )
 
 
+def check_corpus_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:
+    """Raise ManifestMismatch unless a corpus has rows of `data.seq_len` tokens and a vocabulary of `vocab_size`.
+
+    Error messages name the corpus by its config key `key` and its `url`.
+    """
+    if manifest.seq_len != data.seq_len:
+        raise ManifestMismatch(
+            f"{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
+            f"data.seq_len: {manifest.seq_len}, or build the corpus again with data.seq_len: {data.seq_len}"
+        )
+    if manifest.tokenizer.vocab_size != vocab_size:
+        raise ManifestMismatch(
+            f"{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
+            f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
+            f"{key} to a corpus with {vocab_size} entries"
+        )
+
+
 def describe_tokenizer(tokenizer: TokenizerEntry) -> str:
     """Describe a corpus's tokenizer for messages: digest of the vocabulary, casing and ids of special tokens."""
     case = "lower case" if tokenizer.lowercase else "cased"

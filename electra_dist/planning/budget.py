@@ -1,10 +1,14 @@
 """Compute the budget of a run, which is tokens, FLOPs and days, from its config alone.
 
 Guarantee: FLOPs are counted as for the model FLOPs utilisation (MFU) that runs report. No GPU, no torch and no network
-is needed. Every assumption is stated in the config: GPU, number of GPUs and utilisation come from its section `plan`.
+is needed. GPU, number of GPUs and utilisation come from the config's section `plan`.
 
-Limits: activations (`activation_memory.py` computes them), communication buffers, fragmentation, evaluation,
-checkpoints and stalls are not counted. A token is a position of a row, so padding counts as tokens.
+How: a step takes the time of its FLOPs at `plan.utilisation`, but at least as long as the host needs to launch its
+operators one after another. The launches are the limit of small models, however fast the GPU is.
+
+Limits: the time of a launch is assumed, and a compiled model is treated like an eager one. Activations
+(`activation_memory.py` computes them), communication (`multi_node_scaling.py`), fragmentation, evaluation, checkpoints
+and stalls are not counted. A token is a position of a row, so padding counts as tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from electra_dist.config import Config
-from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.model.counts import (
     KNOWN_GPUS,
@@ -24,6 +27,13 @@ from electra_dist.model.counts import (
     token_flops,
 )
 
+LAUNCH_S = 10e-6  # time in which the host launches one operator; assumed
+# tests/rehearsal/recorded.json: 1,622 operators of a micro-batch of ELECTRA-Small, which has 24 layers in both towers,
+# and 2,878 of ELECTRA-Large with 48.
+_OPERATORS_PER_LAYER = 52
+_OPERATORS_BESIDE_LAYERS = 380  # masks, embeddings, heads and losses
+OPERATORS_OF_UPDATE = 80  # after the read of the norm; tests/engine/test_step_counts.py counts fewer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
@@ -31,10 +41,11 @@ class Compute:
 
     gpu: str
     num_gpus: int
-    utilisation: float  # assumed share of the peak (MFU)
+    utilisation: float  # share of the peak (MFU): `plan.utilisation`, or less if the launches take longer
     peak: float  # dense FLOP/s of one GPU
     tokens_per_s: float  # of all GPUs
     step_s: float  # seconds of an optimizer step
+    launch_s: float  # seconds in which the host launches the operators of a step; a step never takes less
     days: float  # of the whole run
     gpu_hours: float  # of the whole run
 
@@ -48,57 +59,78 @@ class Budget:
     tokens_per_step: int
     rows: int  # of the whole run
     tokens: int  # of the whole run; positions of rows
-    accumulation: dict[int, int]  # world size -> micro-batches per step, for all world sizes that divide the batch
+    accumulation: dict[int, int]  # world size -> micro-batches per step, for all world sizes that can share the batch
     flops: TokenFlops  # per token
     run_flops: float  # of the whole run
     compute: Compute | None  # None in fp32, for which no peak is assumed
-    epochs: float | None  # None when the corpus was not read
 
 
-def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
-    """Compute the budget of a run; `corpus`, the manifest of its corpus, is needed for the field `epochs` only.
+def make_budget(config: Config) -> Budget:
+    """Compute the budget of a run. Raises UserError if the peak of `plan.gpu` is not known.
 
-    Raises UserError if the peak of `plan.gpu` is not known.
+    `plan.num_gpus` must be a number of GPUs that can share the global batch.
     """
     train = config.train
     seq_len = config.data.seq_len
     rows = train.num_steps * train.global_batch
     tokens = rows * seq_len
     flops_per_token = token_flops(config.model, seq_len, config.objective)
-    epochs = rows / corpus.num_rows if corpus else None
     return Budget(
         parameters=parameter_counts(config.model, config.objective),
         rows_per_step=train.global_batch,
         tokens_per_step=train.global_batch * seq_len,
         rows=rows,
         tokens=tokens,
-        accumulation={ranks: train.micro_batches(ranks) for ranks in train.possible_ranks()},
+        accumulation={ranks: _micro_batches(config, ranks) for ranks in train.possible_ranks()},
         flops=flops_per_token,
         run_flops=run_flops(config),
         compute=_compute(config, flops_per_token.total, tokens),
-        epochs=epochs,
     )
 
 
+def launch_seconds(config: Config) -> float:
+    """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
+
+    The operators grow with the layers, those of the generator included if the objective runs one.
+    """
+    model = config.model
+    num_layers = model.discriminator.num_layers
+    if config.objective.runs_generator:
+        num_layers += model.generator.num_layers
+    return (_OPERATORS_PER_LAYER * num_layers + _OPERATORS_BESIDE_LAYERS) * LAUNCH_S
+
+
+def _micro_batches(config: Config, num_ranks: int) -> int:
+    """Return how many micro-batches each rank processes per step, smaller ones where the rows demand it."""
+    train = config.train
+    return train.global_batch // (num_ranks * train.fitting_micro_batch(num_ranks))
+
+
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Predict the time of a run at the share `plan.utilisation` of its GPUs' dense 16-bit peak; None in fp32."""
+    """Predict the time of a run by the larger of its FLOPs' and its launches' time; None in fp32."""
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(
-            f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; set plan.gpu to one of {', '.join(KNOWN_GPUS)}"
+            f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; set plan.gpu (`electra-dist plan` also "
+            f"takes --gpu) to one of {', '.join(KNOWN_GPUS)}"
         )
     peak = peak_flops(plan.gpu, config.train.precision)
     if peak is None:
         return None
-    tokens_per_s = plan.num_gpus * peak * plan.utilisation / flops_per_token
     tokens_per_step = config.train.global_batch * config.data.seq_len
+    peak_of_all = plan.num_gpus * peak
+    flops_s = tokens_per_step * flops_per_token / (peak_of_all * plan.utilisation)
+    launch_s = _micro_batches(config, plan.num_gpus) * launch_seconds(config) + OPERATORS_OF_UPDATE * LAUNCH_S
+    step_s = max(flops_s, launch_s)
+    tokens_per_s = tokens_per_step / step_s
     return Compute(
         gpu=plan.gpu,
         num_gpus=plan.num_gpus,
-        utilisation=plan.utilisation,
+        utilisation=min(plan.utilisation, tokens_per_s * flops_per_token / peak_of_all),
         peak=peak,
         tokens_per_s=tokens_per_s,
-        step_s=tokens_per_step / tokens_per_s,
+        step_s=step_s,
+        launch_s=launch_s,
         days=tokens / tokens_per_s / 86_400,
         gpu_hours=plan.num_gpus * tokens / tokens_per_s / 3600,
     )

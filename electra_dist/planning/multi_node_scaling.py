@@ -28,18 +28,13 @@ from typing import Literal
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.model.counts import peak_flops
-from electra_dist.planning.budget import make_budget
+from electra_dist.model.counts import parameter_counts, peak_flops, token_flops
+from electra_dist.planning.budget import LAUNCH_S, OPERATORS_OF_UPDATE, launch_seconds
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
-LAUNCH_S = 10e-6  # time in which the host launches one operator; assumed
 BANDWIDTH_SHARE = 0.8  # share of the nominal bandwidth of a link or a memory that is reached; assumed
 BACKWARD_SHARE = 2 / 3  # share of a micro-batch's time: a backward pass has twice the products of a forward pass
-
-# tests/rehearsal/recorded.json: 2,883 operators of a micro-batch of ELECTRA-Large, which has 48 layers in both towers.
-_OPERATORS_PER_LAYER = 60
-_OPERATORS_OF_UPDATE = 80  # after the read of the norm; tests/engine/test_step_counts.py counts fewer
 
 # Bytes per second of the memory of a GPU, from the vendors' data sheets.
 _MEMORY_BYTES_PER_S = {"A100": 2.0e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "GB200": 8e12}
@@ -126,18 +121,6 @@ def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))
 
 
-def launch_seconds(config: Config) -> float:
-    """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
-
-    The time is proportional to the number of layers, with the generator's layers if the objective runs a generator.
-    """
-    model = config.model
-    num_layers = model.discriminator.num_layers
-    if config.objective.runs_generator:
-        num_layers += model.generator.num_layers
-    return _OPERATORS_PER_LAYER * num_layers * LAUNCH_S
-
-
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
     """Return the seconds of a step that are spent neither in the model nor in collectives.
 
@@ -148,7 +131,7 @@ def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: i
     num_updated = num_parameters / ranks if stage > 0 else num_parameters
     gradient_bytes = num_parameters * (_BYTES_OF_A_SUM * micro_batches + _BYTES_OF_AN_EXCHANGE)
     num_bytes = gradient_bytes + num_updated * _BYTES_OF_AN_UPDATE
-    wait_s = _OPERATORS_OF_UPDATE * LAUNCH_S
+    wait_s = OPERATORS_OF_UPDATE * LAUNCH_S
     return num_bytes / (BANDWIDTH_SHARE * _MEMORY_BYTES_PER_S[gpu]) + wait_s
 
 
@@ -224,6 +207,11 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
         power_of_two *= 2
     node_counts.append(cluster.nodes)
 
+    if cluster.gpu.upper() not in _NODE_LINK:
+        raise UserError(
+            f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
+            f"set --gpu to one of {', '.join(_NODE_LINK)}"
+        )
     # The micro-batch is 0 for a number of GPUs that cannot share the global batch.
     fitting_counts = [
         count for count in node_counts if config.train.fitting_micro_batch(count * cluster.gpus_per_node)
@@ -244,33 +232,27 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
     """Return how many tokens per second one GPU trains on at the share `plan.utilisation` of its peak FLOP/s."""
-    one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
-    one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
-    compute = make_budget(one_gpu_config).compute
-    if compute is None:
+    peak = peak_flops(gpu, config.train.precision)
+    if peak is None:
         raise UserError(
             "train.precision is fp32, but only 16-bit peaks of GPUs are known; pass --step-tokens-per-s as measured "
             "on one GPU, or set train.precision to bf16"
         )
-    return compute.tokens_per_s
+    flops_per_token = token_flops(config.model, config.data.seq_len, config.objective).total
+    return peak * config.plan.utilisation / flops_per_token
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
     """Predict the run on `nodes` nodes, where one GPU alone would train on `gpu_tokens_per_s` tokens per second."""
     gpu_model = cluster.gpu.upper()
-    if gpu_model not in _NODE_LINK:
-        raise UserError(
-            f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
-            f"set --gpu to one of {', '.join(_NODE_LINK)}"
-        )
     ranks = nodes * cluster.gpus_per_node
     # As in training, a micro-batch that does not divide the rows of a rank is made smaller.
     train = config.train.model_copy(update={"micro_batch": config.train.fitting_micro_batch(ranks)})
     config = config.model_copy(update={"train": train})
-    budget = make_budget(config)
+    num_parameters = parameter_counts(config.model, config.objective).total
     micro_batches = train.micro_batches(ranks)
     wire_bytes = bytes_on_wire(
-        budget.parameters.total,
+        num_parameters,
         config.engine.zero_stage,
         config.train.precision,
         ranks,
@@ -286,13 +268,14 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
     communication_s = wire_bytes / bytes_per_s
     if config.engine.overlap_communication:
         # Only the exchange of gradients can be hidden. The all-gather of the bf16 parameters follows the update.
-        parameter_bytes = _ring_pass_bytes(budget.parameters.total, 2, ranks)
+        parameter_bytes = _ring_pass_bytes(num_parameters, 2, ranks)
         gradient_s = (wire_bytes - parameter_bytes) / bytes_per_s
         last_backward_s = BACKWARD_SHARE * micro_batch_s
         communication_s -= min(gradient_s, last_backward_s)
-    update_s = update_seconds(budget.parameters.total, config.engine.zero_stage, micro_batches, ranks, gpu_model)
+    update_s = update_seconds(num_parameters, config.engine.zero_stage, micro_batches, ranks, gpu_model)
     step_s = compute_s + communication_s + update_s
-    tokens_per_s = budget.tokens_per_step / step_s
+    tokens_per_s = train.global_batch * config.data.seq_len / step_s
+    flops_per_token = token_flops(config.model, config.data.seq_len, config.objective).total
     peak = peak_flops(gpu_model, config.train.precision)
     run_s = config.train.num_steps * step_s
     return Scaled(
@@ -306,5 +289,5 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
         tokens_per_s=tokens_per_s,
         days=run_s / 86_400,
         gpu_hours=ranks * run_s / 3600,
-        utilisation=None if peak is None else tokens_per_s * budget.flops.total / (ranks * peak),
+        utilisation=None if peak is None else tokens_per_s * flops_per_token / (ranks * peak),
     )

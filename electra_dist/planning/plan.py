@@ -1,10 +1,12 @@
 """Plan a run: what it would take in parameters, rows, tokens, FLOPs, memory and time.
 
-Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is written, and
-nothing is read except the config of the run that a frozen generator comes from. No GPU is needed and torch is not
-imported. `electra-dist plan --json` prints the record itself, `plan_page.py` prints it as tables.
+Guarantee: the plan is a function of the config, and of corpus.json of each training corpus that is a folder and
+exists. Such a corpus is refused if its rows or its vocabulary do not fit the config, as training does. Nothing is
+written. No GPU is needed and torch is not imported. `electra-dist plan --json` prints the record itself,
+`plan_page.py` prints it as tables.
 
-Limits: the docstrings of budget.py and activation_memory.py name what the numbers leave out.
+Limits: a corpus on S3 is not read, so its epochs are not known. The docstrings of budget.py and activation_memory.py
+name what the numbers leave out.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import Any
 
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
-from electra_dist.data.corpora import steps_of_phases
-from electra_dist.data.manifest import CorpusManifest
+from electra_dist.config.sections.training import NamedCorpus
+from electra_dist.data.corpora import check_corpus_fits, steps_of_phases
+from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_manifest
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import Cluster, Scaled, scale
+from electra_dist.store.open_store import open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +35,17 @@ class PlannedPhase:
     from_step: int
     steps: int
     tokens: int  # with padding
+    epochs: float | None  # None: the corpus was not read
+    corpus_rows: int | None
+    corpus_tokens: int | None  # without padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Plan of a run, with numbers that are not rounded."""
 
-    config: Config
-    corpus: CorpusManifest | None  # None: it was not read, and no epochs are known
+    config: Config  # with a `plan.num_gpus` that can share the global batch
+    asked_gpus: int  # `plan.num_gpus` as it was asked for
     budget: Budget
     phases: tuple[PlannedPhase, ...]
     layouts: tuple[StateLayout, ...]  # of the training state, at each ZeRO stage from 0 on
@@ -65,6 +72,7 @@ class Plan:
             "steps": config.train.num_steps,
             "learning_rate": {"lr": config.optimizer.lr, "peak": peak, "peak_step": peak_step},
             **asdict(self.budget),
+            "epochs": self.phases[0].epochs if len(self.phases) == 1 else None,
             "parameters": parameters._asdict() | {"total": parameters.total},
             "state_bytes_per_gpu": {f"zero_{stage}": self.state_bytes(stage) for stage in range(len(self.layouts))},
             "largest_micro_batch": {
@@ -81,18 +89,22 @@ class Plan:
         return tree
 
 
-def make_plan(config: Config, corpus: CorpusManifest | None = None, cluster: Cluster | None = None) -> Plan:
+def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
     """Plan a run; `cluster` adds how it scales over its nodes.
 
-    Raises UserError if the GPU is not known, or if the nodes cannot share the global batch.
+    If `plan.num_gpus` GPUs cannot share the global batch, the plan is for the largest smaller number that can. Raises
+    UserError if the GPU is not known, if the nodes cannot share the global batch, or if a corpus does not fit.
     """
-    budget = make_budget(config, corpus)
+    asked_gpus = config.plan.num_gpus
+    num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= asked_gpus)
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"num_gpus": num_gpus})})
+    budget = make_budget(config)
     precision, offload = config.train.precision, config.engine.offload_optimizer
     return Plan(
         config=config,
-        corpus=corpus,
+        asked_gpus=asked_gpus,
         budget=budget,
-        phases=_phases(config, budget.tokens_per_step),
+        phases=_phases(config),
         layouts=tuple(state_layout(precision, stage, offload) for stage in range(4)),
         keys_without_effect=keys_without_effect(config),
         cluster=cluster,
@@ -100,10 +112,35 @@ def make_plan(config: Config, corpus: CorpusManifest | None = None, cluster: Clu
     )
 
 
-def _phases(config: Config, tokens_per_step: int) -> tuple[PlannedPhase, ...]:
+def _phases(config: Config) -> tuple[PlannedPhase, ...]:
     corpora = config.data.training_corpora()
-    steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
-    return tuple(
-        PlannedPhase(corpus=corpus.url, from_step=corpus.from_step, steps=count, tokens=count * tokens_per_step)
-        for corpus, count in zip(corpora, steps, strict=True)
-    )
+    all_steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
+    phases = []
+    for named, steps in zip(corpora, all_steps, strict=True):
+        manifest = _existing_corpus(config, named)
+        rows = steps * config.train.global_batch
+        phases.append(
+            PlannedPhase(
+                corpus=named.url,
+                from_step=named.from_step,
+                steps=steps,
+                tokens=rows * config.data.seq_len,
+                epochs=rows / manifest.num_rows if manifest else None,
+                corpus_rows=manifest.num_rows if manifest else None,
+                corpus_tokens=manifest.num_tokens if manifest else None,
+            )
+        )
+    return tuple(phases)
+
+
+def _existing_corpus(config: Config, named: NamedCorpus) -> CorpusManifest | None:
+    """Return corpus.json of a corpus that is a folder and exists, after a check that it fits the config; else None."""
+    if named.url.startswith("s3://"):
+        return None
+    store = open_store(named.url)
+    path = store.local_path(MANIFEST_KEY)
+    if path is None or not path.exists():
+        return None
+    manifest = read_manifest(store, named.key)
+    check_corpus_fits(named.key, named.url, manifest, config.data, config.model.vocab_size)
+    return manifest

@@ -25,7 +25,7 @@ from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB
 from electra_dist.planning.budget import Budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled
 from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
-from electra_dist.planning.plan import Plan
+from electra_dist.planning.plan import Plan, PlannedPhase
 from electra_dist.run.number_formats import format_count, format_duration
 
 _SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
@@ -58,7 +58,7 @@ def plan_sections(plan: Plan) -> list[PlanSection]:
         *_schedules(plan.config),
         _memory(plan),
         _largest_micro_batch(plan.config),
-        _compute(plan.config, plan.budget),
+        _compute(plan),
         _world_sizes(plan.config, plan.budget),
         *_without_effect(plan),
         *([_scaling(plan, plan.cluster)] if plan.cluster else []),
@@ -133,8 +133,8 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(plan: Plan) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; with `data.phases`, each corpus's tokens replace epochs."""
-    config, budget, corpus = plan.config, plan.budget, plan.corpus
+    """Return the table of steps, rows, tokens and epochs; with `data.phases` of each corpus."""
+    config, budget = plan.config, plan.budget
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -146,12 +146,18 @@ def _data(plan: Plan) -> PlanSection:
     ]
     if config.data.phases:
         rows += _phase_rows(plan)
-    elif corpus is None or budget.epochs is None:
-        rows.append(["epochs", "-", f"corpus {config.data.corpus} was not read"])
     else:
-        corpus_size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
-        rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {corpus_size}"])
+        [phase] = plan.phases
+        rows.append(["epochs", "-" if phase.epochs is None else f"{phase.epochs:.2f}", _describe_corpus(phase)])
     return PlanSection("Data", rows)
+
+
+def _describe_corpus(phase: PlannedPhase) -> str:
+    if phase.corpus_rows is not None:
+        return f"{phase.corpus}: {phase.corpus_rows:,} rows, {phase.corpus_tokens:,} tokens"
+    if phase.corpus.startswith("s3://"):
+        return f"{phase.corpus} is on S3 and was not read"
+    return f"{phase.corpus} does not exist yet"
 
 
 def _phase_rows(plan: Plan) -> list[list[str]]:
@@ -160,7 +166,8 @@ def _phase_rows(plan: Plan) -> list[list[str]]:
         [
             f"tokens from step {phase.from_step:,}",
             format_count(phase.tokens),
-            f"{phase.steps / num_steps:.1%}, in {phase.steps * rows_per_step:,} rows of {phase.corpus}",
+            f"{phase.steps / num_steps:.1%}, in {phase.steps * rows_per_step:,} rows"
+            f"{'' if phase.epochs is None else f', {phase.epochs:.2f} epochs'}; {_describe_corpus(phase)}",
         ]
         for phase in plan.phases
     ]
@@ -273,8 +280,9 @@ def _with_precisions(gpu: str) -> str:
     return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 
-def _compute(config: Config, budget: Budget) -> PlanSection:
+def _compute(plan: Plan) -> PlanSection:
     """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours."""
+    config, budget = plan.config, plan.budget
     flops = budget.flops
     compute = budget.compute
     generator_share = flops.generator / flops.total
@@ -301,16 +309,23 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
         return PlanSection("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
 
     gpus = f"{compute.num_gpus} x {compute.gpu} of {compute.peak / 1e12:g} TFLOP/s"
+    is_limited_by_host = compute.step_s == compute.launch_s
+    launches = f"at least {compute.launch_s:.3g} s, in which the host launches its operators"
     rows += [
-        ["throughput", f"{format_count(compute.tokens_per_s)} tok/s", f"{gpus} at {100 * compute.utilisation:g} %"],
-        ["step", f"{compute.step_s:.3g} s", ""],
+        ["throughput", f"{format_count(compute.tokens_per_s)} tok/s", f"{gpus} at {100 * compute.utilisation:.3g} %"],
+        ["step", f"{compute.step_s:.3g} s", f"{launches}: the limit" if is_limited_by_host else launches],
         ["wall clock", format_duration(compute.days * 86_400), f"{compute.days:,.2f} days"],
         ["GPU-hours", f"{compute.gpu_hours:,.1f}", "change plan.gpu, plan.num_gpus, plan.utilisation to ask again"],
     ]
-    note = ""
+    notes = []
+    if plan.asked_gpus != compute.num_gpus:
+        notes.append(
+            f"plan.num_gpus {plan.asked_gpus} cannot share {config.train.global_batch:,} rows evenly, so "
+            f"{compute.num_gpus} are planned"
+        )
     if config.train.precision == "bf16" and compute.gpu.upper() in GPUS_WITHOUT_BF16:
-        note = f"plan.gpu {compute.gpu} has no bf16, so it cannot run this config; set train.precision: fp16"
-    return PlanSection("Compute", rows, note=note)
+        notes.append(f"plan.gpu {compute.gpu} has no bf16, so it cannot run this config; set train.precision: fp16")
+    return PlanSection("Compute", rows, note="; ".join(notes))
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
@@ -322,11 +337,10 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
         shown = [*shown[:num_first], *shown[-_LAST_WORLD_SIZES:]]
     rows = [
         ["GPUs", *(str(world_size) for world_size in shown)],
+        ["rows per micro-batch", *(str(train.fitting_micro_batch(world_size)) for world_size in shown)],
         ["micro-batches per step", *(str(budget.accumulation[world_size]) for world_size in shown)],
     ]
-    note = f"the GPU counts that share {train.global_batch:,} rows in micro-batches of {train.micro_batch}"
-    if config.plan.num_gpus not in budget.accumulation:
-        note += f"; plan.num_gpus {config.plan.num_gpus} is not one of them"
+    note = f"the GPU counts that share {train.global_batch:,} rows in micro-batches of at most {train.micro_batch}"
     return PlanSection("World sizes", rows, note=note, prose=False)
 
 

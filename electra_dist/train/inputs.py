@@ -16,7 +16,7 @@ from electra_dist.checkpoint.checkpoint import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import read_report, remarks_on_unknown_tokens, unknown_tokens_of_report
-from electra_dist.data.corpora import Corpora, describe_tokenizer, open_corpora
+from electra_dist.data.corpora import Corpora, check_corpus_fits, describe_tokenizer, open_corpora
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.engine.engine import check_precision
 from electra_dist.engine.optimizer import choose_implementation
@@ -95,7 +95,7 @@ def open_training_corpora(config: Config, patience: Patience | None = None) -> C
     """
     corpora = open_corpora(config.data, patience)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
-        _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
+        check_corpus_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
     return corpora
 
@@ -164,19 +164,5 @@ def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int, patience:
     """Open the corpus at `url`, which config key `key` names; check that its rows and vocabulary fit the config."""
     store = open_store(url, data.endpoint_url, patience)
     manifest = read_manifest(store, key)
-    _check_fits(key, url, manifest, data, vocab_size)
+    check_corpus_fits(key, url, manifest, data, vocab_size)
     return Corpora.of(store, manifest)
-
-
-def _check_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:
-    if manifest.seq_len != data.seq_len:
-        raise ManifestMismatch(
-            f"{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
-            f"data.seq_len: {manifest.seq_len}, or build the corpus again with data.seq_len: {data.seq_len}"
-        )
-    if manifest.tokenizer.vocab_size != vocab_size:
-        raise ManifestMismatch(
-            f"{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
-            f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
-            f"{key} to a corpus with {vocab_size} entries"
-        )

@@ -134,12 +134,12 @@ def test_the_plan_of_electra_large_on_one_and_eight_nodes_equals_the_sums_by_han
 
 
 def test_few_rows_of_a_micro_batch_take_the_time_of_their_launches() -> None:
-    """The towers have 48 layers of 60 operators, each launched in 10 us: 28.8 ms, enough to train 5,760 tokens."""
+    """48 layers have 52 operators each, 380 are beside them, and a launch takes 10 us: 28.76 ms, or 5,752 tokens."""
     plans = {
         rows: scale(load_config(LARGE_CONFIG, [f"train.micro_batch={rows}"]), h200_cluster())[0] for rows in (4, 8, 32)
     }
 
-    assert plans[4].compute_s == pytest.approx(2048 / 8 / 4 * 0.0288)
+    assert plans[4].compute_s == pytest.approx(2048 / 8 / 4 * 0.02876)
     assert plans[8].compute_s == pytest.approx(plans[4].compute_s / 2)
     assert plans[32].compute_s == pytest.approx(2048 * 512 / 8 / 200_000)
     assert plans[4].utilisation < plans[8].utilisation < plans[32].utilisation < 1

@@ -171,9 +171,8 @@ class TrainConfig(Section):
         return max(size for size in divisors(rows_per_rank) if size <= self.micro_batch)
 
     def possible_ranks(self) -> list[int]:
-        """Return the numbers of ranks, ascending, on which this config can train without a smaller micro-batch."""
-        num_micro_batches, remaining_rows = divmod(self.global_batch, self.micro_batch)
-        return [] if remaining_rows else divisors(num_micro_batches)
+        """Return the numbers of ranks, ascending, that can share the rows of the global batch evenly."""
+        return divisors(self.global_batch)
 
 
 def divisors(number: int) -> list[int]:

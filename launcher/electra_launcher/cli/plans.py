@@ -32,11 +32,16 @@ def plan(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="also estimate for 1, 2, 4, ... nodes, up to this number")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU model of the nodes")] = "H200",
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
+    gpu: Annotated[str | None, typer.Option(help="GPU model; default: plan.gpu of the config")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs per node; default: 8, without --nodes plan.num_gpus")
+    ] = None,
     fabric: Annotated[
-        str, typer.Option(help="network links of a node, per second: 400Gb, 8x400Gb (bits) or 50GB (bytes)")
-    ] = "400Gb",
+        str | None,
+        typer.Option(
+            help="network links of a node, per second: 400Gb, 8x400Gb (bits) or 50GB (bytes); default: 400Gb"
+        ),
+    ] = None,
     step_tokens_per_s: Annotated[
         float | None,
         typer.Option(min=1, help="measured tokens per second of one GPU; default: its peak x plan.utilisation"),
@@ -48,7 +53,9 @@ def plan(
 ) -> None:
     """Estimate what a run would take: parameters, tokens, memory, FLOPs and days.
 
-    With --nodes, also estimate the time on 1, 2, 4, ... nodes. Nothing is run or written.
+    With --nodes, also estimate the time on 1, 2, 4, ... nodes; an option that describes nodes or their price stands
+    for one node where --nodes is missing. A corpus that is a folder and exists is read for its size. Nothing is run
+    or written.
     """
     from electra_dist.config.load import load_config
     from electra_dist.config.rules import check_new_run
@@ -60,17 +67,22 @@ def plan(
     config = load_config(file, overrides or ())
     if not is_run_folder(Path(config.run_dir)):
         check_new_run(config)
-    cluster = None  # Without --nodes, only the GPUs that the config names are estimated.
-    if nodes is not None:
+    planned_gpus = config.plan
+    if gpu is not None:
+        planned_gpus = planned_gpus.model_copy(update={"gpu": gpu})
+    cluster = None
+    if any(option is not None for option in (nodes, gpus_per_node, fabric, step_tokens_per_s, gpu_hour_price)):
+        gpus_of_node = gpus_per_node or (planned_gpus.num_gpus if nodes is None else 8)
+        planned_gpus = planned_gpus.model_copy(update={"num_gpus": (nodes or 1) * gpus_of_node})
         cluster = Cluster(
-            nodes=nodes,
-            gpu=gpu,
-            gpus_per_node=gpus_per_node,
-            fabric_bytes_per_s=parse_fabric(fabric),
+            nodes=nodes or 1,
+            gpu=planned_gpus.gpu,
+            gpus_per_node=gpus_of_node,
+            fabric_bytes_per_s=parse_fabric(fabric or "400Gb"),
             gpu_tokens_per_s=step_tokens_per_s,
             gpu_hour_price=gpu_hour_price,
         )
-    planned = make_plan(config, cluster=cluster)
+    planned = make_plan(config.model_copy(update={"plan": planned_gpus}), cluster)
     if as_json:
         print_json(planned.as_json())
     else:
