@@ -43,7 +43,7 @@ from electra_dist.run.metrics import parse_metric
 from electra_dist.run.records import read_records
 
 MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointer
-SIZE_INCHES = (4.0, 2.35)  # of a diagram; the page scales it
+SIZE_INCHES = (4.0, 2.2)  # of a diagram; the page scales it
 _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 
@@ -52,6 +52,7 @@ _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names o
 class DrawnPanel:
     """Diagram as an <svg> element, and the values that a page shows while the pointer is over it."""
 
+    title: str  # which the page shows above the diagram, where it can wrap
     svg: str
     # JSON tree. "x" and "y": position of both ends of the axis in the units of the viewBox, then their values; "log":
     # whether the y axis is logarithmic; "scale": as of the panel; "lines": label, color, steps and values of each.
@@ -73,12 +74,15 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
         axes = figure.add_subplot()
         if len(runs) == 1:
             _draw(axes, panel, runs[0])
+            handles, _labels = axes.get_legend_handles_labels()
+            if len(handles) > 1:
+                _draw_legend_above(axes, handles)
         else:
             _draw_overlay(axes, panel, runs)
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     hover = {**_axis_positions(axes), "scale": panel.scale, "lines": _hover_lines(panel, runs)}
-    return DrawnPanel(svg=svg_for_page(buffer.getvalue(), panel.title), hover=hover)
+    return DrawnPanel(title=panel.title, svg=svg_for_page(buffer.getvalue(), panel.title), hover=hover)
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
@@ -154,12 +158,15 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
         for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
             _draw(axes, panel, run, colors=PRINT)
+            axes.set_title(panel.title, loc="left")
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend(loc="best")
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)
 
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
-    """Draw a diagram of one run: curves, dotted lines at resumes, axes and, for several curves, a legend.
+    """Draw a diagram of one run: curves, dotted lines at resumes and axes, without a legend.
     `colors` maps placeholder colors to real ones; None keeps the placeholders, which `svg_for_page` replaces.
     """
     if colors is None:
@@ -171,9 +178,6 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
         _draw_line(axes, line, run, colors.get(color, color))
     _draw_chance(axes, panel, colors.get(SOFT, SOFT))
     _format_axes(axes, panel, [run])
-    legend_handles, _labels = axes.get_legend_handles_labels()
-    if len(legend_handles) > 1:
-        axes.legend(loc="best")
 
 
 def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
@@ -198,7 +202,20 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
     _draw_chance(axes, panel, SOFT)
     _format_axes(axes, panel, runs)
     if len(drawn_lines) > 1:
-        axes.legend(handles=list(drawn_lines.values()), loc="best")
+        _draw_legend_above(axes, list(drawn_lines.values()))
+
+
+def _draw_legend_above(axes: Axes, handles: list[Line2D]) -> None:
+    """Draw a legend in one line above the diagram, where it covers no curve."""
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(handles),
+        borderaxespad=0.1,
+        handlelength=1.3,
+        columnspacing=1.0,
+    )
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
@@ -228,13 +245,12 @@ def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
 
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Set title, ranges and ticks of both axes. Call it last, because it needs the range of the drawn values.
+    """Set ranges and ticks of both axes. Call it last, because it needs the range of the drawn values.
     The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
     """
     last_step = max(run.last_step for run in runs)
     if last_step > 0:
         axes.set_xlim(-0.01 * last_step, 1.01 * last_step)
-    axes.set_title(panel.title, loc="left")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20000 as 20k
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _format_y_axis(axes, panel.scale)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,28 +29,12 @@ from electra_dist.report.panels import PANELS
 from electra_dist.store.atomic_files import replacing
 
 Tile = tuple[str, str, str]  # name, value, remark
+_FIGURE = re.compile(r"-|-?[0-9][0-9,.]*( ?%|[kMBT])?")
 
 
 def render(template: str, **values: Any) -> str:
     """Return the page of a file in `templates/` as HTML text."""
     return _ENVIRONMENT.get_template(template).render(now=now(), **values)
-
-
-def page(title: str, body: str) -> str:
-    """Return a page of parts that are HTML already: `title` (of the window) and `body` (in <main>)."""
-    return render("parts_only.html", title=Markup(title), body=Markup(body))
-
-
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
-    """Return an HTML table that scrolls sideways on a narrow screen; the text of the cells is escaped here.
-    With `left`, all columns are aligned to the left, otherwise only the first column.
-    """
-    return str(_PARTS.table(list(rows), head, left))
-
-
-def tile_section(tiles: Sequence[Tile]) -> str:
-    """Return the HTML section that shows tiles; their texts are escaped here."""
-    return str(_PARTS.tiles(tiles))
 
 
 def write_page(path: Path, text: str) -> None:
@@ -89,6 +74,15 @@ def _unbroken(text: str) -> Markup:
     return Markup(html_text(text).replace(" %", "&nbsp;%"))
 
 
+def _figure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the columns of a table that hold figures only, which are aligned to the right."""
+    return [
+        column
+        for column, cells in enumerate(zip(*rows, strict=True))
+        if all(map(_FIGURE.fullmatch, cells)) and set(cells) != {"-"}
+    ]
+
+
 def _values(tree: dict[str, Any]) -> Markup:
     """Return JSON for a script element; "<" is written as an escape, so that no text can end the element."""
     return Markup(json.dumps(tree, separators=(",", ":")).replace("<", "\\u003c"))
@@ -108,5 +102,10 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=False,
 )
-_ENVIRONMENT.filters |= {"minute": minute, "unbroken": _unbroken, "values": _values, "lines": _lines}
-_PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
+_ENVIRONMENT.filters |= {
+    "minute": minute,
+    "unbroken": _unbroken,
+    "values": _values,
+    "lines": _lines,
+    "figure_columns": _figure_columns,
+}

@@ -61,9 +61,9 @@ PANELS = (
         name="rtd_accuracy",
         title="Tokens that the discriminator classifies rightly",
         lines=(
-            CurveLine(field="replaced_accuracy", label="replaced tokens", is_second=True),
-            CurveLine(field="original_accuracy", label="original tokens"),
-            CurveLine(field=GUESSED_REPLACED, label="replaced, random guess", is_baseline=True, raw=False),
+            CurveLine(field="replaced_accuracy", label="replaced", is_second=True),
+            CurveLine(field="original_accuracy", label="original"),
+            CurveLine(field=GUESSED_REPLACED, label="random guess", is_baseline=True, raw=False),
         ),
         scale="percent",
     ),

@@ -40,7 +40,7 @@ def svg_style() -> dict[str, object]:
     """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors."""
     return {
         "font.family": "sans-serif",
-        "font.size": 8,
+        "font.size": 10,
         "svg.fonttype": "none",  # text stays text instead of becoming outlines
         "text.color": INK,
         "axes.labelcolor": INK,
@@ -62,7 +62,7 @@ def svg_style() -> dict[str, object]:
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "legend.frameon": False,
-        "legend.fontsize": 7.5,
+        "legend.fontsize": 8.5,
         "lines.solid_capstyle": "round",
         "path.simplify": True,
     }

@@ -29,7 +29,8 @@ from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
 from electra_dist.report.pages import draw_diagrams, minute, percent, render, write_page
 from electra_dist.report.run_record import RunRecord, read_run
-from electra_dist.report.run_tiles import run_tiles
+from electra_dist.report.run_tiles import MAX_TILES, run_figures
+from electra_dist.run.context_auc import STUCK_BELOW, first_judged_step, is_stuck, stuck_warning
 from electra_dist.run.folder import REPORT_FILE
 from electra_dist.run.ledger import LedgerEvent
 from electra_dist.run.metrics import CONTINUATION, EvalRecord, Samples
@@ -48,23 +49,19 @@ _EVALUATION_HEAD = (
     "recall",
     "rows",
 )
-_MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replaced; text stays readable on it
-
-
-class _Token(NamedTuple):
-    """Token of a held-out text as the discriminator read it."""
-
-    text: str
-    tag: str  # "u" if the token was replaced, else "span"
-    probability: float  # of the discriminator, that the token was replaced
-    opacity_percent: int  # of the background
+# Of the background of a replaced word, from one that the discriminator takes for original to one that it is sure of;
+# text stays readable on it.
+_MIN_OPACITY_PERCENT = 8
+_MORE_OPACITY_PERCENT = 67
 
 
 class _Word(NamedTuple):
-    """Word of a held-out text."""
+    """Word of a held-out text as the discriminator read it."""
 
-    tokens: list[_Token]
-    original: str  # the word of the corpus, if one of the tokens was replaced, else ""
+    text: str
+    original: str  # the word of the corpus, if the generator replaced one of its tokens, else ""
+    probability: float  # of the discriminator, that a token of the word was replaced: the largest of its tokens
+    opacity_percent: int  # of the background; 0 for a word that was not replaced
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
@@ -82,13 +79,16 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
 def report_page(run: RunRecord) -> str:
     """Return the report of a run as HTML text, without writing it. What the run did not record is left out."""
     state, state_text = run.state()
+    figures = run_figures(run)
     events = [event for event in run.ledger if event.event not in ("checkpoint", "eval")]
     return render(
         "run.html",
         run=run,
         state=state,
         state_text=state_text,
-        figures=run_tiles(run),
+        verdict=_verdict(run),
+        tiles=figures[:MAX_TILES],
+        more_figures=figures[MAX_TILES:],
         diagrams=draw_diagrams([run.curves]),
         has_resumed=any(event.event == "resume" for event in run.ledger),
         samples=_sample_words(run.samples),
@@ -102,6 +102,23 @@ def report_page(run: RunRecord) -> str:
         # It escapes what is not printable ASCII itself.
         config_text=yaml.safe_dump(run.config_tree, sort_keys=False, width=100) if run.config_tree else "",
     )
+
+
+def _verdict(run: RunRecord) -> tuple[str, str] | None:
+    """Return whether the run learns, as (CSS class, text): `electra-dist status` warns in the same case.
+    None if no evaluation has a context AUC.
+    """
+    if run.config is None or not run.metrics.evals:
+        return None
+    newest = run.metrics.evals[-1]
+    if not math.isfinite(newest.context_auc):
+        return None
+    if is_stuck(newest, run.config):
+        return "bad", f"Warning: {stuck_warning(newest, run.config)}"
+    known = f"context AUC {newest.context_auc:.3f} at step {newest.step:,}, where 0.5 is chance"
+    if newest.context_auc >= STUCK_BELOW:
+        return "good", f"The discriminator learns from context: {known}."
+    return "open", f"Too early to tell: {known}; it is judged from step {first_judged_step(run.config):,} on."
 
 
 def _sample_words(samples: Samples | None) -> list[list[_Word]]:
@@ -122,19 +139,20 @@ def _sample_words(samples: Samples | None) -> list[list[_Word]]:
 
 def _word(tokens: Sequence[tuple[str, str, float]]) -> _Word:
     """Make a word of its tokens: (token of the corpus, token that the discriminator read, its P(replaced))."""
-    shown_tokens = []
-    for original, shown, probability in tokens:
-        shown_tokens.append(
-            _Token(
-                text=shown.removeprefix(CONTINUATION),
-                tag="u" if shown != original else "span",
-                probability=probability,
-                opacity_percent=round(_MAX_OPACITY_PERCENT * probability),
-            )
-        )
-    original_word = "".join(original.removeprefix(CONTINUATION) for original, _shown, _probability in tokens)
-    is_replaced = any(shown != original for original, shown, _probability in tokens)
-    return _Word(tokens=shown_tokens, original=original_word if is_replaced else "")
+    originals, shown, probabilities = zip(*tokens, strict=True)
+    is_replaced = originals != shown
+    probability = max(probabilities)
+    return _Word(
+        text=_joined(shown),
+        original=_joined(originals) if is_replaced else "",
+        probability=probability,
+        opacity_percent=round(_MIN_OPACITY_PERCENT + _MORE_OPACITY_PERCENT * probability) if is_replaced else 0,
+    )
+
+
+def _joined(tokens: Sequence[str]) -> str:
+    """Return tokens as text; those of the corpus may be several words where the generator put the end of a word."""
+    return " ".join(tokens).replace(f" {CONTINUATION}", "").removeprefix(CONTINUATION)
 
 
 def _evaluation_row(record: EvalRecord) -> list[str]:

@@ -1,4 +1,4 @@
-"""Choose the figures of a run that the report shows in tiles: small boxes, each with name, value and remark."""
+"""Choose the figures of a run that its report shows: the most important ones in tiles, the others in a table."""
 
 from __future__ import annotations
 
@@ -7,65 +7,101 @@ import statistics
 from collections.abc import Sequence
 
 from electra_dist.report.pages import Tile, percent
-from electra_dist.report.panels import guessed_replaced
+from electra_dist.report.panels import constant_guess_loss, guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.goodput import Goodput
 from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.number_formats import format_count, format_duration
 
+MAX_TILES = 8  # figures that are shown in tiles
 
-def run_tiles(run: RunRecord) -> list[Tile]:
-    """Return the tiles of a run; none if the run recorded nothing."""
+
+def run_figures(run: RunRecord) -> list[Tile]:
+    """Return the figures of a run, the most important first: what it has learnt, how far and how fast it is, the rest.
+
+    Each has a name, a value and a remark, which says what a good value is or what a guess reaches. Without any record
+    the list is empty.
+    """
+    metrics = run.metrics
+    losses = _training_losses(metrics)
+    speeds = _speed_figures(metrics)
     return [
-        *_evaluation_tiles(run.metrics.evals),
-        *_training_tiles(run.metrics),
-        *_size_tiles(run),
-        *_time_tiles(run.account),
-        *_energy_tiles(run),
+        *(_heldout_figures(run) or losses),
+        *_found_figures(metrics),
+        *speeds[:2],
+        *_time_figures(run.account),
+        *(losses if metrics.evals else ()),
+        *speeds[2:],
+        *_size_figures(run),
+        *_energy_figures(run),
     ]
 
 
-def _evaluation_tiles(evals: Sequence[EvalRecord]) -> list[Tile]:
+def _heldout_figures(run: RunRecord) -> list[Tile]:
+    evals = run.metrics.evals
     if not evals:
         return []
     last = evals[-1]
-    figures = [
-        ("ROC-AUC, held out", f"{last.auc:.4f}", f"at step {last.step:,}"),
-        ("RTD loss, held out", f"{last.rtd_loss:.4f}", _since(evals[0], "rtd_loss")),
-        ("MLM loss, held out", f"{last.mlm_loss:.3f}", f"{percent(last.mlm_accuracy)} right"),
-    ]
+    figures = []
     if math.isfinite(last.context_auc):
-        remark = f"standard error {last.context_auc_se:.4f}; 0.5: frequency alone"
-        figures.insert(1, ("Context AUC, held out", f"{last.context_auc:.4f}", remark))
-    return figures
-
-
-def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
-    """Return the tiles about training; losses and accuracies are means of the newest 20 records, speeds medians."""
-    recent = metrics.recent
-    if metrics.first is None or metrics.newest is None:
-        return []
-    averaged = f"mean of {len(recent)} records"
-    guess = statistics.fmean(guessed_replaced(record) for record in recent)
-    guess_remark = f"; a random guess finds {percent(guess)}" if math.isfinite(guess) else ""
-    figures = [
-        ("RTD loss", f"{mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(metrics.first, 'rtd_loss')}"),
-        ("MLM loss", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),
-        ("Replaced tokens found", percent(mean(recent, "replaced_accuracy")), f"{averaged}{guess_remark}"),
-        ("Original tokens kept", percent(mean(recent, "original_accuracy")), averaged),
-        ("Tokens seen", format_count(metrics.newest.tokens_seen), f"{metrics.newest.step:,} steps"),
+        remark = f"0.5 = chance (token frequency alone), 1 = perfect; standard error {last.context_auc_se:.4f}"
+        figures.append(("Context AUC, held out", f"{last.context_auc:.4f}", remark))
+    guess = constant_guess_loss(mean(run.metrics.recent, "replaced_fraction")) if run.metrics.recent else math.nan
+    rtd_remark = f"{_since(evals[0], 'rtd_loss')}{_constant_guess(guess)}"
+    mlm_remark = f"{percent(last.mlm_accuracy)} of the masked tokens right; {_since(evals[0], 'mlm_loss')}"
+    return [
+        *figures,
+        ("ROC-AUC, held out", f"{last.auc:.4f}", f"0.5 = chance, 1 = perfect; at step {last.step:,}"),
+        ("RTD loss, held out", f"{last.rtd_loss:.4f}", rtd_remark),
+        ("MLM loss, held out", f"{last.mlm_loss:.3f}", mlm_remark),
     ]
+
+
+def _constant_guess(loss: float) -> str:
+    return f"; the same guess for every token reaches {loss:.3f}" if math.isfinite(loss) else ""
+
+
+def _training_losses(metrics: MetricsHistory) -> list[Tile]:
+    """Return the losses in training, means of the newest 20 records."""
+    if metrics.first is None:
+        return []
+    recent = metrics.recent
+    guess = constant_guess_loss(mean(recent, "replaced_fraction"))
+    averaged = f"mean of {len(recent)} records"
+    rtd_remark = f"{averaged}; {_since(metrics.first, 'rtd_loss')}{_constant_guess(guess)}"
+    return [
+        ("RTD loss, training", f"{mean(recent, 'rtd_loss'):.4f}", rtd_remark),
+        ("MLM loss, training", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),
+    ]
+
+
+def _found_figures(metrics: MetricsHistory) -> list[Tile]:
+    if metrics.newest is None:
+        return []
+    guess = statistics.fmean(guessed_replaced(record) for record in metrics.recent)
+    remark = f"a random guess finds {percent(guess)}" if math.isfinite(guess) else "in training"
+    return [("Replaced tokens found", percent(mean(metrics.recent, "replaced_accuracy")), remark)]
+
+
+def _speed_figures(metrics: MetricsHistory) -> list[Tile]:
+    """Return the figures of progress and speed; speeds are medians over all records."""
+    if metrics.newest is None:
+        return []
+    figures = [("Tokens seen", format_count(metrics.newest.tokens_seen), f"{metrics.newest.step:,} steps")]
     tokens_per_s = metrics.median("tokens_per_s")
     if tokens_per_s is not None:
         figures.append(("Tokens per second", format_count(tokens_per_s), "median"))
+    kept = percent(mean(metrics.recent, "original_accuracy"))
+    figures.append(("Original tokens kept", kept, "not taken for replaced ones; 100 % = perfect"))
     mfu = metrics.median("mfu")
     if mfu is not None:
         figures.append(("MFU", percent(mfu), "median, of the dense peak"))
-    figures.append(("Waiting for data", f"{100 * metrics.mean('data_wait'):.2f} %", "of the time, mean"))
+    waited = f"{100 * metrics.mean('data_wait'):.2f} %"
+    figures.append(("Waiting for data", waited, "of the time, mean; 0 % = training never waits for rows"))
     return figures
 
 
-def _size_tiles(run: RunRecord) -> list[Tile]:
+def _size_figures(run: RunRecord) -> list[Tile]:
     figures = []
     if run.parameters is not None:
         generator = f"parameters; generator {format_count(run.parameters.generator_only)} more"
@@ -81,18 +117,18 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
     return figures
 
 
-def _time_tiles(account: Goodput) -> list[Tile]:
+def _time_figures(account: Goodput) -> list[Tile]:
     if account.fraction is None:
         return []
     starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
     return [
+        ("Goodput", percent(account.fraction), f"100 % = no time lost; {account.steps_lost:,} steps lost"),
         ("Wall clock", format_duration(account.wall), starts),
-        ("Goodput", percent(account.fraction), f"{account.steps_lost:,} steps lost"),
     ]
 
 
-def _energy_tiles(run: RunRecord) -> list[Tile]:
-    """Return the tiles of estimated energy and (with `log.kwh_price`) its cost; [] if no GPU power was recorded."""
+def _energy_figures(run: RunRecord) -> list[Tile]:
+    """Return the figures of estimated energy and (with `log.kwh_price`) its cost; [] if no GPU power was recorded."""
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"

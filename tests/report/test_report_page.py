@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from electra_launcher.cli.main import app
 from electra_launcher.pretrain import _write_report
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.run_records import STEP
+from typer.testing import CliRunner
 
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
@@ -125,7 +127,7 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
         "finished: step 400 of 400",
         "0.9000",  # the last AUC
         "0.7667",  # the last context AUC
-        "standard error 0.0041; 0.5: frequency alone",
+        "0.5 = chance (token frequency alone), 1 = perfect; standard error 0.0041",
         "2 starts",
         "50 steps lost",
         "Where the time went: ",
@@ -138,7 +140,7 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
         "fedcba987654",
         f"{parameters.discriminator:,} parameters",
         "at 0.5 per kWh",
-        "the dogs chef</s>",  # replaced tokens with their originals
+        "the dogs chef </s>",  # replaced tokens with their originals
     ]
 
     page = (run_dir / "report.html").read_text()
@@ -149,6 +151,81 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
     assert page.count("<svg") == len(PANELS)
     assert len(page) < 400_000
     assert not (run_dir / "report.html.tmp").exists()
+
+
+def test_eight_tiles_show_what_matters_and_a_table_shows_the_other_figures(run_dir: Path):
+    """They are in the order of reading: what the run has learnt, how far it is, and how fast."""
+    page = (run_dir / "report.html").read_text()
+
+    tiles = re.findall(r'<div class="tile"><span class="name">(.*?)</span>', page)
+    assert tiles == [
+        "Context AUC, held out",
+        "ROC-AUC, held out",
+        "RTD loss, held out",
+        "MLM loss, held out",
+        "Replaced tokens found",
+        "Tokens seen",
+        "Tokens per second",
+        "Goodput",
+    ]
+    text = parsed_page(page).text
+    further = text[text.index("Further figures") :]
+    for name in ("RTD loss, training", "Original tokens kept", "Waiting for data", "Discriminator", "Energy"):
+        assert name in further, name
+    # replaced_fraction is 0.071: the entropy of that share is the loss of the best constant guess.
+    assert "the same guess for every token reaches 0.256" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "context_auc", "css_class", "text"),
+    [
+        (400, 0.503, "bad", "Warning: step 400: context AUC 0.503"),
+        (
+            400,
+            0.61,
+            "good",
+            "The discriminator learns from context: context AUC 0.610 at step 400, where 0.5",
+        ),
+        (
+            100,
+            0.503,
+            "open",
+            "Too early to tell: context AUC 0.503 at step 100, where 0.5 is chance; it is",
+        ),
+    ],
+)
+def test_the_top_of_the_report_says_whether_the_run_learns_and_warns_as_status_does(
+    tmp_path: Path,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+    step: int,
+    context_auc: float,
+    css_class: str,
+    text: str,
+):
+    config = load_config(CONFIGS / "demo_cpu_bert.yaml", ["train.num_steps=400"])
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(step_record(step=step))
+    writer.write(eval_record(step=step, context_auc=context_auc, context_auc_se=0.004))
+    writer.close()
+
+    page = write_report(tmp_path).read_text()
+
+    top = page[: page.index('class="tiles"')]
+    assert f'<p class="verdict {css_class}">' in top
+    assert text in parsed_page(page).text
+    status = CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
+    assert ("warning" in status) == (css_class == "bad")
+
+
+def test_only_replaced_words_of_a_text_are_tinted_and_words_stand_apart(run_dir: Path):
+    page = (run_dir / "report.html").read_text()
+    sample = page[page.index('class="card samples"') :].split("</div>")[0]
+
+    assert re.findall(r"<span[^>]*>(.*?)</span>", sample) == ["the"]
+    assert re.findall(r"<(\w+)[^>]*style=", sample) == ["u"]
+    assert re.search(r'</span> <u title="replaced with probability 0.80".*>dogs</u> <s>chef &lt;/s&gt;</s>', sample)
 
 
 def test_the_report_loads_nothing_from_another_file_or_server(run_dir: Path):
@@ -177,7 +254,7 @@ def test_curves_scale_with_the_page_and_take_their_colors_from_its_css_variables
         assert "var(--ink)" in svg
         assert "var(--series-1)" in svg or "var(--series-2)" in svg
         assert not re.findall(placeholder_color, svg)
-        assert panel.title in "".join(root.itertext())
+        assert root.attrib["aria-label"] == drawn.title == panel.title
 
 
 def test_the_report_can_be_passed_on(run_dir: Path):

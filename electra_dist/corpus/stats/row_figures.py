@@ -22,7 +22,7 @@ from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
 
-NUM_BINS = 32  # bars of a histogram of lengths from 0 to seq_len tokens
+NUM_BINS = 16  # bars of a histogram of lengths from 0 to seq_len tokens
 _NUM_SAMPLES = 12  # rows whose text is shown
 _CONTINUATION = "##"  # begins a word-piece that continues a word
 

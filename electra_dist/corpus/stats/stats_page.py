@@ -10,15 +10,13 @@ and documents. Without origin files, which record the documents of each row, it 
 
 from __future__ import annotations
 
-import io
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-
-import matplotlib
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from typing import Any
 
 from electra_dist.corpus.build_console import plural
 from electra_dist.corpus.build_report import BuildReport, PreparedText, read_report
@@ -27,17 +25,24 @@ from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 from electra_dist.corpus.origins import open_origins
 from electra_dist.corpus.stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
-from electra_dist.escapes import html_text
-from electra_dist.report.curves import SIZE_INCHES, svg_for_page
 from electra_dist.report.overlay_page import shortest_endings
-from electra_dist.report.pages import Tile, now, page, percent, table, tile_section, write_page
-from electra_dist.report.plot_style import SERIES, svg_style
+from electra_dist.report.pages import Tile, percent, render, write_page
 from electra_dist.run.number_formats import format_count
 from electra_dist.store.interface import Store
 
 _NOT_STATED = "not stated"
-_MAX_TICKS = 9  # labels below the bars of a diagram, at most
 _SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
+# Lengths of bars are logarithmic if the median bar would be shorter than this share of the longest one.
+_HIDDEN_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Numbers, each with a label and a bar whose length is a percentage of the width."""
+
+    title: str
+    bars: list[tuple[str, str, float]]  # label, number, length in percent
+    is_logarithmic: bool
 
 
 def write_stats_page(
@@ -58,27 +63,21 @@ def write_stats_page(
 
 def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
     """Return the HTML text of the page about a corpus. `report` is its build.json, or None if there is none."""
-    title = html_text(name)
     short_names = _short_names(report)
-    body = [
-        f'<header><h1>Corpus {title}</h1><p style="overflow-wrap:anywhere">Fingerprint {manifest.fingerprint}. '
-        f"This page was written {now()} UTC."
-        "</p></header>\n",
-        tile_section(_tiles(manifest, report, figures)),
-    ]
-    if report is None:
-        body.append(
-            '<p class="note">The corpus has no build.json: it was indexed. Figures of '
-            "sources and documents are missing.</p>\n"
-        )
-    else:
-        body.append(_sources(report, short_names))
-    body.append(_record_sources(figures, report, short_names))
-    body.append(_diagrams(manifest, report, figures))
-    if report is not None:
-        body += [_left_out(report), *(_preparation(text) for text in report.prepared.values())]
-    body.append(_samples(figures.samples, short_names))
-    return page(f"Corpus {title}", "".join(body))
+    return render(
+        "corpus.html",
+        name=name,
+        fingerprint=manifest.fingerprint,
+        tiles=_tiles(manifest, report, figures),
+        has_report=report is not None,
+        preparations=[] if report is None else [_preparation(text) for text in report.prepared.values()],
+        inputs_skipped=[] if report is None else _inputs_skipped(report),
+        documents_skipped=[] if report is None else _documents_skipped(report),
+        sources=[] if report is None else _sources(report, short_names),
+        record_sources=_record_sources(figures, report, short_names),
+        charts=_charts(manifest, report, figures),
+        samples=[_sample(sample, short_names) for sample in figures.samples],
+    )
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
@@ -110,28 +109,26 @@ def _short_names(report: BuildReport | None) -> dict[str, str]:
     return dict(zip(report.sources, endings, strict=True))
 
 
-def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
-    rows = []
-    for source, counts in report.sources.items():
-        rows.append(
-            [
-                short_names[source],
-                counts.licence or _NOT_STATED,
-                f"{counts.documents:,}",
-                f"{counts.documents_skipped:,}",
-                f"{counts.tokens:,}",
-                percent(counts.tokens / max(report.text.tokens, 1)),
-                f"{counts.tokens_per_document:,.0f}",
-                f"{100 * counts.unk_rate:.3f} %",
-            ]
-        )
-    head = ["source", "licence", "documents", "left out", "tokens", "share", "tokens a document", "[UNK]"]
-    note = "Documents that are used or held out, and their tokens of text. A document that is used twice counts twice."
-    return f'<h2>Sources</h2>\n{table(rows, head)}<p class="note">{note}</p>\n'
+def _sources(report: BuildReport, short_names: Mapping[str, str]) -> list[list[str]]:
+    return [
+        [
+            short_names[source],
+            counts.licence or _NOT_STATED,
+            f"{counts.documents:,}",
+            f"{counts.documents_skipped:,}",
+            f"{counts.tokens:,}",
+            percent(counts.tokens / max(report.text.tokens, 1)),
+            f"{counts.tokens_per_document:,.0f}",
+            f"{100 * counts.unk_rate:.3f} %",
+        ]
+        for source, counts in report.sources.items()
+    ]
 
 
-def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
-    """Return the table of tokens by the source in each document's record (`metadata.source`); "" if none has one.
+def _record_sources(
+    figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]
+) -> list[list[str]]:
+    """Return the tokens by the source in each document's record (`metadata.source`); [] if none has one.
     A licence is shown only for text that `corpus prepare` made.
     """
     prepared = {} if report is None else report.prepared
@@ -144,22 +141,18 @@ def _record_sources(figures: RowFigures, report: BuildReport | None, short_names
         licence = _NOT_STATED if counts is None else counts.license
         share = percent(tokens / max(figures.tokens, 1))
         rows.append([record_source, licence, short_names.get(source, source), f"{tokens:,}", share])
-    if not rows:
-        return ""
-    head = ["source in the record", "licence", "input", "tokens", "share"]
-    note = "Training rows by the field metadata.source of their documents; tokens with [CLS] and [SEP]."
-    return f'<h2>Sources in the records</h2>\n{table(rows, head)}<p class="note">{note}</p>\n'
+    return rows
 
 
-def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    seq_len = manifest.seq_len
-    labels = [str(-(-number * (seq_len + 1) // NUM_BINS)) for number in range(NUM_BINS)]  # least length of each bin
-    most_examples = max(figures.rows_by_examples)
-    examples = range(1, most_examples + 1)
-    diagrams = [
-        _draw_bars("Rows by padding in tokens", labels, figures.rows_by_padding.tolist()),
-        _draw_bars("Examples by length in tokens", labels, figures.examples_by_length.tolist()),
-        _draw_bars(
+def _charts(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[BarChart]:
+    # Bin b holds the lengths from ceil(b * (seq_len + 1) / NUM_BINS) to before that of the next bin.
+    firsts = [-(-number * (manifest.seq_len + 1) // NUM_BINS) for number in range(NUM_BINS + 1)]
+    bins = [_range(first, after) for first, after in pairwise(firsts)]
+    examples = range(1, max(figures.rows_by_examples) + 1)
+    charts = [
+        bar_chart("Rows by padding in tokens", bins, figures.rows_by_padding.tolist()),
+        bar_chart("Examples by length in tokens", bins, figures.examples_by_length.tolist()),
+        bar_chart(
             "Rows by number of examples",
             [str(number) for number in examples],
             [figures.rows_by_examples[number] for number in examples],
@@ -167,30 +160,50 @@ def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: Row
     ]
     if report is not None and report.document_lengths:
         lengths = report.document_lengths
-        diagrams.insert(0, _draw_bars("Documents by length in tokens", list(lengths), list(lengths.values())))
-    cards = "".join(f'<div class="card">{diagram}</div>\n' for diagram in diagrams)
-    return f'<h2>Lengths and padding</h2>\n<section class="curves">\n{cards}</section>\n'
+        labels = [_range(int(first), 2 * int(first)) for first in lengths]
+        charts.insert(0, bar_chart("Documents by length in tokens", labels, list(lengths.values())))
+    return charts
 
 
-def _left_out(report: BuildReport) -> str:
-    documents = [
-        [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}"]
-        for kind, skipped in report.documents_skipped.items()
-        if skipped.documents
-    ]
-    inputs = [
+def _range(first: int, after: int) -> str:
+    return f"{first:,}" if after <= first + 1 else f"{first:,} to {after - 1:,}"
+
+
+def bar_chart(title: str, labels: Sequence[str], numbers: Sequence[int]) -> BarChart:
+    """Return a chart without the bars of 0 at both ends; without any bar if all numbers are 0.
+    The lengths of the bars are logarithmic where one bar would hide the others.
+    """
+    filled = [place for place, number in enumerate(numbers) if number]
+    if not filled:
+        return BarChart(title, [], False)
+    shown = slice(filled[0], filled[-1] + 1)
+    most = max(numbers)
+    is_logarithmic = statistics.median(numbers[place] for place in filled) < _HIDDEN_SHARE * most
+    bars = []
+    for label, number in zip(labels[shown], numbers[shown], strict=True):
+        share = math.log1p(number) / math.log1p(most) if is_logarithmic else number / most
+        bars.append((label, f"{number:,}", round(100 * share, 1)))
+    return BarChart(title, bars, is_logarithmic)
+
+
+def _inputs_skipped(report: BuildReport) -> list[list[str]]:
+    return [
         [SKIP_REASONS[reason], ending, f"{number:,}"]
         for reason, numbers in report.inputs_skipped.items()
         for ending, number in numbers.items()
     ]
-    if not documents and not inputs:
-        return "<h2>Left out by the build</h2>\n<p>Nothing.</p>\n"
-    tables = table(documents, ["documents with", "documents", "bytes"]) if documents else ""
-    tables += table(inputs, ["inputs", "ending", "number"]) if inputs else ""
-    return f'<h2>Left out by the build</h2>\n<section class="pair">\n{tables}</section>\n'
 
 
-def _preparation(text: PreparedText) -> str:
+def _documents_skipped(report: BuildReport) -> list[list[str]]:
+    return [
+        [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}"]
+        for kind, skipped in report.documents_skipped.items()
+        if skipped.documents
+    ]
+
+
+def _preparation(text: PreparedText) -> tuple[list[list[str]], list[list[str]], list[str]]:
+    """Return the rows of both tables about a preparation, and the names of its sources."""
     names = list(text.sources)
     kept = [
         [
@@ -207,48 +220,21 @@ def _preparation(text: PreparedText) -> str:
         for reason, by_source in sorted(reasons.items(), key=lambda item: -_total(item[1])):
             numbers = [f"{by_source.get(name, 0):,}" for name in names]
             dropped.append([step, reason, f"{_total(by_source):,}", *numbers])
-    tables = table(kept, ["source", "licence", "documents", "dropped", "kept"])
-    if dropped:
-        tables += table(dropped, ["step", "reason", "dropped", *names])
-    return f"<h2>Dropped by the preparation</h2>\n{tables}"
+    return kept, dropped, names
 
 
 def _total(numbers: Mapping[str, int]) -> int:
     return sum(numbers.values())
 
 
-def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> str:
-    """Return the section with the text of the sample rows; each example has its document's name, if it is known."""
-    paragraphs = ""
-    for sample in samples:
-        paragraphs += f"<p><b>{html_text(sample.shard)} row {sample.row}</b></p>\n"
-        for number, text in enumerate(sample.texts):
-            origin = ""
-            if number < len(sample.documents):
-                document = sample.documents[number]
-                source = short_names.get(document.source, document.source)
-                origin = f"<i>{html_text(source)}: {html_text(document.document)}</i><br>"
-            shown = text if len(text) <= _SAMPLE_CHARACTERS else text[:_SAMPLE_CHARACTERS] + " ..."
-            paragraphs += f"<p>{origin}{html_text(shown)}</p>\n"
-    note = "Evenly spaced rows of the corpus, with the text that is left after tokenization."
-    return f'<h2>Samples</h2>\n<div class="card samples">\n{paragraphs}</div>\n<p class="note">{note}</p>\n'
-
-
-def _draw_bars(title: str, labels: Sequence[str], values: Sequence[int]) -> str:
-    """Return a bar diagram as the text of an <svg> element; `title` must need no HTML escaping.
-    If there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
-    """
-    with matplotlib.rc_context(svg_style() | {"svg.hashsalt": title}):
-        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        axes.bar(range(len(values)), values, width=0.86, color=SERIES[0])
-        axes.set_title(title, loc="left")
-        bars_per_label = math.ceil(len(labels) / _MAX_TICKS)
-        labelled_bars = range(0, len(labels), bars_per_label)
-        axes.set_xticks(list(labelled_bars), [labels[bar] for bar in labelled_bars])
-        axes.grid(visible=False, axis="x")
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        buffer = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    return svg_for_page(buffer.getvalue(), title)
+def _sample(sample: RowSample, short_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a sample row for the page: (name of the document, "" if it is not known, text) of each example."""
+    examples = []
+    for number, text in enumerate(sample.texts):
+        origin = ""
+        if number < len(sample.documents):
+            document = sample.documents[number]
+            origin = f"{short_names.get(document.source, document.source)}: {document.document}"
+        shown = text if len(text) <= _SAMPLE_CHARACTERS else text[:_SAMPLE_CHARACTERS] + " ..."
+        examples.append((origin, shown))
+    return {"shard": sample.shard, "row": sample.row, "examples": examples}

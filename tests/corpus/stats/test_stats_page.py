@@ -21,6 +21,7 @@ from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.origins import open_origins
 from electra_dist.corpus.stats.row_figures import NUM_BINS, RowFigures, read_row_figures
+from electra_dist.corpus.stats.stats_page import bar_chart
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
@@ -143,7 +144,37 @@ def test_the_page_needs_no_other_file_and_escapes_names(text: str) -> None:
     assert "<i>own" not in text
     assert "&lt;i&gt;own" in text
     assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!#)|url\((?!#)|@import", text)
-    assert text.count("<svg") == 4
+    assert text.count('<table class="bars">') == 4
+
+
+def test_what_was_left_out_comes_in_the_order_of_the_steps_each_table_with_a_caption(text: str) -> None:
+    titles = re.findall(r"<(?:h2|caption)>(.*?)</", text)
+    assert titles[:7] == [
+        "Dropped by the preparation",
+        "Documents of each source",
+        "Dropped documents by step, in the order of the steps",
+        "Left out by the build",
+        "Inputs that were not read",
+        "Documents that were read and not used",
+        "Sources",
+    ]
+
+
+def test_figures_are_aligned_to_the_right_and_text_to_the_left(text: str) -> None:
+    assert "<td>near_duplicate</td>" in text
+    assert '<td class="figure">33</td>' in text
+    assert re.search(r"<td>\.pdf</td><td class=\"figure\">1</td>", text)
+
+
+def test_bars_have_their_numbers_and_become_logarithmic_where_one_hides_the_others() -> None:
+    even = bar_chart("t", ["0", "1", "2", "3"], [0, 50, 100, 0])
+    assert (even.bars, even.is_logarithmic) == ([("1", "50", 50.0), ("2", "100", 100.0)], False)
+
+    steep = bar_chart("t", ["a", "b", "c"], [9, 99, 99_999])
+    assert [number for _label, number, _length in steep.bars] == ["9", "99", "99,999"]
+    assert [length for _label, _number, length in steep.bars] == [20.0, 40.0, 100.0]
+    assert steep.is_logarithmic
+    assert bar_chart("t", ["a"], [0]).bars == []
 
 
 def test_a_corpus_without_report_and_origin_files_has_a_page_too(corpus: Path, tmp_path: Path) -> None:
