@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -205,10 +206,10 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
         _draw_legend_above(axes, list(drawn_lines.values()))
 
 
-def _draw_legend_above(axes: Axes, handles: list[Line2D]) -> None:
+def _draw_legend_above(axes: Axes, handles: Sequence[Artist]) -> None:
     """Draw a legend in one line above the diagram, where it covers no curve."""
     axes.legend(
-        handles=handles,
+        handles=list(handles),
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=len(handles),
