@@ -16,6 +16,26 @@ from electra_launcher.chaos.drill import Hit
 
 _REFERENCE_COLOR = "#cbd5e1"
 _INTERRUPTED_COLOR = "#2563eb"
+_LABELS = {
+    "kill": "rank killed",
+    "hang": "rank frozen",
+    "pause": "rank paused",
+    "term": "SIGTERM",
+    "hup": "SIGHUP",
+    "int": "Ctrl-C",
+    "term-rank": "SIGTERM to a rank",
+    "usr2": "SIGUSR2",
+    "stop-file": "stop requested",
+    "supervisor": "supervisor killed",
+    "lease": "folder taken over",
+    "power": "all killed at once",
+    "metrics": "metrics torn",
+    "ledger": "ledger torn",
+    "torn": "checkpoint torn",
+    "flip": "checkpoint, one bit",
+    "missing": "checkpoint, file lost",
+    "disk": "disk full",
+}  # kind of fault -> its name in the legend; other drills have more kinds
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
@@ -49,7 +69,9 @@ def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
     differences = [found[step] - expected[step] for step in steps]
     largest = max(map(abs, differences), default=0.0)
     axes.plot(steps, differences, color=_INTERRUPTED_COLOR, linewidth=1)
-    axes.set_title(f"Difference of the two losses; the largest is {largest:g}")
+    axes.set_title(
+        f"Difference of the two losses: {'exactly 0 at every step' if largest == 0 else f'up to {largest:g}'}"
+    )
     if largest == 0:
         axes.set_ylim(-1e-6, 1e-6)
 
@@ -60,7 +82,9 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
     for color, kind in enumerate(sorted({hit.kind for hit in hits})):
         of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
         seconds = [hit.recovery_s or 0.0 for hit in of_kind]
-        axes.vlines([hit.step for hit in of_kind], 0, seconds, color=colors(color % colors.N), linewidth=3, label=kind)
+        axes.vlines(
+            [hit.step for hit in of_kind], 0, seconds, color=colors(color % colors.N), linewidth=3, label=_LABELS.get(kind, kind)
+        )
     axes.set_title("Seconds from a fault to the next new step")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
