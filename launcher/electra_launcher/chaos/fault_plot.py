@@ -82,9 +82,9 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
     for color, kind in enumerate(sorted({hit.kind for hit in hits})):
         of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
         seconds = [hit.recovery_s or 0.0 for hit in of_kind]
-        axes.vlines(
-            [hit.step for hit in of_kind], 0, seconds, color=colors(color % colors.N), linewidth=3, label=_LABELS.get(kind, kind)
-        )
+        steps = [hit.step for hit in of_kind]
+        label = _LABELS.get(kind, kind)
+        axes.vlines(steps, 0, seconds, color=colors(color % colors.N), linewidth=3, label=label)
     axes.set_title("Seconds from a fault to the next new step")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
