@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from electra_kernels.discriminator_tail import rtd_loss
-from electra_kernels.dropout_add_norm import dropout_add_norm
-from electra_kernels.masked_gather import gather_masked
+from electra_kernels.layer_passes import dropout_add_norm
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
-from electra_kernels.replace_tokens import replace_and_label
+from electra_kernels.slots import gather_masked, replace_and_label
 from gpu_parts.recording import Case, Row, Rows, time_and_peak
 
 from electra_dist.config import ModelConfig

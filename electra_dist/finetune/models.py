@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from electra_dist.extras import missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.hf import ELECTRA, State, family_of, hf_config, to_hf

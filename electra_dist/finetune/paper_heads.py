@@ -26,7 +26,7 @@ from typing_extensions import override
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import Network, init_head
 from electra_dist.finetune.span_models import OUTSIDE, AnswerModel, SpanScores
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
 

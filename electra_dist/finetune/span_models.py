@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from electra_dist.finetune.models import Network, TaskModel
 from electra_dist.finetune.passage_windows import AnswerWindow
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer

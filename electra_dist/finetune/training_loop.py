@@ -45,7 +45,7 @@ from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import TaskModel
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 
 _LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.")  # after the encoder's prefix
 _FINAL_NORM = re.compile(r"(?:encoder\.)?final_norm\.")

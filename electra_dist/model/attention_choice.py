@@ -35,7 +35,7 @@ from electra_dist.model.attention import (
     by_heads,
     head_widths,
 )
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout
 
 _TRIAL_ROWS = 2

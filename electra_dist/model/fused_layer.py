@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.dropout_add_norm import norm_backward, norm_forward
-from electra_kernels.gelu_gradient import gelu_gradient
+from electra_kernels.layer_passes import TokenSums, gelu_gradient, norm_backward, norm_forward
 from electra_kernels.operation_types import LayerDropout
-from electra_kernels.partial_sums import TokenSums
 from torch.autograd.function import once_differentiable
 
 from electra_dist.model.matrix_products import input_gradient, linear, product_dtype, weight_gradient

@@ -34,8 +34,7 @@ from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
-from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.encoder import Embeddings, Encoder, SelfAttention
+from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SelfAttention
 from electra_dist.model.matrix_products import Linear
 
 

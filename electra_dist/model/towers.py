@@ -57,8 +57,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.encoder import Embeddings, Encoder, SharedEmbeddings
+from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SharedEmbeddings
 from electra_dist.model.heads import DiscriminatorHead, GeneratorHead, ModernDetectionHead, ModernTokenHead
 from electra_dist.model.modern_encoder import ModernEmbeddings, ModernEncoder
 from electra_dist.model.row_layout import RowLayout

@@ -33,7 +33,7 @@ from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import AttentionMask, LayerMask, SdpaMask, new_attention_mask
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows, num_masked

@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
 from electra_kernels.operation_types import SpecialIds
-from electra_kernels.replace_tokens import replace_and_label
+from electra_kernels.slots import gather_masked, replace_and_label
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.heads import token_entropies

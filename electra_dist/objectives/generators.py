@@ -29,7 +29,7 @@ from electra_kernels.operation_types import SpecialIds
 from torch import nn
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import RowLayout
 from electra_dist.model.towers import new_embeddings, new_encoder, new_token_head
 

@@ -10,7 +10,7 @@ real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to ev
 candidates. The config key `masking` decides how the n positions are drawn:
 
     without_replacement  The n candidates with the smallest random keys are taken, by the fused operation
-                         `electra_kernels.mask_positions`.
+                         `electra_kernels.slots`.
     reference            As in Google's code, n candidates are drawn with replacement. A position that is drawn twice
                          has two slots. It counts twice in the loss, and its new id is the mean of its two
                          sampled ids, rounded down (`replace_and_label`). At 25 %, only 22.3 % of the candidates of 512
@@ -33,8 +33,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
-from electra_kernels.mask_positions import mask_positions, show_masks
 from electra_kernels.operation_types import SpecialIds
+from electra_kernels.slots import mask_positions, show_masks
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import NumberOrSchedule, largest_value

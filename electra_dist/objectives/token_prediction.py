@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.slots import gather_masked
 from typing_extensions import override
 
 from electra_dist.model.heads import token_log_probs

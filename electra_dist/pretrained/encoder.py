@@ -34,7 +34,7 @@ from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, rea
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.model.attention import new_attention_mask
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers, new_embeddings, new_encoder
 from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone, submodules

@@ -1,4 +1,4 @@
-"""Fused operations of ELECTRA pretraining, one file for each operation.
+"""Fused operations of ELECTRA pretraining, one file for each subject.
 
 How: `<op>.py` holds the definition in plain PyTorch ("the reference"), the autograd wrapper and the public function.
 `triton/<op>.py`, where it exists, holds the Triton kernel and the code that launches it. It is a separate file for two

@@ -2,7 +2,7 @@
 
 The embeddings use it, and the sub-layers of the architecture `modern`. `keep_attention` gives the factors by which
 dropout multiplies attention probabilities. It is a custom operator, which torch.compile treats as opaque (see
-`dropout_add_norm.py`).
+`layer_passes.py`).
 
 Guarantee: which elements of a row are dropped depends on the key (seed, step), the row's number in the global batch
 and the element's place in the row. It does not depend on batch split, rank or device, and torch's generator is not

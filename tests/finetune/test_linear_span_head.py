@@ -10,7 +10,7 @@ from support.small_encoder import head_parameters
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import StockNetwork
 from electra_dist.finetune.span_models import LinearSpanModel
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
 CLS, SEP, PAD = 2, 3, 0

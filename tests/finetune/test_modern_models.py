@@ -34,7 +34,7 @@ from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import peak_lr
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers

@@ -13,7 +13,7 @@ from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.tagging_task import TaggingTask, are_bio_tags, entity_metrics, spans_of, tagged_rows
 from electra_dist.finetune.word_files import TaggedSentence, find_tagged_file, read_tagged_file
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
 CPU = torch.device("cpu")

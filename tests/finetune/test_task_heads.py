@@ -17,7 +17,7 @@ from electra_dist.finetune.models import Classifier, Network, StockNetwork, labe
 from electra_dist.finetune.paper_heads import PaperClassifier, PaperSpanModel, SpanHead
 from electra_dist.finetune.passage_windows import AnswerWindow
 from electra_dist.finetune.span_models import best_spans
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
 SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from electra_kernels.dropout_add_norm import dropout_add_norm, keep_scale
+from electra_kernels.layer_passes import dropout_add_norm, keep_scale
 from electra_kernels.operation_types import LayerDropout
 
 ROWS = torch.tensor([7, 2**32 - 1, 0])  # numbers of the rows within the global batch

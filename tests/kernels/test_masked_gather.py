@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from electra_kernels.masked_gather import gather_masked
+from electra_kernels.slots import gather_masked
 
 
 def test_gather_reads_each_slots_position_and_adds_the_gradients_of_slots_that_share_one():

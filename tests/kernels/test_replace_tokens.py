@@ -1,7 +1,7 @@
 """Replacing and labelling in plain PyTorch against a case worked out by hand."""
 
 import torch
-from electra_kernels.replace_tokens import replace_and_label
+from electra_kernels.slots import replace_and_label
 
 
 def test_used_slots_replace_their_tokens_and_only_tokens_that_differ_are_labelled():

@@ -9,8 +9,7 @@ from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.encoder import Encoder, SharedEmbeddings
+from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

@@ -8,7 +8,7 @@ import torch
 from support.small_models import SIZES
 
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 
 TOLERANCE = 1e-5

@@ -13,8 +13,7 @@ from support.rehearsal import gpu_branch
 
 from electra_dist.model import matrix_products
 from electra_dist.model.attention import SdpaMask
-from electra_dist.model.dropout_keys import DropoutKeys
-from electra_dist.model.encoder import EncoderLayer
+from electra_dist.model.encoder import DropoutKeys, EncoderLayer
 from electra_dist.model.matrix_products import input_gradient, weight_gradient
 
 ROWS, TOKENS, WIDTH = 3, 10, 32

@@ -16,7 +16,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
 from electra_dist.model.counts import parameter_counts, token_flops
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.modern_encoder import _drop, rotate_query_and_key, rotation_of
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers

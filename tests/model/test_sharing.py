@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.counts import parameter_counts
-from electra_dist.model.dropout_keys import DropoutKeys
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.export import export_towers

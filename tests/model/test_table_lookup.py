@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from electra_kernels.table_lookup import lookup_with_product_gradient
 
-from electra_dist.model.encoder import SharedEmbeddings, SmallEmbedding
+from electra_dist.model.encoder import SharedEmbeddings, SmallEmbedding, lookup_with_product_gradient
 
 
 def packed_positions(num_rows: int, seq_len: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keep_attention
+from electra_kernels.layer_passes import dropout_add_norm
 from electra_kernels.operation_types import SpecialIds
 from torch._dynamo.utils import counters
 

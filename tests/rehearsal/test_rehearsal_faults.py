@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import electra_kernels.triton.dropout_add_norm as norm_kernels
+import electra_kernels.triton.layer_passes as norm_kernels
 import pytest
 import torch
 from support.rehearsal import Stray, build, rehearse, step_input

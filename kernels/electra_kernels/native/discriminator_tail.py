@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from electra_kernels import BackendUnavailable
-from electra_kernels.partial_sums import sum_of_strips
+from electra_kernels.operation_types import sum_of_strips
 
 SOURCE = Path(__file__).with_name("discriminator_tail.cu")
 NUM_BLOCKS = 1024

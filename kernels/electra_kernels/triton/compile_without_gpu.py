@@ -33,13 +33,10 @@ from triton.compiler import ASTSource
 
 from electra_kernels.triton import (
     discriminator_tail,
-    dropout_add_norm,
-    gelu_gradient,
     keyed_dropout,
-    mask_positions,
-    masked_gather,
+    layer_passes,
     mlm_head,
-    replace_tokens,
+    slots,
 )
 
 ARCHITECTURES = (80, 90, 100)  # compute capabilities of A100, H100 and H200, B200
@@ -203,16 +200,16 @@ def _slot_cases() -> list[KernelCase]:
     }
     replace = KernelCase(
         name="replace",
-        kernel=replace_tokens.replace_kernel,
+        kernel=slots.replace_kernel,
         types=replace_types,
-        constants={"BLOCK_S": replace_tokens.BLOCK_S, "BLOCK_N": replace_tokens.BLOCK_N},
+        constants={"BLOCK_S": slots.REPLACE_BLOCK_S, "BLOCK_N": slots.REPLACE_BLOCK_N},
         divisible=_SIZES,
-        num_warps=replace_tokens.NUM_WARPS,
+        num_warps=slots.NUM_WARPS,
         dtype="int64",
     )
     gather_backward = KernelCase(
         name="gather_backward",
-        kernel=masked_gather.scatter_add_kernel,
+        kernel=slots.scatter_add_kernel,
         types=gather_types,
         constants={"BLOCK_N": 256, "BLOCK_H": 256},
         divisible=_SIZES,
@@ -232,7 +229,7 @@ def _norm_cases() -> list[KernelCase]:
         **dict.fromkeys(("layer_quads", "site_quads", "limit"), "i32"),
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
-    kernels = {"norm_fwd": dropout_add_norm.norm_forward_kernel, "norm_bwd": dropout_add_norm.norm_backward_kernel}
+    kernels = {"norm_fwd": layer_passes.norm_forward_kernel, "norm_bwd": layer_passes.norm_backward_kernel}
     warps_of_hidden = {256: 1, 1024: 4}
     drop_of_suffix = {"": True, "_p0": False}
     norm_cases = []
@@ -271,11 +268,11 @@ def _gelu_case() -> KernelCase:
     }
     return KernelCase(
         name="gelu_gradient",
-        kernel=gelu_gradient.gelu_gradient_kernel,
+        kernel=layer_passes.gelu_gradient_kernel,
         types=types,
-        constants={"BLOCK": gelu_gradient.BLOCK},
+        constants={"BLOCK": layer_passes.GELU_BLOCK},
         divisible=_SIZES,
-        num_warps=gelu_gradient.NUM_WARPS,
+        num_warps=layer_passes.NUM_WARPS,
     )
 
 
@@ -287,11 +284,11 @@ def _mask_case() -> KernelCase:
     }
     return KernelCase(
         name="mask",
-        kernel=mask_positions.mask_kernel,
+        kernel=slots.mask_kernel,
         types=types,
-        constants={"SHOWS": True, "BLOCK_S": mask_positions.BLOCK_S, "BLOCK_T": mask_positions.BLOCK_T},
+        constants={"SHOWS": True, "BLOCK_S": slots.MASK_BLOCK_S, "BLOCK_T": slots.MASK_BLOCK_T},
         divisible=_SIZES,
-        num_warps=mask_positions.NUM_WARPS,
+        num_warps=slots.NUM_WARPS,
     )
 
 

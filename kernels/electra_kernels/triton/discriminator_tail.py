@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.partial_sums import sum_of_strips
+from electra_kernels.operation_types import sum_of_strips
 from electra_kernels.triton.compensated_arithmetic import fits_fp32, precise_log, precise_ratio, scaled_exp, two_sum
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors

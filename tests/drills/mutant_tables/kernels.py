@@ -22,7 +22,7 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: two sites of a layer drop the same elements",
-        file="kernels/electra_kernels/dropout_add_norm.py",
+        file="kernels/electra_kernels/layer_passes.py",
         original="first_position=site * elements_per_row,",
         mutated="first_position=0,",
         test="tests/kernels/test_dropout_add_norm.py::"
@@ -45,7 +45,7 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: a token that is sampled anew is labelled although it is the original",
-        file="kernels/electra_kernels/replace_tokens.py",
+        file="kernels/electra_kernels/slots.py",
         original="return corrupted_BS, corrupted_BS != ids_BS",
         mutated="return corrupted_BS, count_BS > 0",
         test="tests/kernels/test_replace_tokens.py::"
@@ -53,7 +53,7 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: unused slots replace the first token of a row",
-        file="kernels/electra_kernels/replace_tokens.py",
+        file="kernels/electra_kernels/slots.py",
         original="is_written_BN = (weight_BN > 0).to(ids_BS.dtype)",
         mutated="is_written_BN = (weight_BN >= 0).to(ids_BS.dtype)",
         test="tests/kernels/test_replace_tokens.py::"
@@ -61,7 +61,7 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: gradients of slots that share a position overwrite one another",
-        file="kernels/electra_kernels/masked_gather.py",
+        file="kernels/electra_kernels/slots.py",
         original="sums.index_add_(0,",
         mutated="sums.index_copy_(0,",
         test="tests/kernels/test_masked_gather.py::"
@@ -91,14 +91,14 @@ KERNELS = (
     ),
     Mutant(
         name="kernels: masked tokens are hidden in all slots",
-        file="kernels/electra_kernels/mask_positions.py",
+        file="kernels/electra_kernels/slots.py",
         original="shows_mask_BN = is_used_BN & (keep_bits_BN < shown)",
         mutated="shows_mask_BN = is_used_BN",
         test="tests/objectives/test_masking.py::test_masks_equal_those_of_the_numpy_mirror_bit_for_bit",
     ),
     Mutant(
         name="kernels: special tokens of a row are masked",
-        file="kernels/electra_kernels/mask_positions.py",
+        file="kernels/electra_kernels/slots.py",
         original="candidate_BS = special.is_candidate(ids_BS)",
         mutated="candidate_BS = ids_BS != special.pad",
         test="tests/objectives/test_masking.py::test_only_ordinary_tokens_in_used_slots_are_masked",

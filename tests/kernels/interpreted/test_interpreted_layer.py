@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from electra_kernels.dropout_add_norm import norm_backward, norm_forward
-from electra_kernels.gelu_gradient import gelu_gradient
+from electra_kernels.layer_passes import TokenSums, gelu_gradient, norm_backward, norm_forward
 from electra_kernels.operation_types import LayerDropout
-from electra_kernels.partial_sums import TokenSums
-from electra_kernels.triton import dropout_add_norm as norm_kernels
-from electra_kernels.triton import gelu_gradient as gelu_kernels
+from electra_kernels.triton import layer_passes as norm_kernels
 
 EPS = 1e-12
 NUM_STRIPS = 3
@@ -77,7 +74,7 @@ def test_gelu_overwrites_its_gradient_and_nothing_beyond_the_columns():
     partials = torch.full((2, 1040), 7.0)
     expected = torch.ops.aten.gelu_backward(grad.double(), x.double())
 
-    out = gelu_kernels.gradient_strips(grad, x, partials, first_column=4)
+    out = norm_kernels.gradient_strips(grad, x, partials, first_column=4)
 
     assert out is grad
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from electra_kernels.mask_positions import mask_positions
 from electra_kernels.operation_types import SpecialIds
+from electra_kernels.slots import mask_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,8 +68,8 @@ def test_masked_positions_are_the_references_for_any_rows(lengths, num_slots, st
 
 def test_equal_random_words_are_ordered_by_position(monkeypatch):
     """Both give the earlier slot to the lower position; words are equal once in 2**32, so they are made so."""
-    from electra_kernels import mask_positions as reference
-    from electra_kernels.triton import mask_positions as kernels
+    from electra_kernels import slots as reference
+    from electra_kernels.triton import slots as kernels
 
     def coarse(bits):
         """Random words of which only two bits are left."""

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
-from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
-from electra_kernels.masked_gather import gather_masked
+from electra_kernels.layer_passes import dropout_add_norm
 from electra_kernels.operation_types import LayerDropout
-from electra_kernels.replace_tokens import replace_and_label
+from electra_kernels.slots import gather_masked, replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
-from electra_kernels.triton import dropout_add_norm as norm_kernels
+from electra_kernels.triton import layer_passes as norm_kernels
 from electra_kernels.triton.compensated_arithmetic import fits_fp32
 from electra_kernels.triton.discriminator_tail import forward_pass
 

@@ -1,14 +1,18 @@
-"""Compute dropout, residual addition and LayerNorm in one pass, with dropout keyed by (seed, step, row, place).
+"""Fuse what a layer computes between its matrix products: dropout + residual + LayerNorm, and the gradient of GELU.
 
-Guarantee: the result is `layer_norm(residual + dropout(x))`, computed in fp32 and rounded once. Which elements are
-dropped depends on the seed (the model passes one for each tower), the step, the row's number in the global batch, the
-site (which sub-layer of the tower), and the position and column in the row. It does not depend on batch split, rank or
-restart, whereas torch's dropout draws the elements of a whole micro-batch from one random stream. Backward draws the
-same bits again, so no mask is stored.
+A layer's own autograd function (`electra_dist/model/fused_layer.py`) calls `norm_forward`, `norm_backward` and
+`gelu_gradient`, outside autograd. The two backward passes also sum over all tokens, for the gradients of parameters.
+Under Triton each program of a kernel sums over a strip of tokens; the strips are then added in a fixed order.
 
-Why it is fused, in bytes moved for each element in bf16, forward and backward together: eager torch moves 30 (dropout
-5 and 5, add 6, LayerNorm 4 and 10). torch.compile moves 22 (9 and 13), because it stores a byte of mask and reads the
-gradients once more to sum those of the parameters. This operation moves 16 (6 and 10).
+Guarantee, norm: the result is `layer_norm(residual + dropout(x))`, computed in fp32 and rounded once. Which elements
+are dropped depends on the seed (the model passes one for each tower), the step, the row's number in the global batch,
+the site (which sub-layer of the tower), and the position and column in the row. It does not depend on batch split,
+rank or restart, whereas torch's dropout draws the elements of a whole micro-batch from one random stream. Backward
+draws the same bits again, so no mask is stored.
+
+Why the norm is fused, in bytes moved for each element in bf16, forward and backward together: eager torch moves 30
+(dropout 5 and 5, add 6, LayerNorm 4 and 10). torch.compile moves 22 (9 and 13), because it stores a byte of mask and
+reads the gradients once more to sum those of the parameters. This operation moves 16 (6 and 10).
 
 In Triton, backward computes residual + dropout(x) again from both inputs. To keep the inputs costs no more memory than
 to keep that sum, because the sub-layer keeps its residual in any case. In an eager layer the reference keeps the sum
@@ -18,7 +22,15 @@ Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an
 
 `dropout_add_norm` is a custom operator, which torch.compile treats as opaque. The values of its key, a tensor, are not
 part of a compiled graph, so that one graph serves every layer of a tower and every step; Python integers would become
-constants of the graph. An eager layer calls `norm_forward` and `norm_backward` itself, outside autograd.
+constants of the graph.
+
+Guarantee, `gelu_gradient`: the gradient is that of the exact GELU (erf), and the sum over the tokens, the gradient of
+the bias before GELU, is in fp32 or wider. The Triton kernel adds the values before they are rounded to the dtype of
+the gradient, the reference the rounded ones.
+
+Why GELU's gradient is fused: torch's and a sum for the bias read and write 2 * 3 + 2 bytes an element in bf16. In
+Triton, one kernel moves 6 and writes the gradient over its input, so no memory of that size is allocated. cublasLt
+could apply GELU while it writes the product, but it computes the approximation by tanh, and the paper's GELU is exact.
 
 Limits: H is a multiple of 4; the number of the site within the tower times S * H is below 2**34. On a CPU the
 operator's backward pass computes residual + dropout(x) again.
@@ -28,14 +40,53 @@ Shapes: B rows, S tokens, T = B * S, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
-from electra_kernels.operation_types import SITES, LayerDropout
-from electra_kernels.partial_sums import TokenSums
+from electra_kernels.operation_types import SITES, LayerDropout, sum_of_strips
+
+
+class TokenSums:
+    """Sums over all tokens that the backward passes of a layer collect one after another, each a parameter's gradient.
+
+    Under Triton the kernels write their partial sums into one buffer, so that one sum over the strips gives them all.
+    """
+
+    partials_PC: torch.Tensor | None  # fp32 buffer of the kernels; None for the plain-PyTorch reference
+
+    def __init__(self, backend: str, grad: torch.Tensor, widths: Sequence[int]) -> None:
+        """Allocate the buffer; `widths` are those of the sums in the order of collection, `grad` a norm's gradient."""
+        self._widths = list(widths)
+        self._sums: list[torch.Tensor] = []
+        self._next_column = 0
+        self.partials_PC = None
+        if backend == "triton":
+            from electra_kernels.triton.layer_passes import num_strips
+
+            self.partials_PC = torch.empty(num_strips(grad), sum(widths), device=grad.device)
+
+    def add(self, *sums: torch.Tensor) -> None:
+        """Collect sums that the reference has computed."""
+        self._sums += sums
+
+    def take_columns(self, width: int) -> int:
+        """Reserve the next `width` columns of the buffer for a kernel, and return the index of the first."""
+        first_column = self._next_column
+        self._next_column += width
+        return first_column
+
+    def totals(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all sums in `dtype`, in the order of collection; under Triton they share memory."""
+        if self.partials_PC is None:
+            return [each.to(dtype) for each in self._sums]
+        assert self._next_column == sum(self._widths), (
+            f"{self._next_column} of {sum(self._widths)} columns are written"
+        )
+        return sum_of_strips(self.partials_PC, dtype).split(self._widths)
 
 
 @torch.library.custom_op("electra::dropout_add_norm", mutates_args=())
@@ -181,7 +232,7 @@ def norm_forward(
     The inputs, [B, S, H] or [T, H], are contiguous and of one dtype.
     """
     if dropout.backend == "triton":
-        from electra_kernels.triton.dropout_add_norm import forward_pass
+        from electra_kernels.triton.layer_passes import forward_pass
 
         normed, statistics_2T = forward_pass(x, residual, weight_H, bias_H, eps, dropout)
         return normed, (x, residual, statistics_2T)
@@ -203,7 +254,7 @@ def norm_backward(
     gradient of x may overwrite x. Without dropout, both gradients are one tensor. `grad` is contiguous.
     """
     if dropout.backend == "triton":
-        from electra_kernels.triton.dropout_add_norm import backward_strips
+        from electra_kernels.triton.layer_passes import backward_strips
 
         x, residual, statistics_2T = kept
         assert x is not None and residual is not None and statistics_2T is not None and sums.partials_PC is not None
@@ -298,3 +349,24 @@ def keep_scale(shape: torch.Size, dropout: LayerDropout) -> torch.Tensor:
         drop=dropout.probability,
     )
     return factors.view(shape)
+
+
+def gelu_gradient(grad_TI: torch.Tensor, x_TI: torch.Tensor, sums: TokenSums) -> torch.Tensor:
+    """Return the gradient of GELU's input, [T, I], and collect its sum over the tokens.
+
+    `grad_TI`, contiguous, is the gradient of GELU's output and may be overwritten.
+    """
+    if sums.partials_PC is None:
+        grad_x_TI, sum_I = gelu_gradient_reference(grad_TI, x_TI)
+        sums.add(sum_I)
+        return grad_x_TI
+    from electra_kernels.triton.layer_passes import gradient_strips
+
+    return gradient_strips(grad_TI, x_TI, sums.partials_PC, sums.take_columns(grad_TI.shape[1]))
+
+
+def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of GELU's input, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
+    compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
+    grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
+    return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)
