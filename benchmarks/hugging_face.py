@@ -28,7 +28,8 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.row_layout import RowLayout, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
-from electra_dist.pretrained.hf import TowerName, hf_config, to_hf
+from electra_dist.pretrained.hf import TowerName, to_hf
+from electra_dist.pretrained.hf_settings import hf_config
 
 
 class Losses(NamedTuple):

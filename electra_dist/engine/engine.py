@@ -44,8 +44,6 @@ from electra_dist.model.attention import LayerMask
 from electra_dist.model.encoder import EncoderLayer
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
-# A longer list of rank counts in an error message is cut to its first and its last ones.
-
 _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in bf16
 _CLIP_EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
 

@@ -32,7 +32,8 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.hf import ELECTRA, State, family_of, hf_config, to_hf
+from electra_dist.pretrained.hf import ELECTRA, State, family_of, to_hf
+from electra_dist.pretrained.hf_settings import hf_config
 
 NO_WORD = -100  # target of a token that is not the first piece of a word
 _PRETRAINED_HEAD = {"head.dense.weight": "dense.weight", "head.norm.weight": "layer_norm.weight"}  # of `modern`

@@ -10,9 +10,8 @@ from electra_dist.config.schedule import Schedule
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.base import Objective
-from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.objectives.electric import Electric
-from electra_dist.objectives.generators import (
+from electra_dist.objectives.corruption import (
+    CorruptingObjective,
     FixedGenerator,
     FrozenGenerator,
     RandomReplacements,
@@ -20,6 +19,7 @@ from electra_dist.objectives.generators import (
     uniform_weights,
     unigram_weights,
 )
+from electra_dist.objectives.electric import Electric
 from electra_dist.objectives.rtd import MaskedOnlyDetection, ReplacedTokenDetection, TwoStageDetection
 from electra_dist.objectives.token_prediction import AllTokensMlm, MaskedLanguageModel, ReplaceMlm
 

@@ -37,8 +37,7 @@ from electra_kernels.operation_types import SpecialIds
 from electra_kernels.slots import mask_positions, show_masks
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.config.schedule import NumberOrSchedule, largest_value
-from electra_dist.objectives.scheduled_values import first_values
+from electra_dist.config.schedule import NumberOrSchedule, largest_value, value_at
 
 
 class Masking(NamedTuple):
@@ -71,7 +70,7 @@ def num_masked(
     `mask_prob` is the present value of `objective.mask_prob`, if that follows a schedule; None stands for the first.
     """
     if mask_prob is None:
-        mask_prob = first_values(objective).mask_prob
+        mask_prob = value_at(objective.mask_prob, 0.0)
     num_real_B = (ids_BS != special.pad).sum(1)
     num_candidates_B = special.is_candidate(ids_BS).sum(1)
     seq_len = ids_BS.shape[1]
@@ -116,7 +115,7 @@ def mask_rows(
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
     if mask_prob is None:
-        mask_prob = first_values(objective).mask_prob
+        mask_prob = value_at(objective.mask_prob, 0.0)
     if objective.masking == "without_replacement":
         position_BN, weight_BN, input_BS = mask_positions(
             ids_BS,

@@ -19,7 +19,6 @@ from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.sections.training import NamedCorpus
 from electra_dist.data.corpora import check_corpus_fits, steps_of_phases
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_manifest
-from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
@@ -65,7 +64,7 @@ class Plan:
         `compute` is null in fp32, for which no peak of a GPU is known.
         """
         config, parameters = self.config, self.budget.parameters
-        peak_step, peak = peak_learning_rate(config.train.num_steps, config.optimizer)
+        peak_step, peak = config.optimizer.peak_learning_rate(config.train.num_steps)
         tree = {
             "run_dir": config.run_dir,
             "objective": config.objective.name,

@@ -17,7 +17,6 @@ from rich.table import Table
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config.schedule import Schedule, schedules_of, value_at
 from electra_dist.console import Console
-from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS
 from electra_dist.escapes import printable
 from electra_dist.model.counts import GPUS_WITHOUT_BF16, frozen_generator_parameters
@@ -184,7 +183,7 @@ def _describe_learning_rate(config: Config) -> str:
     if config.optimizer.generator is not None:
         settings["generator: "] = config.optimizer.for_generator
     for prefix, optimizer in settings.items():
-        peak_step, peak = peak_learning_rate(num_steps, optimizer)
+        peak_step, peak = optimizer.peak_learning_rate(num_steps)
         at_peak = f"peak lr {peak:.4g} at step {peak_step:,} (lr {optimizer.lr:g})"
         if optimizer.shape == "trapezoid":
             at_peak += f", decay in the last {optimizer.trapezoid_decay_steps(num_steps):,} steps"

@@ -37,13 +37,14 @@ from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers, new_embeddings, new_encoder
-from electra_dist.pretrained.hf import State, TowerName, family_of, is_of_a_task, standalone, submodules
+from electra_dist.pretrained.hf import State, TowerName, family_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import (
     convert_weights,
     read_hugging_face_model_config,
     read_pretraining_record,
     read_weights,
 )
+from electra_dist.pretrained.hf_settings import is_of_a_task
 from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
 from electra_dist.pretrained.weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus

@@ -26,22 +26,14 @@ from electra_dist.checkpoint.manifest import RunState
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
-from electra_dist.pretrained.hf import (
-    DETECTION_LABELS,
-    MODERNBERT,
-    State,
-    TowerName,
-    family_of,
-    find_obstacle,
-    hf_config,
-    to_hf,
-)
+from electra_dist.pretrained.hf import DETECTION_LABELS, MODERNBERT, State, TowerName, family_of, find_obstacle, to_hf
 from electra_dist.pretrained.hf_folders import (
     PRETRAINING_FILE,
     TOKENIZER_FILES,
     PretrainingRecord,
     write_pretraining_record,
 )
+from electra_dist.pretrained.hf_settings import hf_config
 from electra_dist.pretrained.weights import load_run_weights
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tokenizer import Vocabulary

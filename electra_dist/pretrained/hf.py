@@ -1,4 +1,4 @@
-"""Translate weights and shapes to and from those of Hugging Face's ELECTRA and ModernBERT, by one table for each.
+"""Translate weights to and from those of Hugging Face's ELECTRA and ModernBERT, by one table for each.
 
 Guarantee: `from_hf` inverts `to_hf` exactly, and a tower under Hugging Face's names has the same logits there. Weights
 are in fp32. A generator, or a discriminator that predicts tokens, becomes a model ForMaskedLM; any other discriminator
@@ -6,9 +6,10 @@ becomes an ElectraForPreTraining or a ModernBertForTokenClassification with one 
 with rows of padding, which Hugging Face's table does not have: an export leaves them out, and rows of zeros are added
 to weights that are read.
 
-How: a `Family` is one table, which both directions read: (our name, Hugging Face's name) of parameters and of
-settings. A `state` of this project holds whole (not partitioned) parameters of both towers, generator and
-discriminator, with or without the objective's prefix `towers.` before their names. transformers is not imported.
+How: a `Family` is one table, which both directions read: (our name, Hugging Face's name) of parameters and, for
+`hf_settings.py`, of the settings in config.json. A `state` of this project holds whole (not partitioned) parameters of
+both towers, generator and discriminator, with or without the objective's prefix `towers.` before their names.
+transformers is not imported.
 
 Limits: the tied output projection is not converted, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
@@ -24,7 +25,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.errors import UserError
@@ -34,8 +34,6 @@ TowerName = Literal["discriminator", "generator"]
 DETECTION_LABELS = {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}  # of a ModernBERT discriminator
 _TABLE = "embeddings.word.weight"  # our name of the token table
 _TOKEN_HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # tower -> its head that predicts tokens
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # types of layers in newer files: global and local ones
-_ROTARY_BASES = {_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}  # keys of older files
 
 
 class Family(NamedTuple):
@@ -75,7 +73,7 @@ def _with_bias(modules: dict[str, str]) -> dict[str, str]:
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}
 
 
-_TOWER_SHAPE = {
+TOWER_SHAPE = {  # key of config.json -> field of TowerConfig
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
@@ -127,7 +125,7 @@ ELECTRA = Family(
         "vocab_size": "vocab_size",
         "embedding_size": "embedding_size",
         "type_vocab_size": "type_vocab_size",
-        **_TOWER_SHAPE,
+        **TOWER_SHAPE,
         "layer_norm_eps": "layer_norm_eps",
         "max_position_embeddings": "max_positions",
     },
@@ -173,7 +171,7 @@ MODERNBERT = Family(
     shape={
         "vocab_size": "vocab_size",
         "embedding_size": "embedding_size",
-        **_TOWER_SHAPE,
+        **TOWER_SHAPE,
         "max_position_embeddings": "max_positions",
         "global_attn_every_n_layers": "global_every",
         "local_attention": "local_window",
@@ -374,126 +372,3 @@ def _parts(name: str) -> list[str]:
         return [name]
     start, parts, end = match.groups()
     return [f"{start}{part}{end}" for part in parts.split(",")]
-
-
-def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return the settings that a Hugging Face config.json must have for its weights to fit a tower.
-
-    They decide the shapes of the weights and the function that the tower computes. The number of positions is the
-    smallest that fits: weights may have more, which are cut off.
-    """
-    hf = family_of(model)
-    shape, width = tower_of(model, tower)
-    fields = {**dict(model), **dict(shape), "embedding_size": width}
-    return {"model_type": hf.model_type, **{theirs: fields[ours] for theirs, ours in hf.shape.items()}}
-
-
-def hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of config.json for one tower; `architecture` is Hugging Face's model class."""
-    hf = family_of(model)
-    config = shape_of(model, tower)
-    if hf is MODERNBERT:
-        del config["embedding_size"]  # there it is the hidden size
-    config |= {theirs: getattr(model, ours) for theirs, ours in hf.training.items()}
-    config |= {theirs: getattr(special, ours) for theirs, ours in hf.special.items()}
-    return {**config, **hf.written, "architectures": [architecture], "torch_dtype": "float32"}
-
-
-def model_section(settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
-    """Convert a config.json, from `comparable_settings`, to the fields of the config section `model`.
-
-    A config.json describes one encoder, so both towers of the result get its shape. Raises KeyError if a size is
-    missing.
-    """
-    tower = {ours: settings[theirs] for theirs, ours in _TOWER_SHAPE.items()}
-    fields = {ours: settings[theirs] for theirs, ours in hf.shape.items() if theirs not in _TOWER_SHAPE}
-    architecture = "modern" if hf is MODERNBERT else "bert"
-    return {"architecture": architecture, **fields, "discriminator": tower, "generator": tower}
-
-
-def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
-    """Return the content of a config.json, completed so that all keys of `shape_of` exist.
-
-    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
-    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. A setting
-    that this project does not support raises UserError; the path `where` is for its message.
-    """
-    result = {**hf.defaults, **settings}
-    if hf is ELECTRA:
-        return result
-    result["embedding_size"] = settings.get("hidden_size")
-    layer_types = settings.get("layer_types")
-    if layer_types is not None:
-        result["global_attn_every_n_layers"] = _period(where, layer_types, settings.get("num_hidden_layers"))
-    for layer_type, parameters in _rotary_parameters(where, settings).items():
-        if "rope_theta" in parameters:
-            result[_ROTARY_BASES[layer_type]] = parameters["rope_theta"]
-    # transformers uses these two keys where they are present; they can only repeat what other keys say.
-    window, half_window = result["local_attention"], settings.get("sliding_window")
-    if "sliding_window" in settings and (not isinstance(window, int) or half_window != window // 2):
-        raise UserError(
-            f"{where}: sliding_window is {half_window}, which is not half of local_attention {window}; name another "
-            f"model"
-        )
-    head_dim, hidden_size, num_heads = (
-        settings.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads")
-    )
-    are_integers = all(isinstance(size, int) for size in (head_dim, hidden_size, num_heads))
-    if head_dim and not (are_integers and head_dim * num_heads == hidden_size):
-        raise UserError(
-            f"{where}: head_dim is {head_dim}, which is not hidden_size {hidden_size} divided by num_attention_heads "
-            f"{num_heads}; name another model"
-        )
-    return result
-
-
-def is_of_a_task(settings: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a ModernBERT that was fine-tuned to classify whole texts.
-
-    The head of such a model must not be read as a pretraining head. If it has a single output, as for a regression,
-    its parameters have the same names and shapes as in the head of a discriminator.
-    """
-    architectures = settings.get("architectures")
-    return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
-
-
-def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of rotary positions in config.json by layer type; refuse types other than "default"."""
-    given = settings.get("rope_parameters")
-    if given is None:
-        return {}
-    if not isinstance(given, dict) or not given.keys() <= _ROTARY_BASES.keys():
-        raise UserError(
-            f"{where}: rope_parameters is {given}, but only an object with entries {_FULL} and {_SLIDING} is "
-            f"supported; name another model"
-        )
-    for layer_type, parameters in given.items():
-        if not isinstance(parameters, dict):
-            raise UserError(
-                f"{where}: rope_parameters has {parameters} for {layer_type}, which is no object; copy the model's "
-                f"own config.json there"
-            )
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type != "default":
-            raise UserError(
-                f"{where}: rope_parameters: rope_type of {layer_type} is {rope_type}, but only default is supported; "
-                f"name another model"
-            )
-    return given
-
-
-def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return the n for which the layers 0, n, 2n, ... have global attention, and all other layers local windows."""
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise UserError(
-            f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "
-            f"model's own config.json there"
-        )
-    for period in range(1, len(layer_types) + 1):
-        expected = [_SLIDING if layer % period else _FULL for layer in range(len(layer_types))]
-        if layer_types == expected:
-            return period
-    raise UserError(
-        f"{where}: the layers of type full_attention in layer_types are not evenly spaced from the first layer on, "
-        f"which is not supported; name another model"
-    )

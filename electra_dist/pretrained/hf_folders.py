@@ -38,15 +38,13 @@ from electra_dist.pretrained.hf import (
     MODERNBERT,
     State,
     TowerName,
-    comparable_settings,
     family_of,
     from_hf,
     hf_backbone_names,
-    model_section,
-    shape_of,
     tower_of,
     with_prefix,
 )
+from electra_dist.pretrained.hf_settings import comparable_settings, model_section, shape_of
 from electra_dist.store.atomic_files import check_regular, file_sha256, read_regular, readable, replacing
 from electra_dist.store.interface import check_key
 from electra_dist.store.json_file import find_document, read_json_object

@@ -46,9 +46,10 @@ from electra_dist.config import Config, ModelConfig, TrainConfig
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.generators import FrozenGenerator
-from electra_dist.pretrained.hf import State, shape_of, standalone, submodules
+from electra_dist.objectives.corruption import FrozenGenerator
+from electra_dist.pretrained.hf import State, standalone, submodules
 from electra_dist.pretrained.hf_folders import check_shape, check_tokenizer_files, cut_positions, read_tower
+from electra_dist.pretrained.hf_settings import shape_of
 from electra_dist.run.folder import (
     RUN_VOCAB_FILE,
     TOKENIZER_FILE,

@@ -21,7 +21,6 @@ import yaml
 
 from electra_dist.config import ModelConfig
 from electra_dist.data.corpora import token_shares, uses_of_phases
-from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.errors import UserError
 from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.counts import run_flops
@@ -190,7 +189,7 @@ def _training(
     if tokens is not None:
         rows.append(("tokens", f"{format_count(tokens)}, padding not counted"))
     flops = run_flops(config, state.step)
-    _, peak = peak_learning_rate(config.train.num_steps, config.optimizer)
+    _, peak = config.optimizer.peak_learning_rate(config.train.num_steps)
     rows += [
         ("training FLOPs", f"{flops:.3g}, matrix products only, forward and backward"),
         ("learning rate", f"{peak:g} at its peak, {config.optimizer.warmup_steps:,} steps of warm-up"),

@@ -28,7 +28,6 @@ from electra_dist.corpus.build_report import corpus_sources
 from electra_dist.data.corpora import Corpora, tokens_per_row
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
-from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.errors import StoreAway
 from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.nvml import worst
@@ -97,7 +96,7 @@ class Reporter:
         Args:
             attempt: number of this start of the run, from 1.
             set_aside: one line for each damaged checkpoint, which no later start will try to load.
-            setup_s: seconds of each part of the setup, by the names of `clock.py`.
+            setup_s: seconds of each part of the setup, by the names of `start.py`.
             changed: settings that differ from the checkpoint's and may change the last bits (`bit_settings.changes`).
         """
         step = restored.step if restored else 0
@@ -403,7 +402,7 @@ class StepRecorder:
             original_accuracy=_ratio(sums.original_correct, sums.original),
             replaced_fraction=_ratio(sums.replaced, sums.tokens),
             lr=lr,
-            generator_lr=generator_learning_rate(done - 1, num_steps, self._config.optimizer),
+            generator_lr=self._config.optimizer.generator_learning_rate(done - 1, num_steps),
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
             mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak_flops),

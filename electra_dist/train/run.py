@@ -57,12 +57,11 @@ from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.store.user_cache import keep_compiled_code
-from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.guard import SkipList
 from electra_dist.train.inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
-from electra_dist.train.start import Start
+from electra_dist.train.start import Start, seconds_since_process_start
 from electra_dist.train.stop_request import StopRequest
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer

@@ -37,8 +37,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.objectives.base import StepInput, Sums, loss_counts
-from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
+from electra_dist.objectives.base import ScheduledValues, Schedules, StepInput, Sums, first_values, loss_counts
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation

@@ -29,7 +29,6 @@ from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine, check_precision
-from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.errors import StoreMissing
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
@@ -247,8 +246,8 @@ class _StepRunner:
         self._num_pads += int((batch.ids == self._pad_id).sum())
         self._num_positions += batch.ids.size
         num_steps = self._config.train.num_steps
-        lr = learning_rate(self._num_steps, num_steps, self._config.optimizer)
-        generator_lr = generator_learning_rate(self._num_steps, num_steps, self._config.optimizer)
+        lr = self._config.optimizer.learning_rate(self._num_steps, num_steps)
+        generator_lr = self._config.optimizer.generator_learning_rate(self._num_steps, num_steps)
         self._train_step(batch, lr, generator_learning_rate=generator_lr)
         self._num_steps += 1
 

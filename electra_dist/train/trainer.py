@@ -22,21 +22,18 @@ from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.collectives import from_rank_0, gather, reported_exit_code
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.engine.bit_settings import changes
-from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
-from electra_dist.objectives.scheduled_values import Schedules
+from electra_dist.objectives.base import Schedules
 from electra_dist.run.lease import LeaseLost
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.processes import node_name
-from electra_dist.train.clock import Clock
+from electra_dist.train.checkpointer import Checkpointer, SaveSchedule, TrainState, evaluation_scores
 from electra_dist.train.evaluator import Evaluator, open_evaluator
 from electra_dist.train.guard import Guard
 from electra_dist.train.open_cache import open_shared_cache
 from electra_dist.train.reporter import Ending, Reporter
-from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
-from electra_dist.train.saving.save_schedule import SaveSchedule
-from electra_dist.train.start import Start
+from electra_dist.train.start import Clock, Start
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, find_suspect
 
 # Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
@@ -253,8 +250,8 @@ class Trainer:
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
         """Train on the next batch; log the step if a log line is due or the gradients overflowed fp16. Collective."""
         num_steps = self.config.train.num_steps
-        lr = learning_rate(step, num_steps, self.config.optimizer)
-        generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
+        lr = self.config.optimizer.learning_rate(step, num_steps)
+        generator_lr = self.config.optimizer.generator_learning_rate(step, num_steps)
         with self.clock.step():
             batch = loader.next()
             self.monitor.waits_for_storage("")  # ends a wait for rows that was reported

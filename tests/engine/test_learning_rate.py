@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from electra_dist.config import OptimizerConfig
-from electra_dist.engine.learning_rate import learning_rate, peak_learning_rate
 
 
 def test_learning_rate_is_the_product_of_warmup_and_decay() -> None:
     config = OptimizerConfig(lr=2e-4, warmup_steps=10_000)
-    assert learning_rate(0, 400_000, config) == 0.0
-    assert learning_rate(10_000, 400_000, config) == pytest.approx(2e-4 * 0.975)
-    assert learning_rate(5_000, 400_000, config) == pytest.approx(2e-4 * 0.5 * (1 - 5_000 / 400_000))
-    assert learning_rate(400_000, 400_000, config) == 0.0
-    peak = max(range(0, 400_001, 500), key=lambda t: learning_rate(t, 400_000, config))
+    assert config.learning_rate(0, 400_000) == 0.0
+    assert config.learning_rate(10_000, 400_000) == pytest.approx(2e-4 * 0.975)
+    assert config.learning_rate(5_000, 400_000) == pytest.approx(2e-4 * 0.5 * (1 - 5_000 / 400_000))
+    assert config.learning_rate(400_000, 400_000) == 0.0
+    peak = max(range(0, 400_001, 500), key=lambda t: config.learning_rate(t, 400_000))
     assert peak == 10_000
 
 
@@ -22,13 +21,13 @@ def test_learning_rate_is_the_product_of_warmup_and_decay() -> None:
 @pytest.mark.parametrize("warmup_steps", [0, 1, 10, 33, 50, 67, 99, 100])
 def test_the_peak_is_the_largest_rate_of_all_steps(warmup_steps: int, decay_power: float) -> None:
     config = OptimizerConfig(lr=3e-4, warmup_steps=warmup_steps, decay_power=decay_power)
-    step, rate = peak_learning_rate(100, config)
-    assert rate == learning_rate(step, 100, config) == max(learning_rate(t, 100, config) for t in range(101))
+    step, rate = config.peak_learning_rate(100)
+    assert rate == config.learning_rate(step, 100) == max(config.learning_rate(t, 100) for t in range(101))
 
 
 def test_a_trapezoid_rises_stays_and_falls() -> None:
     config = OptimizerConfig(lr=1e-3, warmup_steps=10, shape="trapezoid", decay_steps=20)
-    rates = [learning_rate(t, 100, config) for t in range(102)]
+    rates = [config.learning_rate(t, 100) for t in range(102)]
     assert rates[0] == 0.0
     assert rates[5] == pytest.approx(5e-4)
     assert set(rates[10:81]) == {1e-3}
@@ -36,17 +35,17 @@ def test_a_trapezoid_rises_stays_and_falls() -> None:
     assert rates[95] == pytest.approx(2.5e-4)
     assert rates[100] == rates[101] == 0.0
     quadratic = config.model_copy(update={"decay_power": 2.0})
-    assert learning_rate(90, 100, quadratic) == pytest.approx(2.5e-4)
+    assert quadratic.learning_rate(90, 100) == pytest.approx(2.5e-4)
 
 
 def test_the_decay_of_a_trapezoid_is_a_tenth_of_the_run_unless_it_is_set() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=0, shape="trapezoid")
-    assert learning_rate(900, 1000, config) == 1.0
-    assert learning_rate(950, 1000, config) == 0.5
+    assert config.learning_rate(900, 1000) == 1.0
+    assert config.learning_rate(950, 1000) == 0.5
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 33, 80, 99])
 def test_the_peak_of_a_trapezoid_is_the_largest_rate_of_all_steps(warmup_steps: int) -> None:
     config = OptimizerConfig(lr=3e-4, warmup_steps=warmup_steps, shape="trapezoid", decay_steps=20)
-    step, rate = peak_learning_rate(100, config)
-    assert rate == learning_rate(step, 100, config) == max(learning_rate(t, 100, config) for t in range(101))
+    step, rate = config.peak_learning_rate(100)
+    assert rate == config.learning_rate(step, 100) == max(config.learning_rate(t, 100) for t in range(101))

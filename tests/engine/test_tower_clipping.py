@@ -12,7 +12,6 @@ from support.rank_processes import finish_ranks, start_ranks
 
 from electra_dist.config import Config, ObjectiveConfig, OptimizerConfig
 from electra_dist.config.load import load_config
-from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.errors import UserError
 from electra_dist.objectives.build_objective import build_objective
@@ -81,9 +80,9 @@ def test_the_generators_learning_rate_has_its_own_peak_and_warm_up_and_the_commo
     optimizer = OptimizerConfig.model_validate(
         {"lr": 1e-3, "warmup_steps": 10, "generator": {"lr": 4e-4, "warmup_steps": 20}}
     )
-    assert generator_learning_rate(5, 100, optimizer) == pytest.approx(4e-4 * 5 / 20 * 0.95)
-    assert learning_rate(5, 100, optimizer) == pytest.approx(1e-3 * 5 / 10 * 0.95)
-    assert generator_learning_rate(5, 100, OptimizerConfig()) is None
+    assert optimizer.generator_learning_rate(5, 100) == pytest.approx(4e-4 * 5 / 20 * 0.95)
+    assert optimizer.learning_rate(5, 100) == pytest.approx(1e-3 * 5 / 10 * 0.95)
+    assert OptimizerConfig().generator_learning_rate(5, 100) is None
 
 
 def test_unset_keys_are_those_of_the_common_settings() -> None:

@@ -12,11 +12,18 @@ import torch
 from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.objectives.base import StepInput, StepOutput, Sums, loss_counts
+from electra_dist.objectives.base import (
+    ScheduledValues,
+    Schedules,
+    StepInput,
+    StepOutput,
+    Sums,
+    evaluation_values,
+    loss_counts,
+)
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.generators import RandomReplacements, ordinary_weights
+from electra_dist.objectives.corruption import RandomReplacements, ordinary_weights
 from electra_dist.objectives.masking import mask_rows, num_masked, num_slots
-from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, evaluation_values
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 SEED = 5

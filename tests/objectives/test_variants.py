@@ -18,7 +18,7 @@ from electra_dist.model.heads import CHUNK_ROWS, token_log_probs
 from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.generators import FixedGenerator, uniform_weights, unigram_weights
+from electra_dist.objectives.corruption import FixedGenerator, uniform_weights, unigram_weights
 from electra_dist.objectives.masking import Masking, mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.simulated_run import BOOT, BUILD, DATA, IMPORT, NOTICE, QUEUE, RESTORE, STEP, Simulation
 
 from electra_dist.run.goodput import goodput, start_line
-from electra_dist.train.saving.save_schedule import interruptions, measured_stall_s
+from electra_dist.train.checkpointer import interruptions, measured_stall_s
 
 NUM_STEPS = st.integers(12, 60)
 ENDINGS = st.sampled_from(["kill", "crash", "stop"])

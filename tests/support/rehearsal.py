@@ -41,8 +41,7 @@ from electra_dist.model import attention, attention_choice
 from electra_dist.model.attention import BACKENDS, LayerMask
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
-from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules
+from electra_dist.objectives.base import Objective, ScheduledValues, Schedules, StepInput, loss_counts
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 META = torch.device("meta")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_run import BOOT, QUEUE, STALL, STEP, Simulation
 
-from electra_dist.train.saving.save_schedule import (
+from electra_dist.train.checkpointer import (
     automatic_steps,
     mean_time_between_interruptions_s,
     measured_stall_s,

@@ -10,7 +10,7 @@ import pytest
 from electra_dist.config import CheckpointConfig
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.train.saving.save_schedule import SaveSchedule, automatic_steps
+from electra_dist.train.checkpointer import SaveSchedule, automatic_steps
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.row_layout import example_bounds
-from electra_dist.objectives.base import StepInput, Sums
-from electra_dist.objectives.scheduled_values import Schedules
+from electra_dist.objectives.base import Schedules, StepInput, Sums
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.step import TrainStep, outlier
 

@@ -252,6 +252,10 @@ class OptimizerConfig(Section):
     shape polynomial, remaining is 1 - t / num_steps; with shape trapezoid, min(1, (num_steps - t) / decay_steps).
     """
 
+    # Warm-up and decay overlap, as in Google's code (model/optimization.py): the polynomial decay begins at step 0. So
+    # with the settings of ELECTRA-Large (10,000 warm-up steps of 400,000) the peak is 0.975 * lr. The first update has
+    # lr 0, unless there is no warm-up. From num_steps on the learning rate is 0, unless `decay_power` is 0.
+
     name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
@@ -318,6 +322,33 @@ class OptimizerConfig(Section):
         if self.decay_steps is not None:
             return self.decay_steps
         return max(1, num_steps // 10)
+
+    def learning_rate(self, step: int, num_steps: int) -> float:
+        """Return the learning rate of the update after `step` finished steps, in a run of `num_steps` steps."""
+        warmup_factor = 1.0
+        if self.warmup_steps:
+            warmup_factor = min(1.0, step / self.warmup_steps)
+        remaining_fraction = max(0.0, 1.0 - step / num_steps)
+        if self.shape == "trapezoid":
+            remaining_steps = max(0, num_steps - step)
+            remaining_fraction = min(1.0, remaining_steps / self.trapezoid_decay_steps(num_steps))
+        return self.lr * warmup_factor * remaining_fraction**self.decay_power
+
+    def generator_learning_rate(self, step: int, num_steps: int) -> float | None:
+        """Return the learning rate of the generator's parameters; None if `generator` is not set."""
+        return None if self.generator is None else self.for_generator.learning_rate(step, num_steps)
+
+    def peak_learning_rate(self, num_steps: int) -> tuple[int, float]:
+        """Return the step with the highest learning rate of a run, and that learning rate."""
+        # During the warm-up the polynomial is a constant times t * (1 - t / num_steps) ** decay_power, whose
+        # derivative is 0 here. After the warm-up it only falls.
+        turning_point = num_steps / (1.0 + self.decay_power)
+        if self.shape == "trapezoid":
+            turning_point = num_steps - self.trapezoid_decay_steps(num_steps)
+        # The next smaller and the next larger whole step, if the curve turns before the warm-up ends.
+        steps = {min(self.warmup_steps, int(turning_point) + offset) for offset in (0, 1)}
+        peak_step = max(steps, key=lambda step: self.learning_rate(step, num_steps))
+        return peak_step, self.learning_rate(peak_step, num_steps)
 
     @property
     def for_generator(self) -> OptimizerConfig:

@@ -380,7 +380,7 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: Young's interval lacks its factor of two",
-        file="electra_dist/train/saving/save_schedule.py",
+        file="electra_dist/train/checkpointer.py",
         original="math.sqrt(2.0 * stall_s * interruption_s)",
         mutated="math.sqrt(stall_s * interruption_s)",
         test="tests/train/test_save_interval.py::"
@@ -388,7 +388,7 @@ RESULTS = (
     ),
     Mutant(
         name="analysis: a stop on purpose counts as an interruption",
-        file="electra_dist/train/saving/save_schedule.py",
+        file="electra_dist/train/checkpointer.py",
         original='sum(start.ended_by in ("crash", "unhealthy", None) for start',
         mutated="sum(True for start",
         test="tests/train/test_save_interval.py::test_the_time_between_interruptions_starts_from_a_guess_of_one_day",

@@ -123,28 +123,28 @@ TRAINING = (
     ),
     Mutant(
         name="objectives: an evaluation has random replacements",
-        file="electra_dist/objectives/scheduled_values.py",
+        file="electra_dist/objectives/base.py",
         original="temperature=1.0, random_share=0.0",
         mutated="temperature=1.0",
         test="tests/objectives/test_scheduled_values.py::test_evaluation_is_at_temperature_1_without_random_replacements",
     ),
     Mutant(
         name="objectives: a schedule is one step behind",
-        file="electra_dist/objectives/scheduled_values.py",
+        file="electra_dist/objectives/base.py",
         original="return ScheduledValues.at(self._objective, step / self._num_steps)",
         mutated="return ScheduledValues.at(self._objective, max(0, step - 1) / self._num_steps)",
         test="tests/objectives/test_scheduled_values.py::test_the_values_of_a_step_follow_their_schedules",
     ),
     Mutant(
         name="objectives: a fixed generator may draw the original token",
-        file="electra_dist/objectives/generators.py",
+        file="electra_dist/objectives/corruption.py",
         original="return scaled_word_BN + torch.where(scaled_word_BN >= begin_BN, length_BN, 0)",
         mutated="return scaled_word_BN",
         test="tests/objectives/test_variants.py::test_fixed_generator_draws_tokens_in_proportion_to_their_weights",
     ),
     Mutant(
         name="objectives: special tokens have a weight in the unigram generator",
-        file="electra_dist/objectives/generators.py",
+        file="electra_dist/objectives/corruption.py",
         original="    weight_V[count_V == 0] = 0.0\n    weight_V[list(special)] = 0.0\n",
         mutated="    weight_V[count_V == 0] = 0.0\n",
         test="tests/objectives/test_variants.py::test_unigram_weights_are_tempered_counts_and_zero_for_special_tokens",
@@ -189,7 +189,7 @@ TRAINING = (
     ),
     Mutant(
         name="objectives: an evaluation has the scheduled temperature",
-        file="electra_dist/objectives/scheduled_values.py",
+        file="electra_dist/objectives/base.py",
         original="temperature=1.0, random_share",
         mutated="random_share",
         test="tests/objectives/test_scheduled_values.py::"
@@ -205,14 +205,14 @@ TRAINING = (
     ),
     Mutant(
         name="engine: the warm-up ends one step early",
-        file="electra_dist/engine/learning_rate.py",
-        original="min(1.0, step / optimizer.warmup_steps)",
-        mutated="min(1.0, (step + 1) / optimizer.warmup_steps)",
+        file="electra_dist/config/sections/training.py",
+        original="min(1.0, step / self.warmup_steps)",
+        mutated="min(1.0, (step + 1) / self.warmup_steps)",
         test="tests/engine/test_learning_rate.py::test_learning_rate_is_the_product_of_warmup_and_decay",
     ),
     Mutant(
         name="engine: the decay of a trapezoid is never reached",
-        file="electra_dist/engine/learning_rate.py",
+        file="electra_dist/config/sections/training.py",
         original="remaining_steps = max(0, num_steps - step)",
         mutated="remaining_steps = num_steps",
         test="tests/engine/test_learning_rate.py::test_a_trapezoid_rises_stays_and_falls",
@@ -299,7 +299,7 @@ TRAINING = (
     ),
     Mutant(
         name="train: the best checkpoint of mlm is judged by the discriminator's loss",
-        file="electra_dist/train/saving/checkpointer.py",
+        file="electra_dist/train/checkpointer.py",
         original='return {"eval_loss": evaluation.mlm_loss}',
         mutated='return {"eval_loss": evaluation.rtd_loss}',
         test="tests/train/test_evaluation_scores.py::test_a_checkpoint_records_the_scores_of_its_objective",
@@ -334,7 +334,7 @@ TRAINING = (
     ),
     Mutant(
         name="train: an automatic save comes one step late",
-        file="electra_dist/train/saving/save_schedule.py",
+        file="electra_dist/train/checkpointer.py",
         original="return step >= self._last_saved + self.every_steps",
         mutated="return step > self._last_saved + self.every_steps",
         test="tests/train/test_save_schedule.py::"

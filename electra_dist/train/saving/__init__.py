@@ -1,1 +1,0 @@
-"""When and how a run saves checkpoints."""
