@@ -113,7 +113,7 @@ _FileName = Annotated[FileEntry, BeforeValidator(_file_entry), PlainSerializer(l
 
 
 class LossScaleState(_Frozen):
-    """State of the dynamic loss scale of a run in fp16, equal on all ranks (engine/loss_scale.py)."""
+    """State of the dynamic loss scale of a run in fp16, equal on all ranks (engine/zero.py)."""
 
     scale: float  # factor of the loss of the next step
     stable_steps: int  # updates since the last overflow, or since the beginning of the run

@@ -8,7 +8,7 @@ How each precision and ZeRO stage runs (tested with DeepSpeed 0.19.8):
   bf16   0: torch autocast over fp32 parameters, because DeepSpeed's own bf16 path at stage 0 accumulates in bf16;
          1: BF16_Optimizer with fp32 accumulation; 2, 3: ZeRO with bf16 parameters.
   fp16   0: torch autocast over fp32 parameters; 1, 2, 3: ZeRO with fp16 parameters; all with the loss scale of
-         loss_scale.py. Ranks exchange fp32 on any device.
+         `LossScale`. Ranks exchange fp32 on any device.
 
 What differs between devices in bf16 at stages 1 to 3: on a GPU ranks exchange gradients in fp32, so that the sum over
 ranks is fp32 as well. On a CPU they do so with `engine.overlap_communication` only. Otherwise DeepSpeed's default
@@ -34,11 +34,10 @@ from deepspeed.utils import set_z3_leaf_modules
 from electra_dist.collectives import agree
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
-from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import build_optimizer, choose_implementation, misaligned_parameters
 from electra_dist.engine.process_group import local_device
-from electra_dist.engine.zero import Bf16Stage1, ZeroLayout, layout_of, without_memory_reports
+from electra_dist.engine.zero import Bf16Stage1, LossScale, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
 from electra_dist.model.attention import LayerMask
 from electra_dist.model.encoder import EncoderLayer

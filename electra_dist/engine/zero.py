@@ -9,7 +9,7 @@ otherwise, and stage 2, are DeepSpeedZeroOptimizer; stage 3 is DeepSpeedZeroOpti
 the maps that DeepSpeed's own universal checkpoint uses: `param._hp_mapping` at stages 1 and 2, `grad_position` at 3.
 
 Limits: tested with the version of DeepSpeed that `electra_dist/version.py` names. The gradient sums of stage 1 in bf16
-(`gradient_sums.py`) and the loss scale of fp16 (`loss_scale.py`) replace methods of DeepSpeed.
+(`gradient_sums.py`) and the loss scale of fp16 (`LossScale`) replace methods of DeepSpeed.
 `tests/engine/test_deepspeed_assumptions.py` says which assumption another version breaks.
 """
 
@@ -25,16 +25,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from typing_extensions import override
 
-from electra_dist.checkpoint.manifest import part
+from electra_dist.checkpoint.manifest import LossScaleState, part
 from electra_dist.version import DEEPSPEED
 
 _ADVICE = f"install deepspeed=={DEEPSPEED}"
+INITIAL_SCALE = 2.0**16
+STEPS_UNTIL_GROWTH = 1000
+HYSTERESIS = 2  # number of the first overflow that halves the scale, counted since it last grew
+LEAST_SCALE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,3 +297,66 @@ def without_memory_reports() -> Iterator[None]:
     finally:
         for module, original in zip(modules, originals):
             module.see_memory_usage = original
+
+
+class LossScale(DynamicLossScaler):
+    """DeepSpeed's dynamic loss scale for fp16, changed so that it moves only between steps and can be saved.
+
+    The scale is a power of 2, so it changes gradients only where fp16 would round them to zero. A step whose gradients
+    overflow changes the scale alone; one that the guard stops changes nothing. The state is three numbers, equal on
+    all ranks and independent of the number of ranks and of the ZeRO stage; a checkpoint holds it. Call `count_update`
+    after a step that has updated the weights, or `lower` after one whose gradients overflowed.
+    """
+
+    # The rule is that of DeepSpeed's `DynamicLossScaler` with DeepSpeed's default settings. It begins at 65,536.
+    # The first overflow of a run, and the first one after the scale has grown, changes nothing. Each further overflow
+    # halves the scale, down to 1. The first update after 1,000 updates without an overflow doubles it, and so does the
+    # first one after each further 1,000. DeepSpeed changes the scale in the middle of a step, before it divides the
+    # gradients by it, so that each step in which the scale grows would make half an update. Here the scale changes
+    # after the step. At ZeRO stage 0, where DeepSpeed would use the scaler of torch with another rule, the engine
+    # multiplies and divides by this scale. A forward pass that overflows gives a loss that is not finite, which no
+    # scale can repair; the guard stops it.
+
+    def __init__(self) -> None:
+        super().__init__(
+            init_scale=INITIAL_SCALE,
+            scale_window=STEPS_UNTIL_GROWTH,
+            min_scale=LEAST_SCALE,
+            delayed_shift=HYSTERESIS,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.float16,
+        )
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing, because DeepSpeed calls this in the middle of a step, while the scale is still needed."""
+
+    def count_update(self) -> None:
+        """Count a step that has updated the weights; double the scale after enough steps without an overflow."""
+        super().update_scale(False)
+
+    def lower(self) -> bool:
+        """Count an overflow, which may halve the scale, and return True; return False if the scale is 1 already."""
+        if self.cur_scale <= LEAST_SCALE:
+            return False
+        super().update_scale(True)
+        return True
+
+    @property
+    def state(self) -> LossScaleState:
+        """The scale and its counters, from which `restore` continues exactly."""
+        return LossScaleState(
+            scale=float(self.cur_scale),
+            stable_steps=self.cur_iter - self.last_overflow_iter - 1,
+            hysteresis=self.cur_hysteresis,
+        )
+
+    def restore(self, state: LossScaleState | None) -> None:
+        """Continue from a checkpoint's state, or from the initial state if `state` is None."""
+        if state is None:
+            state = LossScale().state
+        self.cur_scale = state.scale
+        self.cur_hysteresis = state.hysteresis
+        # DeepSpeed uses the two counters only by their difference.
+        self.cur_iter = state.stable_steps
+        self.last_overflow_iter = -1

@@ -137,7 +137,11 @@ class _AfterAttention(torch.autograd.Function):
         attention_kept = tuple(kept[: len(kept) // 2])
         output_kept = tuple(kept[len(kept) // 2 :])
         settings: Settings = ctx.settings
-        sums = _token_sums(settings.output_dropout.backend, grad_TH, used)
+        # Widths of the sums in the order of the calls below. For the last norm: its weight, its bias, and the bias of
+        # the product before it. Then the bias before GELU, and the same three sums for the norm after attention.
+        hidden, intermediate = len(used.out_bias), len(used.expand_bias)
+        widths = [hidden, hidden, hidden, intermediate, hidden, hidden, hidden]
+        sums = TokenSums(settings.output_dropout.backend, grad_TH, widths)
 
         grad_contracted_TH, grad_normed_TH = norm_backward(
             grad_TH.contiguous(),
@@ -195,11 +199,3 @@ def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Paramet
         contract_weight=parameters.contract_weight.to(dtype),
         contract_bias=parameters.contract_bias.to(dtype),
     )
-
-
-def _token_sums(backend: str, grad_TH: torch.Tensor, parameters: Parameters) -> TokenSums:
-    hidden = len(parameters.out_bias)
-    intermediate = len(parameters.expand_bias)
-    # Widths of the sums in the order of the backward pass. For the last norm: its weight, its bias, and the bias of
-    # the product before it. Then the bias before GELU, and the same three sums for the norm after attention.
-    return TokenSums(backend, grad_TH, [hidden, hidden, hidden, intermediate, hidden, hidden, hidden])

@@ -76,11 +76,8 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _emulates_bf16(x: torch.Tensor) -> bool:
     """Return whether a matrix product of `x` would run in bf16 on a CPU without bf16 instructions."""
-    return x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
-
-
-def in_bf16(x: torch.Tensor) -> bool:
-    """Return whether a matrix product of `x` would be computed in bf16, because of autocast or of its own dtype."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type) == torch.bfloat16
+    if x.device.type != "cpu" or HAS_BF16_PRODUCTS:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
     return x.dtype == torch.bfloat16

@@ -37,7 +37,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.objectives.base import ScheduledValues, Schedules, StepInput, Sums, first_values, loss_counts
+from electra_dist.objectives.base import Schedules, StepInput, Sums, first_values, loss_counts
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -119,7 +119,8 @@ class TrainStep:
         "" to allow it, the same on all ranks. `flags` are added up over the ranks. If `generator_learning_rate` is
         None, the generator learns with `learning_rate`, too.
         """
-        self._values = self._values_of(batch.step)
+        if self._schedules is not None:
+            self._values = self._schedules.values(batch.step)
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
         sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
@@ -235,11 +236,6 @@ class TrainStep:
             self._values,
         )
 
-    def _values_of(self, step: int) -> ScheduledValues:
-        if self._schedules is None:
-            return self._values
-        return self._schedules.values(step)
-
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
@@ -275,7 +271,8 @@ class TrainStep:
         and dropout are the same as in the step, except for attention dropout on a GPU, which is drawn per micro-batch.
         All ranks must have the same number of rows.
         """
-        self._values = self._values_of(batch.step)
+        if self._schedules is not None:
+            self._values = self._schedules.values(batch.step)
         ids_BS = self._to_device(batch)
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row

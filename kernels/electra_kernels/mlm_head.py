@@ -282,7 +282,11 @@ class _MlmHead(torch.autograd.Function):
         num_rows = len(x_MD)
         rows_in_buffer = max(min(chunk, num_rows), _LEAST_ROWS_CPU)
         logits_buffer = x_MD.new_empty(rows_in_buffer, len(table_VD))  # reused by every chunk
-        row_pass = _choose_row_pass(backend)
+        row_pass = row_pass_reference
+        if backend == "triton":
+            from electra_kernels.triton import mlm_head as kernels
+
+            row_pass = kernels.row_pass
         if options.with_gradient:
             grad_x_MD = torch.empty_like(x_MD)
             grad_weight_VD = torch.zeros_like(table_VD, dtype=sum_dtype)
@@ -316,14 +320,6 @@ class _MlmHead(torch.autograd.Function):
         # as an error, and casts each gradient to the precision of its input.
         grads = [grad.mul_(grad_loss) for grad in ctx.saved_tensors]
         return *grads, None, None, None, None, None, None  # targets to backend have no gradient
-
-
-def _choose_row_pass(backend: str) -> Any:
-    if backend == "triton":
-        from electra_kernels.triton.mlm_head import row_pass
-
-        return row_pass
-    return row_pass_reference
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:

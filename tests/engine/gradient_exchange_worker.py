@@ -17,7 +17,7 @@ from torch import nn
 
 from electra_dist.config.load import load_config
 from electra_dist.engine import engine as engine_module
-from electra_dist.engine import loss_scale
+from electra_dist.engine import zero
 from electra_dist.engine.engine import Engine, deepspeed_config
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import owned_fragments
@@ -51,7 +51,7 @@ def summed_gradient(device_type: str, precision: str, stage: int) -> set[float]:
 
 warnings.simplefilter("ignore")
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs without instructions for it
-loss_scale.INITIAL_SCALE = 16.0  # the gradients of this file would overflow with the usual one
+zero.INITIAL_SCALE = 16.0  # the gradients of this file would overflow with the usual one
 init_distributed()
 for precision in ("bf16", "fp16"):
     for device_type in ("cpu", "cuda"):

@@ -17,10 +17,10 @@ from deepspeed.runtime import torch_autocast
 from torch import nn
 
 from electra_dist.config.load import load_config
-from electra_dist.engine import loss_scale
+from electra_dist.engine import zero
 from electra_dist.engine.engine import Engine, check_precision
-from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.state_fragments import owned_fragments, publish
+from electra_dist.engine.zero import LossScale
 from electra_dist.errors import UserError
 
 STAGES = [
@@ -41,7 +41,7 @@ BuildEngine = Callable[[int, bool], Engine]
 @pytest.mark.usefixtures("one_rank")
 def test_scale_follows_its_rule_and_continues_from_its_state_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule is written out here; the scale under test is restored from its saved state before every step."""
-    monkeypatch.setattr(loss_scale, "STEPS_UNTIL_GROWTH", 4)
+    monkeypatch.setattr(zero, "STEPS_UNTIL_GROWTH", 4)
     overflows = [step in (2, 3, 4, 16, 17, 30) or step > 40 for step in range(70)]
     expected_scale = 65536.0
     updates_without_overflow = 0
@@ -74,7 +74,7 @@ def test_scale_follows_its_rule_and_continues_from_its_state_after_every_step(mo
 def build_engine(tiny_config: Callable[..., Path], one_rank: None, monkeypatch: pytest.MonkeyPatch) -> BuildEngine:
     """`build_engine(stage, offload)` returns an engine of a small net in fp16, always with the same weights."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**6)
+    monkeypatch.setattr(zero, "INITIAL_SCALE", 2.0**6)
     # DeepSpeed remembers the autocast of an engine for all later ones of the process; this forgets it after the test.
     monkeypatch.setattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False)
     monkeypatch.setattr(torch_autocast, "TORCH_AUTOCAST_DTYPE", None)
@@ -153,7 +153,7 @@ def test_step_in_which_the_scale_grows_makes_the_same_update_as_with_a_constant_
 ) -> None:
     results = []
     for steps_until_growth in (1, 1000):
-        monkeypatch.setattr(loss_scale, "STEPS_UNTIL_GROWTH", steps_until_growth)
+        monkeypatch.setattr(zero, "STEPS_UNTIL_GROWTH", steps_until_growth)
         engine = build_engine(stage, offload)
         norms = [run_step(engine, number)[0] for number in range(2)]
         assert engine.loss_scale is not None

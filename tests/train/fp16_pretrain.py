@@ -2,7 +2,7 @@
 
 DeepSpeed refuses fp16 on CPUs without instructions for it, although torch computes it on all; `is_fp16_supported` is
 replaced, so that tests need no such CPU. The environment variable LOSS_SCALE holds JSON that replaces constants of
-`engine/loss_scale.py`, for example {"INITIAL_SCALE": 1048576.0, "STEPS_UNTIL_GROWTH": 3}.
+`engine/zero.py`, for example {"INITIAL_SCALE": 1048576.0, "STEPS_UNTIL_GROWTH": 3}.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from electra_launcher.pretrain import main
 
-from electra_dist.engine import loss_scale
+from electra_dist.engine import zero
 
 get_accelerator().is_fp16_supported = lambda: True
 for name, value in json.loads(os.environ.get("LOSS_SCALE", "{}")).items():
-    assert hasattr(loss_scale, name)
-    setattr(loss_scale, name, value)
+    assert hasattr(zero, name)
+    setattr(zero, name, value)
 
 if __name__ == "__main__":
     sys.exit(main())

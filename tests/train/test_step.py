@@ -15,7 +15,7 @@ from electra_kernels.operation_types import SpecialIds
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
-from electra_dist.engine.loss_scale import LossScale
+from electra_dist.engine.zero import LossScale
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import Schedules, StepInput, Sums

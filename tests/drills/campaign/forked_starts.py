@@ -21,7 +21,7 @@ from drills.kill_matrix.durable_operations import Moment, OperationLog
 from drills.kill_matrix.short_run import fork, wait_for
 from support.real_runs import free_port
 
-from electra_dist.engine import loss_scale
+from electra_dist.engine import zero
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 from electra_dist.train.guard import Guard
 from electra_dist.train.trainer import Trainer
@@ -113,7 +113,7 @@ def _prepare_process(
     The loss scale of fp16 grows so soon that some steps overflow.
     """
     get_accelerator().is_fp16_supported = lambda: True
-    loss_scale.INITIAL_SCALE, loss_scale.STEPS_UNTIL_GROWTH = first_loss_scale, 3
+    zero.INITIAL_SCALE, zero.STEPS_UNTIL_GROWTH = first_loss_scale, 3
     electra_launcher.pretrain._write_report = lambda run_dir: None
     changes = CountedChanges(watched, rank) if hit is not None and hit.kind == "kill at a change" else None
     pending = [hit] if hit is not None else []

@@ -256,7 +256,7 @@ TRAINING = (
     ),
     Mutant(
         name="engine: a restored loss scale grows one step too early",
-        file="electra_dist/engine/loss_scale.py",
+        file="electra_dist/engine/zero.py",
         original="self.cur_iter = state.stable_steps\n",
         mutated="self.cur_iter = state.stable_steps + 1\n",
         test="tests/engine/test_loss_scale.py::test_scale_follows_its_rule_and_continues_from_its_state_after_every_step",
