@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels.operation_types import SpecialIds
-from electra_launcher.cli.checkpoint_paths import find_targets
+from electra_launcher.cli.checkpoint import find_targets
 from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble

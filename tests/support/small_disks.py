@@ -223,7 +223,7 @@ def watch(
 
 def _storage_lines(run_dir: Path) -> list[str]:
     """Return the lines about storage of `electra-dist status`, without the seconds; none before the run has begun."""
-    from electra_launcher.cli.status import gather, waits_for_storage
+    from electra_launcher.cli.run_facts import gather, waits_for_storage
 
     with contextlib.suppress(Exception):  # a file is being written, or there is no run yet
         seen = gather(run_dir)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.cli.checkpoint_paths import find_targets
+from electra_launcher.cli.checkpoint import find_targets
 from support.real_runs import go_back, step_records
 
 from electra_dist.checkpoint.chosen_weights import assemble

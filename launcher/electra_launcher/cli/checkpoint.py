@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +23,10 @@ if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for 
     from rich.table import Table
     from rich.text import Text
 
-    from electra_dist.checkpoint.checkpoint import Checkpoint
+    from electra_dist.checkpoint.checkpoint import Checkpoint, Owner
     from electra_dist.checkpoint.reader import CheckpointReader
     from electra_dist.checkpoint.repair import Difference, Found
+    from electra_dist.store.interface import Store
 
 app = typer.Typer(
     help="List, verify, compare and repair the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -47,7 +49,6 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
     from rich.table import Table
 
     from electra_dist.checkpoint.repair import survey
-    from electra_launcher.cli.checkpoint_paths import find_owner, find_targets
 
     owner = find_owner(path)
     surveys = [(target, survey(target, owner)) for target in find_targets(path, endpoint_url)]
@@ -144,7 +145,6 @@ def verify(
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
     """Return the checkpoints below `path` that have a manifest, good or damaged; UserError if there is none."""
     from electra_dist.checkpoint.repair import survey
-    from electra_launcher.cli.checkpoint_paths import find_owner, find_targets
 
     owner = find_owner(path)
     chosen = []
@@ -321,7 +321,6 @@ def repair(
     without a good copy is set aside: the run no longer loads it, and its files are kept.
     """
     from electra_dist.checkpoint.repair import repair as repair_targets
-    from electra_launcher.cli.checkpoint_paths import find_owner, find_targets
 
     targets = find_targets(path, endpoint_url)
     donors = find_targets(source, endpoint_url) if source else []
@@ -340,7 +339,6 @@ def repair(
 def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     """Find one of the two checkpoints to compare and read its manifest; UserError if a step of this fails."""
     from electra_dist.checkpoint.reader import CheckpointReader
-    from electra_launcher.cli.checkpoint_paths import find_checkpoint, find_owner
 
     checkpoint = find_checkpoint(path, endpoint_url)
     try:
@@ -351,3 +349,56 @@ def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     if owner is not None:
         owner.check(reader.manifest.state, checkpoint.store.url)
     return reader
+
+
+# Stores and checkpoints that PATH names
+
+
+def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
+    """Return the stores in which `path` has checkpoints: all targets of the run for a run folder, otherwise `path`.
+
+    `endpoint_url` is the S3 endpoint of an s3:// path (None: AWS). For a run folder, the run's config names it.
+    """
+    from electra_dist.checkpoint.checkpoint import open_targets
+    from electra_dist.run.folder import is_run_folder, open_run
+    from electra_dist.store.open_store import open_store
+
+    if path.startswith("s3://"):
+        return [open_store(path, endpoint_url)]
+    folder = Path(path)
+    if is_run_folder(folder):
+        return open_targets(open_run(folder))
+    if not folder.is_dir():
+        raise UserError(f"{path}: no such folder; give a run folder, a folder of checkpoints or an s3:// prefix")
+    return [open_store(path)]
+
+
+def find_owner(path: str) -> Owner | None:
+    """Return the run that must have written the checkpoints of a run folder; None if `path` tells no run."""
+    from electra_dist.checkpoint.checkpoint import owner_of
+    from electra_dist.run.folder import is_run_folder, open_run, read_identity
+
+    if path.startswith("s3://") or not is_run_folder(Path(path)):
+        return None
+    return owner_of(open_run(Path(path)), read_identity(Path(path)))
+
+
+def find_checkpoint(path: str, endpoint_url: str | None = None) -> Checkpoint:
+    """Return the checkpoint `path` itself, or the newest complete one below `path`.
+
+    A checkpoint is complete if it has a manifest; whether the folder `path` itself has a manifest is not checked. If
+    several stores hold the newest checkpoint, the first of these stores is taken.
+    """
+    from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
+    from electra_dist.store.open_store import open_store
+
+    parent, _, name = path.rstrip("/").rpartition("/")
+    step_and_attempt = parse_folder(name)
+    if step_and_attempt is not None:
+        return Checkpoint(*step_and_attempt, open_store(parent or ".", endpoint_url))
+    found = checkpoints(find_targets(path, endpoint_url))
+    if not found:
+        raise UserError(
+            f"{path}: no committed checkpoint; run `electra-dist checkpoint list {path}` to see what there is"
+        )
+    return found[0]

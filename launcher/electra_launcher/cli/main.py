@@ -41,7 +41,7 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
         "compare": ("electra_launcher.cli.models", "compare"),
     },
     "Cluster": {
-        "submit": ("electra_launcher.cli.runs", "submit"),
+        "submit": ("electra_launcher.cli.submit", "submit"),
     },
 }
 COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}

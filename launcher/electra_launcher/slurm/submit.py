@@ -14,15 +14,20 @@ Limits: it does not wait for the job; `electra-dist status RUN` shows how the ru
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.util
 import itertools
 import os
 import re
 import shlex
 import statistics
 import sys
+import sysconfig
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from electra_dist.config import Config
 from electra_dist.config.load import dump_yaml, load_config
@@ -35,9 +40,9 @@ from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
 from electra_dist.store.open_store import without_tilde
 from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script
-from electra_launcher.slurm.environment_archive import archive_name, environment_files, write_archive
 from electra_launcher.slurm.slurm import run_sbatch
 
+OWN_PACKAGES = ("electra_dist", "electra_launcher", "electra_kernels")
 ASSUMED_START_S = 30  # seconds that a start and a save take together, if the run has measured no start yet
 # The formats in `man sbatch`: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and two words that mean no limit.
 _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -188,6 +193,8 @@ def _next_number(run_dir: Path) -> int:
 
 
 # Time limits
+
+
 def check_time_limit(time_limit: str | None) -> None:
     """Raise a UserError unless a time limit has a format of sbatch's --time or is None (the partition's limit)."""
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
@@ -306,3 +313,74 @@ def _parse_option(option: str) -> list[tuple[str, str]]:
 def _as_folder_name(value: str) -> str:
     """Replace each sequence of characters other than ASCII letters, digits, ".", "_" and "-" by a dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value)
+
+
+# The archive of the Python packages, which job.sh unpacks on each node's own disk before the ranks start. A thousand
+# ranks that import torch and DeepSpeed from a shared file system open some ten thousand files each; a node reads one
+# archive. The unpacked folder, which comes first in PYTHONPATH, gets its final name only when it is complete; if that
+# fails, the ranks import from the shared file system. The interpreter and its standard library are not copied.
+
+
+class PackedFile(NamedTuple):
+    """One file of the Python packages, to be packed into the archive."""
+
+    path: Path  # where it is on this machine
+    name: str  # its path in the archive, relative to the folder that will be in PYTHONPATH
+
+
+def environment_files(
+    folders: Sequence[Path] | None = None, packages: Sequence[str] = OWN_PACKAGES
+) -> list[PackedFile]:
+    """Return all files of this interpreter's installed packages, sorted by their paths in the archive.
+
+    The result has all files in `folders` (None: where pip installs), and the files of `packages`, which may lie
+    elsewhere, as after `pip install --editable`. If two files have the same path in the archive, the one of
+    `packages` is taken. A package that is not installed is left out.
+    """
+    if folders is None:
+        folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
+    file_of_name: dict[str, PackedFile] = {}
+    for folder in folders:
+        for packed in _files_below(folder, folder):
+            file_of_name[packed.name] = packed
+    for package in packages:
+        for folder in _package_folders(package):
+            for packed in _files_below(folder, folder.parent):
+                file_of_name[packed.name] = packed
+    return [file_of_name[name] for name in sorted(file_of_name)]
+
+
+def archive_name(files: Sequence[PackedFile]) -> str:
+    """Return the file name of the archive of `files`; it changes when a file's size or modification time changes."""
+    digest = hashlib.sha256()
+    for packed in files:
+        status = packed.path.stat()
+        digest.update(f"{packed.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return f"environment-{digest.hexdigest()[:16]}.tar"
+
+
+def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
+    """Pack `files` into the archive `file` by an atomic replacement; do nothing if the archive exists.
+
+    The archive's name must come from `archive_name`, so that an existing archive has the same content.
+    """
+    if file.exists():
+        return
+    with replacing(file) as out, tarfile.open(fileobj=out, mode="w") as archive:
+        for packed in files:
+            archive.add(packed.path, packed.name, recursive=False)
+
+
+def _package_folders(package: str) -> list[Path]:
+    """Return the folders from which `import` loads a package, usually one; [] if the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return []
+    return [Path(location) for location in spec.submodule_search_locations or ()]
+
+
+def _files_below(folder: Path, root: Path) -> Iterator[PackedFile]:
+    """Yield the regular files below `folder`; their paths in the archive are relative to `root`."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield PackedFile(path, path.relative_to(root).as_posix())

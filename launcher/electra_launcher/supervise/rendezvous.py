@@ -40,6 +40,7 @@ from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import read_regular, replacing, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.patience import Patience, waiting
 from electra_launcher.supervise.rank_placement import NUM_PORTS
 
 _FILE_NAME = re.compile(r"node-(?P<node>0|[1-9][0-9]{0,5})\.json")
@@ -72,13 +73,19 @@ class Rendezvous:
     after they have ended.
     """
 
-    def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Touch no file. `port` is the first of 64 that starts use in turn; None (one node only): any free one."""
+    def __init__(
+        self, run_dir: Path, node: int, port: int | None, session: str = "", patience: Patience | None = None
+    ) -> None:
+        """Touch no file. `port` is the first of 64 that starts use in turn; None (one node only): any free one.
+
+        With a `patience`, `start` and `end` wait for a run folder that takes no bytes now.
+        """
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
         self._port = port
         self._session = session
+        self._patience = patience
         self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
         self._own = NodeReport(start=0)
         self._has_begun_session = False
@@ -108,7 +115,7 @@ class Rendezvous:
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
-            return None if another_node_left else self._announce()
+            return None if another_node_left else waiting(self._patience, self._announce)
         deadline = time.monotonic() + timeout_s
         while not give_up() and time.monotonic() < deadline:
             zero = self._read(0)
@@ -126,7 +133,8 @@ class Rendezvous:
 
         With `ends_others`, the ranks that still run on other nodes are ended.
         """
-        self._write(dataclasses.replace(self._own, code=code, final=final, ends_others=ends_others))
+        report = dataclasses.replace(self._own, code=code, final=final, ends_others=ends_others)
+        waiting(self._patience, lambda: self._write(report))
 
     def news(self) -> str:
         """Return why this node's ranks should end, as one line; empty if there is no reason.

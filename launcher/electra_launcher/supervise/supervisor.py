@@ -20,8 +20,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.config import Config
@@ -33,29 +35,33 @@ from electra_dist.errors import (
     EXIT_UNHEALTHY,
     EXIT_USER_ERROR,
     StorageLost,
+    UserError,
 )
 from electra_dist.escapes import printable
+from electra_dist.run.folder import MEETING_DIR, supervise_log
 from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import add_strike, read_strikes
+from electra_dist.store.atomic_files import lock_file, writable
 from electra_dist.store.patience import Patience
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
 from electra_launcher.supervise.hang_report import nccl_environment
-from electra_launcher.supervise.notify import event_of, notify
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
 from electra_launcher.supervise.rendezvous import Rendezvous
 from electra_launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
-from electra_launcher.supervise.supervisor_files import Log, lock_node
 from electra_launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
 _TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
+_NOTIFY_S = 30.0  # after which the command `cluster.notify` is killed
+# Exit code of the supervisor -> the event. A run that was stopped on purpose (75) needs no person.
+EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "error", EXIT_CRASH: "no_progress"}
 
 
 class Supervisor:
@@ -91,7 +97,7 @@ class Supervisor:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # stays ignored under nohup
                 signal.signal(number, self._signals.handle)
         self._mark = mark_of(self._run_dir, placement.node)
-        self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
+        self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session, self._patience)
         self._lease: RunLease | None = None
         if placement.node == 0:
             self._lease = self._take_lease(session)
@@ -147,9 +153,7 @@ class Supervisor:
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
             checkpoint_before = newest_checkpoint(self._read_ledger())
-            port = self._patience.call(
-                lambda: self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
-            )
+            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
             if port is None or self._signals.number:
                 return self._end(self._why_not_started())
             result = self._run_start(port)
@@ -162,7 +166,7 @@ class Supervisor:
             final_result = self._why_not_restarted(result, num_fruitless)
             if final_result is not None:
                 return self._end(final_result)
-            self._patience.call(lambda: self._meeting.end(EXIT_CRASH, final=False, ends_others=True))
+            self._meeting.end(EXIT_CRASH, final=False, ends_others=True)
             num_fruitless += 1
             limit = self._cluster.max_fruitless_restarts
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
@@ -286,7 +290,7 @@ class Supervisor:
         if has_run_folder:
             # The exit code must be returned even if the report for the other nodes cannot be written.
             with contextlib.suppress(StorageLost):
-                self._patience.call(lambda: self._meeting.end(end.code, final=True, ends_others=end.ends_others))
+                self._meeting.end(end.code, final=True, ends_others=end.ends_others)
         self.log(f"end, exit code {end.code}: {end.why}")
         # The command of the user is run if the run is done, needs a person or makes no progress.
         event = event_of(end.code, self._placement.node)
@@ -294,3 +298,100 @@ class Supervisor:
         if self._cluster.notify and event and not was_killed:
             notify(self._cluster.notify, self._run_dir, event, end.why, end.code, self.log)
         return end.code
+
+
+class Log:
+    """Log of one supervisor. Calling the object with a text writes the text to stdout and RUN/supervise-NODE.log."""
+
+    def __init__(self, run_dir: Path, node: int) -> None:
+        path = supervise_log(run_dir, node)
+        with writable(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def __call__(self, text: str) -> None:
+        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        print(printable(f"supervise: {text}"), flush=True)
+        try:
+            os.write(self._file, f"{now} {printable(text)}\n".encode())
+        except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
+            print(
+                printable(
+                    f"supervise: the log file cannot be written ({error.strerror}); free space in the run folder"
+                ),
+                flush=True,
+            )
+
+
+def lock_node(run_dir: Path, node: int) -> int:
+    """Take the lock that prevents a second supervisor of this run and node number on this host; UserError if taken.
+
+    On node 0, the lease of the run folder does this. Returns the descriptor of the lock file. Keep it open: the kernel
+    releases the lock when it is closed, or when this process ends in any way. On a file system without locks nothing
+    is locked.
+    """
+    # The host name is in the file's name, so that a supervisor that is cut off from the network does not block the one
+    # that takes over its node number on another host.
+    path = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        lock_file(descriptor, wait=False)
+    except BlockingIOError:
+        raise UserError(
+            f"{path}: another supervisor of this run is active on this node; wait until it ends, or stop it with "
+            f"`touch {run_dir}/stop`"
+        ) from None
+    return descriptor
+
+
+def event_of(code: int, node: int) -> str | None:
+    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`; None: no event.
+
+    Node 0 reports how the run ended, another node only that it is unhealthy; if both do, the command runs twice.
+    """
+    if node != 0 and code != EXIT_UNHEALTHY:
+        return None
+    return EVENTS.get(code)
+
+
+def notify(
+    command: str,
+    run_dir: Path,
+    event: str,
+    reason: str,
+    code: int,
+    log: Callable[[str], None],
+    timeout_s: float = _NOTIFY_S,
+) -> None:
+    """Run the user's command with the event in environment variables; log one line if it fails or hangs.
+
+    Blocks until the command ends. After `timeout_s` seconds, the command and its children are killed. Whatever it
+    does, the run and the supervisor's exit code stay as they are.
+    """
+    variables = {
+        "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),
+        "ELECTRA_DIST_EVENT": event,
+        "ELECTRA_DIST_REASON": reason,
+        "ELECTRA_DIST_EXIT_CODE": str(code),
+    }
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that the command and its children can be killed together
+        )
+    except OSError as error:
+        log(f"cluster.notify cannot be started ({error.strerror}); check the command in the config")
+        return
+    try:
+        exit_code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log(f"cluster.notify did not end within {timeout_s:.0f} s and was killed; check the command in the config")
+        return
+    if exit_code != 0:
+        log(f"cluster.notify ended with exit code {exit_code}; check the command in the config")

@@ -103,7 +103,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a changed environment keeps its archive",
-        file="launcher/electra_launcher/slurm/environment_archive.py",
+        file="launcher/electra_launcher/slurm/submit.py",
         original=r'f"{packed.name}\0{status.st_size}\0{status.st_mtime_ns}\0"',
         mutated=r'f"{packed.name}\0"',
         test="tests/launcher/slurm/test_environment_archive.py::"
@@ -181,14 +181,14 @@ LAUNCHING = (
     ),
     Mutant(
         name="supervise: every node notifies of the end of a run",
-        file="launcher/electra_launcher/supervise/notify.py",
+        file="launcher/electra_launcher/supervise/supervisor.py",
         original="if node != 0 and code != EXIT_UNHEALTHY:",
         mutated="if node < 0:",
         test="tests/launcher/supervise/test_notify.py::test_node_0_notifies_of_the_run_and_every_node_of_itself",
     ),
     Mutant(
         name="supervise: children of a notification that hangs live on",
-        file="launcher/electra_launcher/supervise/notify.py",
+        file="launcher/electra_launcher/supervise/supervisor.py",
         original="os.killpg(process.pid, signal.SIGKILL)",
         mutated="process.kill()",
         test="tests/launcher/supervise/test_notify.py::test_a_command_that_hangs_is_killed_with_its_children",
@@ -368,7 +368,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="cli: the remaining time of a run is that of all its steps",
-        file="launcher/electra_launcher/cli/status.py",
+        file="launcher/electra_launcher/cli/run_facts.py",
         original="max(0, seen.config.train.num_steps - step)",
         mutated="seen.config.train.num_steps",
         test="tests/launcher/cli/test_status.py::"
@@ -383,7 +383,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="cli: status shows the ranks of older starts",
-        file="launcher/electra_launcher/cli/status.py",
+        file="launcher/electra_launcher/cli/run_facts.py",
         original="return [beat for beat in beats if beat.attempt == newest_attempt]",
         mutated="return [beat for beat in beats if beat.attempt <= newest_attempt]",
         test="tests/launcher/cli/test_status.py::test_ranks_of_an_earlier_start_are_neither_silent_nor_waiting",

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from electra_launcher.cli import status
+from electra_launcher.cli import run_facts
 from electra_launcher.cli.main import app
-from electra_launcher.cli.status import facts, gather, hung_ranks, lines, waits_for_storage
+from electra_launcher.cli.run_facts import facts, gather, hung_ranks, waits_for_storage
+from electra_launcher.cli.status import lines
 from electra_launcher.slurm.slurm import NodeOut, QueuedJob, QueueView
 from support.hostile_text import HOSTILE, assert_shown
 from support.run_records import EVAL, STEP
@@ -49,9 +50,9 @@ def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(folder / "slurm" / "jobs.jsonl", [event("begin", job="7", restart=0, nodes="n1,n2", ledger_events=0)])
     write(folder / "metrics.jsonl", [STEP_12])
     ledger(folder)
-    monkeypatch.setattr(status, "queue_view", lambda name: None)
+    monkeypatch.setattr(run_facts, "queue_view", lambda name: None)
     monkeypatch.setattr(
-        status, "time", SimpleNamespace(time=lambda: NOW)
+        run_facts, "time", SimpleNamespace(time=lambda: NOW)
     )  # so that ages do not depend on the machine's speed
     return folder
 
@@ -89,7 +90,7 @@ def commands(page: list[str]) -> list[str]:
 
 def queue(monkeypatch: pytest.MonkeyPatch, *jobs: QueuedJob, out: tuple[NodeOut, ...] = ()) -> None:
     """Let Slurm answer with these jobs and unused nodes."""
-    monkeypatch.setattr(status, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
+    monkeypatch.setattr(run_facts, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
 
 
 def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodput(
@@ -317,7 +318,7 @@ def test_ranks_of_an_earlier_start_are_neither_silent_nor_waiting(tmp_path: Path
 
 
 def test_a_run_folder_that_takes_no_records_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(status, "disk_problem", lambda folder: "read-only file system")
+    monkeypatch.setattr(run_facts, "disk_problem", lambda folder: "read-only file system")
     ledger(run, event("resume", 60, step=10, attempt=2))
     page = lines(dataclasses.replace(gather(run), now=time.time() + 300))
     assert page[0].endswith(": living")

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from electra_launcher.cli.main import app
 from electra_launcher.slurm import submit
-from electra_launcher.slurm.environment_archive import PackedFile
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
@@ -167,7 +166,7 @@ def test_a_setup_file_that_is_missing_is_refused(tiny_config: MakeConfig, fake_s
 def test_the_runs_of_a_sweep_unpack_one_archive_of_the_packages(
     tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    files = [PackedFile(Path(__file__), "package/module.py")]
+    files = [submit.PackedFile(Path(__file__), "package/module.py")]
     monkeypatch.setattr(submit, "environment_files", lambda: files)
     options = ["--nodes", "1", "--gpus-per-node", "1", "--stage-environment", "--each", "seed=3,4"]
     result = CliRunner().invoke(app, ["submit", "--config", str(tiny_config("run")), *options])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script
-from electra_launcher.slurm.environment_archive import OWN_PACKAGES, archive_name, environment_files, write_archive
+from electra_launcher.slurm.submit import OWN_PACKAGES, archive_name, environment_files, write_archive
 
 from electra_dist.config.load import load_config
 

@@ -1,0 +1,352 @@
+"""Find out where a run stands, and the command to run next, as the JSON object of `electra-dist status RUN --json`.
+
+Guarantee: it only reads, and changes neither the run nor Slurm's queue. `gather` reads the run folder and asks Slurm,
+and `facts` makes the object.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from electra_dist.config import ClusterConfig, Config
+from electra_dist.config.load import load_config
+from electra_dist.errors import UserError
+from electra_dist.run.environment_record import read_environment
+from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
+from electra_dist.run.goodput import goodput
+from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
+from electra_dist.run.history import STARTS, Link, RunEvidence, State, links, run_state, since_submission, starts
+from electra_dist.run.lease import LeaseOwner, read_owner
+from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEvent, read_jobs, read_ledger
+from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
+from electra_dist.run.number_formats import format_duration
+from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
+from electra_dist.store.atomic_files import disk_problem, read_regular
+from electra_launcher.slurm.batch_script import job_name
+from electra_launcher.slurm.slurm import QueuedJob, QueueView, queue_view
+
+_STEPS_OF_PATIENCE = 10  # step times for which a living run may be silent, because a step may take longer than usual
+# Slurm's reason for which a job waits -> what it means for a run.
+_MEANING_OF_REASON = {
+    "Dependency": "the job before it has not ended",
+    "BeginTime": "its begin time has not come: after a requeue, or ten minutes after storage stayed away",
+    "Resources": "no free nodes",
+    "Priority": "other jobs come first",
+    "ReqNodeNotAvail": "nodes that it needs are out of service or reserved",
+    "PartitionTimeLimit": "--time is longer than the partition allows",
+    "AssocGrpCpuLimit": "the account's limit is used up",
+    "PartitionDown": "the partition is down",
+}
+
+
+# What is read
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """A run at one moment, as its files and Slurm's queue show it."""
+
+    run: Path  # the run folder
+    disk_problem: str  # why the disk of the run folder takes no bytes; empty if it takes some
+    now: float  # Unix time
+    config: Config
+    ledger: list[LedgerEvent]
+    jobs: list[JobRecord]  # the lines of slurm/jobs.jsonl
+    last: StepRecord | None  # newest record of a training step; None before the first
+    last_eval: EvalRecord | None  # newest record of an evaluation; None before the first
+    metrics_written: float | None  # Unix time of the newest metrics record; None before the first
+    beats: list[Beat]  # last heartbeat of each rank
+    strikes: list[Strike]
+    queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
+    submitted_by: str  # command line of the newest submission; empty if there was none
+    ranks_of_hosts: dict[str, int]  # ranks of the last start on each host; empty before the first start
+    owner: tuple[LeaseOwner, float] | None  # holder of the run folder's lease, Unix time of renewal; None: nobody
+
+    @cached_property
+    def state(self) -> State:
+        """Return the state of the run: living, finished, stopped, dead, held, waiting or not begun."""
+        times = [*(beat.time for beat in self.beats), *(event.unix_s for event in self.ledger[-1:])]
+        if self.metrics_written is not None:
+            times.append(self.metrics_written)
+        evidence = RunEvidence(
+            now=self.now,
+            sign_of_life=max(times, default=None),
+            patience_s=self._longest_silence_s(),
+            running=any(job.state == "RUNNING" for job in self.queued_jobs),
+            pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in self.queued_jobs),
+            held=any(job.is_held for job in self.queued_jobs),
+        )
+        return run_state(self.ledger, evidence)
+
+    def _longest_silence_s(self) -> float:
+        """Return for how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
+        cluster = self.config.cluster
+        if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
+            return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
+        newest_event = self.ledger[-1] if self.ledger else None
+        if newest_event is not None and newest_event.event in STARTS:
+            has_trained = any(beat.step > newest_event.step for beat in self.beats)
+            if not has_trained:
+                return cluster.hang_setup_s
+        step_s = 0.0 if self.last is None else self.last.step_s
+        num_silent_steps = max(_STEPS_OF_PATIENCE, self.config.log.every_steps)
+        return max(cluster.hang_step_floor_s, step_s * num_silent_steps)
+
+    @property
+    def queued_jobs(self) -> tuple[QueuedJob, ...]:
+        """Return the run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
+        return self.queue.jobs if self.queue else ()
+
+    @property
+    def queue_is_unknown(self) -> bool:
+        """Return whether the run was submitted to Slurm but squeue gave no answer."""
+        return bool(self.submitted_by) and self.queue is None
+
+    @property
+    def running_job_id(self) -> str:
+        """Return Slurm's id of the run's job that is in state RUNNING; empty if there is none."""
+        return next((job.job for job in self.queued_jobs if job.state == "RUNNING"), "")
+
+    @property
+    def newest_checkpoint(self) -> LedgerEvent | None:
+        """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None if none."""
+        checkpoints = [event for event in self.ledger if event.event == "checkpoint"]
+        return checkpoints[-1] if checkpoints else None
+
+    @property
+    def newest_links(self) -> list[Link]:
+        """Return the starts of the ranks by Slurm jobs since a person's newest submission."""
+        return links(since_submission(self.jobs))
+
+    @property
+    def strike_expires_s(self) -> float:
+        """Return after how many seconds a recorded fault of a node no longer counts."""
+        return 3600 * self.config.cluster.strike_expires_h
+
+    def age(self, event: LedgerEvent) -> str:
+        """Return how long ago an event of the ledger was recorded; 0 s if this node's clock is behind."""
+        return format_duration(max(0.0, self.now - event.unix_s))
+
+
+def gather(run: Path) -> Gathered:
+    """Read the files of the run folder and, for a submitted run, Slurm's queue; UserError if it is no run folder."""
+    scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
+    newest_script = scripts[-1] if scripts else None
+    config = load_config(_config_file(run, newest_script))
+    command = read_regular(newest_script).decode(errors="replace").splitlines()[1:2] if newest_script else ()
+    newest = newest_metrics(run, with_evaluation=bool(config.data.heldout))
+    metrics = run / METRICS_FILE
+    return Gathered(
+        run=run,
+        disk_problem=disk_problem(run),
+        now=time.time(),
+        config=config,
+        ledger=read_ledger(run),
+        jobs=read_jobs(run),
+        last=newest.step,
+        last_eval=newest.evaluation,
+        metrics_written=metrics.stat().st_mtime if metrics.exists() else None,
+        beats=read_heartbeats(run),
+        strikes=read_strikes(run),
+        queue=queue_view(job_name(run.absolute())) if newest_script else None,
+        submitted_by="".join(command).removeprefix("# "),
+        ranks_of_hosts=read_environment(run).get("hosts", {}),
+        owner=read_owner(run),
+    )
+
+
+def _config_file(run: Path, newest_script: Path | None) -> Path:
+    """Return RUN/config.yaml or, before the first start writes it, the copy beside the newest batch script."""
+    if (run / CONFIG_FILE).exists():
+        return run / CONFIG_FILE
+    if newest_script and newest_script.with_suffix(".yaml").exists():
+        return newest_script.with_suffix(".yaml")
+    raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+
+
+# The JSON object
+def facts(seen: Gathered) -> dict[str, Any]:
+    """Return what is known of the run as a JSON object; unknown values are None.
+
+    Keys that end in `_s`, and the values of "seconds", are durations in seconds. Events of the ledger keep their times
+    in ISO 8601. "jobs" are the run's jobs in Slurm's queue. "links" are all starts of the run's ranks by Slurm jobs
+    since the newest submission. "nodes_out" are nodes of the newest start that Slurm does not use.
+    """
+    is_living = seen.state == "living"
+    account = goodput(seen.ledger, seen.jobs)
+    last, evaluation, checkpoint = seen.last, seen.last_eval, seen.newest_checkpoint
+    step = max([0, last.step if last else 0, *(event.step for event in seen.ledger if event.event == "done")])
+    starts_by_jobs = links(seen.jobs)
+    newest_nodes = starts_by_jobs[-1].begin.nodes.split(",") if starts_by_jobs else []
+    nodes_out = [out for out in seen.queue.out if out.node in newest_nodes] if seen.queue else []
+    silent = hung_ranks(seen.beats, seen.now, seen.config.cluster) if is_living else []
+    waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now) if is_living else []
+    return {
+        "run": str(seen.run),
+        "state": seen.state,
+        "reason": _reason(seen),
+        "last_event": seen.ledger[-1].fields() if seen.ledger else None,
+        "step": step,
+        "num_steps": seen.config.train.num_steps,
+        "loss": last.loss if last else None,
+        "step_s": last.step_s if last else None,
+        "eta_s": _remaining_s(seen, step),
+        "checkpoint": checkpoint.fields() if checkpoint else None,
+        "context_auc": evaluation.context_auc if evaluation else None,
+        "owner": _owner(seen),
+        "goodput": account.fraction,
+        "seconds": account.parts(),
+        "jobs": None if seen.queue_is_unknown else [asdict(job) for job in seen.queued_jobs],
+        "links": [_link(link) for link in seen.newest_links],
+        "nodes_out": [asdict(out) for out in nodes_out],
+        "silent_ranks": [asdict(rank) for rank in silent],
+        "waiting_for_storage": waits,
+        "excluded_nodes": list(excluded_nodes(seen.strikes, seen.now, expires_s=seen.strike_expires_s)),
+        "next": _next_commands(seen, [out.node for out in nodes_out]),
+    }
+
+
+def _remaining_s(seen: Gathered, step: int) -> float | None:
+    """Return an estimate of the seconds until the last step is done; None before the first step."""
+    # By the median step time of the slowest rank; without heartbeats by the newest step, which may have been long.
+    if seen.last is None:
+        return None
+    medians = [beat.step_s for beat in _of_newest_attempt(seen.beats) if beat.step_s is not None]
+    step_s = max(medians, default=seen.last.step_s)
+    return float(step_s * max(0, seen.config.train.num_steps - step))
+
+
+def _owner(seen: Gathered) -> dict[str, Any] | None:
+    """Return the process that holds the run folder's lease (right to train), with Unix times; None if nobody does."""
+    if seen.owner is None:
+        return None
+    owner, renewed = seen.owner
+    names = ("holder", "host", "pid", "since", "slurm_job")
+    return {**{name: getattr(owner, name) for name in names}, "renewed": renewed}
+
+
+def _link(link: Link) -> dict[str, Any]:
+    begin, end = link.begin, link.end
+    return {
+        "job": begin.job,
+        "restart": begin.restart,
+        "replacements": begin.replacements,
+        "began": begin.time,
+        "ended": end.time if end else None,
+        "verdict": end.verdict if end else None,
+        "why": end.why if end else "",
+    }
+
+
+def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> list[Hung]:
+    """Return the ranks of the newest start that are silent for too long at Unix time `now`, the likely culprit first.
+
+    The culprit is probably the rank with the fewest steps, because the others wait for it.
+    """
+    newest_beats = _of_newest_attempt(beats)
+    return hung(newest_beats, now, hang_limits(cluster), all_beats=newest_beats)
+
+
+def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:
+    """Return a JSON object for each rank of a living run that waits for storage.
+
+    "is_training" is False if the training itself waits, for "for_s" seconds, and True if only a write in the
+    background does. A run folder that takes no records has an object of its own, with rank None.
+    """
+    waits: list[dict[str, Any]] = []
+    if disk_problem:
+        reason = f"{run}: {disk_problem}"
+        waits.append({"rank": None, "host": "", "reason": reason, "is_training": True, "for_s": None})
+    for beat in _of_newest_attempt(beats):
+        is_training = beat.phase != "storage"
+        for_s = None if is_training else now - beat.phase_since
+        if beat.reason:
+            who = {"rank": beat.rank, "host": beat.host, "reason": beat.reason}
+            waits.append({**who, "is_training": is_training, "for_s": for_s})
+    return waits
+
+
+def _of_newest_attempt(beats: Sequence[Beat]) -> list[Beat]:
+    newest_attempt = max((beat.attempt for beat in beats), default=0)
+    return [beat for beat in beats if beat.attempt == newest_attempt]
+
+
+def _reason(seen: Gathered) -> str:
+    """Return why the run is in its state, such as "stop: SIGTERM, 50s ago"; "" for a living or finished run."""
+    if seen.state in ("stopped", "dead"):
+        # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
+        newest_job = seen.jobs[-1] if seen.jobs else None
+        if isinstance(newest_job, JobEnded) and newest_job.why:
+            was_continued = bool(starts(seen.ledger[newest_job.ledger_events :]))
+            if not was_continued:
+                return newest_job.why
+        if seen.ledger:
+            event = seen.ledger[-1]
+            name = f"{event.event}: {event.why}" if event.why else event.event
+            return f"{name}, {seen.age(event)} ago"
+    if seen.state in ("held", "waiting"):
+        return _why_waiting(seen)
+    if seen.state == "not begun":
+        return _why_not_begun(seen)
+    return ""
+
+
+def _why_waiting(seen: Gathered) -> str:
+    """Return why a run's next job has not started: Slurm's reason, what it means, and how the last job ended."""
+    waiting = [job for job in seen.queued_jobs if job.state != "RUNNING"]
+    # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
+    next_job = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
+    meaning = _MEANING_OF_REASON.get(next_job.reason)
+    reason = f"{next_job.reason}: {meaning}" if meaning else next_job.reason
+    ended = [link.end for link in seen.newest_links[-1:] if link.end is not None]
+    return f"{reason}; the last job: {ended[0].why}" if ended else reason
+
+
+def _why_not_begun(seen: Gathered) -> str:
+    """Return the likely reason why the ranks of a run without jobs in the queue have recorded nothing yet."""
+    submitted = [job for record in seen.jobs if isinstance(record, JobSubmitted) for job in record.jobs]
+    if not submitted:
+        return "it was never submitted, and no start has written a record"
+    if seen.newest_links:
+        newest = seen.newest_links[-1]
+        verdict = (newest.end.why if newest.end else "") or "it ended without a verdict"
+        return f"job {newest.begin.job} began, and no rank has written a record: {verdict}; see its log in slurm/"
+    if seen.queue is None:
+        return f"jobs {', '.join(submitted)} were submitted, and Slurm does not answer"
+    return (
+        f"jobs {', '.join(submitted)} are not in the queue any more, and none has begun: see `sacct -j {submitted[0]}`"
+    )
+
+
+def _next_commands(seen: Gathered, nodes_out: Sequence[str]) -> list[str]:
+    """Return the shell commands that the state of the run suggests; `nodes_out` are its nodes out of service."""
+    run = shlex.quote(str(seen.run))
+    name = job_name(seen.run.absolute())
+    if seen.state == "finished":
+        return [f"electra-dist export {run}", f"electra-dist report {run}"]
+    if seen.state == "living":
+        job_id = seen.running_job_id
+        log = f"{run}/{SLURM_DIR}/job-{job_id}.log" if job_id else f"{run}/{LOG_FILE}"
+        return [f"tail -f {log}", f"touch {run}/{STOP_FILE}    # saves and stops"]
+    if seen.state == "waiting":
+        return [f"squeue --start --name={name}"]
+    if seen.state == "held":
+        resume_nodes = [f"scontrol update nodename={node} state=resume" for node in nodes_out]
+        return [*resume_nodes, *(f"scontrol release {job.job}" for job in seen.queued_jobs if job.is_held)]
+    # The run does not run: start it again, in the way in which it was started before.
+    if seen.submitted_by:
+        look = f"squeue --name={name}    # if it lists a job, do not submit another one"
+        return [look, seen.submitted_by] if seen.queue_is_unknown else [seen.submitted_by]
+    # `train` starts as many ranks as before: another number rounds sums in another order.
+    if len(seen.ranks_of_hosts) <= 1:
+        return [f"electra-dist train {run}"]
+    slots = [f"{host} slots={num_ranks}" for host, num_ranks in seen.ranks_of_hosts.items()]
+    write_hostfile = f"printf '%s\\n' {shlex.join(slots)} > {run}/hostfile"
+    if len(set(seen.ranks_of_hosts.values())) == 1:
+        return [write_hostfile, f"electra-dist train {run} --hostfile {run}/hostfile"]
+    program = f"--module electra_launcher.pretrain --config {run}/{CONFIG_FILE}"
+    return [write_hostfile, f"deepspeed --hostfile {run}/hostfile {program}"]
