@@ -65,6 +65,7 @@ WANDB_DIR = "wandb"
 LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
+FAILURES_DIR = "failures"  # in it, why starts have failed, and the last output of their ranks
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
 _OF_PREFLIGHT = re.compile(r"preflight-(?:[0-9a-f]{8}){1,2}")
 _OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer

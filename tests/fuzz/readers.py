@@ -39,6 +39,7 @@ from electra_dist.finetune.passage_windows import read_squad
 from electra_dist.finetune.scores import ScoreStore
 from electra_dist.finetune.seed_folder import read_identity
 from electra_dist.pretrained.encoder import load_pretrained
+from electra_dist.run.failures import read_failures
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.lease import find_newest, read_owner
@@ -195,6 +196,7 @@ SCORE_RUN = _command("score --model {root}/run {root}/texts.txt", 1)
 COMPARE = _command("compare {root}/compare.yaml --dry-run")
 START = Reader("start of a run", function=lambda root: check_inputs(load_config(root / "run.yaml"), 1))
 JOB_END = Reader("end of a Slurm job", function=_job_end)
+FAILURES = Reader("failures", function=lambda root: read_failures(root / "run"))
 STRIKES = Reader("excluded nodes", function=lambda root: excluded_nodes(read_strikes(root / "run"), 1.7e9))
 LIBRARY = Reader("open_corpus", function=lambda root: open_corpus(root / "run"))
 ENCODER = Reader("load_pretrained", function=lambda root: load_pretrained(str(root / "export" / "discriminator")))
@@ -240,6 +242,7 @@ TARGETS = (
     Target("run/slurm/jobs.jsonl", "jsonl", (STATUS, REPORT, JOB_END)),
     Target("run/slurm/job-1-0/exit-n0", "text", (JOB_END,)),
     Target("run/strikes.jsonl", "jsonl", (STATUS, STATUS_JSON, STRIKES)),
+    Target("run/failures/node-0.jsonl", "jsonl", (STATUS, _command("why {root}/run"), FAILURES)),
     Target(
         "run/heartbeats/rank-00000.json",
         "heartbeat",

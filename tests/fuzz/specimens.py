@@ -30,6 +30,7 @@ from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.scores import Measured
 from electra_dist.pretrained.export import export_run
+from electra_dist.run.failures import Failure, record_failure
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.lease import create
 from electra_dist.run.ledger import append_job
@@ -111,6 +112,9 @@ def _write_records(run: Path) -> None:
     """Write the files of a run folder that only some runs have."""
     for number in range(2):
         add_strike(run, Strike(time=1.7e9, node=f"n{number}", device="GPU 3", reason="it hung", by="preflight"))
+    failure = {"time": "2026-11-20T10:00:00+00:00", "start": "start-000001", "node": "n0", "rank": 3, "error": "ecc"}
+    for step in (5, 6):
+        record_failure(run, 0, Failure(**failure, code=1, line="it broke", step=step, positions=[40, 47]), {3: "x\n"})
     (run / "skipped_steps.json").write_text(json.dumps({"steps": [], "rollbacks": 0, "streak": []}) + "\n")
     (run / "micro_batch.json").write_text(json.dumps({"cpu, x, 1 ranks": 8}) + "\n")
     write_counts(token_counts_file(run, "0" * 16), np.arange(VOCAB_SIZE))

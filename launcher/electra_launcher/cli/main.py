@@ -20,6 +20,7 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
     "Train": {
         "train": ("electra_launcher.cli.train", "train"),
         "status": ("electra_launcher.cli.runs", "status"),
+        "why": ("electra_launcher.cli.runs", "why"),
     },
     "Before a run": {
         "init": ("electra_launcher.cli.init", "init"),

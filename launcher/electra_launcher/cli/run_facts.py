@@ -18,6 +18,7 @@ from electra_dist.config import ClusterConfig, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
+from electra_dist.run.failures import Failure, newest_failure, read_failures
 from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
 from electra_dist.run.goodput import goodput
 from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
@@ -61,6 +62,7 @@ class Gathered:
     metrics_written: float | None  # Unix time of the newest metrics record; None before the first
     beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
+    failures: list[Failure]  # why starts of the ranks have failed, as their supervisors have found out
     queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
     ranks_of_hosts: dict[str, int]  # ranks of the last start on each host; empty before the first start
@@ -152,6 +154,7 @@ def gather(run: Path) -> Gathered:
         metrics_written=metrics.stat().st_mtime if metrics.exists() else None,
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
+        failures=read_failures(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
         submitted_by="".join(command).removeprefix("# "),
         ranks_of_hosts=read_environment(run).get("hosts", {}),
@@ -196,6 +199,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
         "step_s": last.step_s if last else None,
         "eta_s": _remaining_s(seen, step),
         "checkpoint": checkpoint.fields() if checkpoint else None,
+        "failure": _failure(seen),
         "context_auc": evaluation.context_auc if evaluation else None,
         "owner": _owner(seen),
         "goodput": account.fraction,
@@ -227,6 +231,14 @@ def _owner(seen: Gathered) -> dict[str, Any] | None:
     owner, renewed = seen.owner
     names = ("holder", "host", "pid", "since", "slurm_job")
     return {**{name: getattr(owner, name) for name in names}, "renewed": renewed}
+
+
+def _failure(seen: Gathered) -> dict[str, Any] | None:
+    """Return why the newest failed start has failed; None if none has, or the run is finished."""
+    failure = None if seen.state == "finished" else newest_failure(seen.failures)
+    if failure is None:
+        return None
+    return {**failure.fields(), "account": failure.account, "fault": failure.kind.fault}
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Commands about a run: `status`, `verify`, `export` and `report`.
+"""Commands about a run: `status`, `why`, `verify`, `export` and `report`.
 
 Modules that a command needs are imported when it runs, so that `--help` answers at once.
 """
@@ -38,6 +38,37 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     out = open_console()
     for line in lines(seen):
         out.print(line)
+
+
+def why(run: RunFolder, as_json: AsJson = False) -> None:
+    """Say why the newest start of a run has ended, whose fault that is, whether it is started again, and what to do.
+
+    A supervisor (`electra-dist train`, or a Slurm job) finds out and records it; what it knows no class for is called
+    unknown, with the end of the rank's output.
+    """
+    from electra_dist.run.failures import account_of_end, read_failures
+    from electra_dist.run.ledger import read_ledger
+
+    known = account_of_end(run, read_ledger(run), read_failures(run))
+    if as_json:
+        print_json(known)
+        return
+    out = open_console()
+    out.print(f"run {known['run']}: {known['state']}")
+    rows = known["rows"] and f"{known['rows'][0]:,} to {known['rows'][1]:,} of the run's order"
+    for name, value in (
+        ("what", known["what"]),
+        ("line", known["line"]),
+        ("fault", known["fault"]),
+        ("rows", rows),
+        ("restart", known["restart"]),
+        ("output", known["output"]),
+    ):
+        if value:
+            out.print(f"  {name:<11} {value}")
+    out.print("next:")
+    for step in known["next"]:
+        out.print(f"    {step}")
 
 
 def verify(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import Any
 
 from electra_dist.run.context_auc import is_stuck, stuck_warning
@@ -31,6 +32,8 @@ def lines(seen: Gathered) -> list[str]:
     if known["goodput"] is not None:
         parts = goodput(seen.ledger, seen.jobs).described()
         page.append(f"  goodput     {100 * known['goodput']:.1f} % ({parts})")
+    if known["failure"] is not None:
+        page.append(f"  failure     {known['failure']['account']}; more: electra-dist why {shlex.quote(known['run'])}")
     num_hidden = len(known["links"]) - _LINKS_SHOWN
     if num_hidden > 0:
         page.append(f"  link        {num_hidden} earlier ones: {seen.run / JOBS_FILE}")

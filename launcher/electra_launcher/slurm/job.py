@@ -40,6 +40,7 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.escapes import printable
+from electra_dist.run.failures import Failure, newest_failure, read_failures
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, SLURM_DIR, is_run_folder
 from electra_dist.run.history import (
     events_at_newest_checkpoint,
@@ -148,6 +149,9 @@ def end(args: argparse.Namespace, config: Config) -> None:
         codes,
         cancelled=_is_cancelled(args.told, args.end_time, now),
         max_fruitless_restarts=config.cluster.max_fruitless_restarts,
+        failure=newest_failure(
+            [one for one in read_failures(args.run) if one.start.startswith(f"{args.session}-start-")]
+        ),
     )
     expires_s = 3600 * config.cluster.strike_expires_h
     struck_nodes = excluded_nodes(read_strikes(args.run), time.time(), expires_s=expires_s)
@@ -195,13 +199,15 @@ def decide(
     *,
     cancelled: bool,
     max_fruitless_restarts: int,
+    failure: Failure | None = None,
 ) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
     The first of these cases that holds decides: a newer job has begun, the run is done, a user error, a stop that a
     person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that stayed full or away, an
     unhealthy node, a crash. `codes` has no node that died; `cancelled` says that TERM came over 30 s before the time
-    limit. A UserError means that `jobs` has no record that this job began.
+    limit; `failure` is what its supervisors have found out about its newest failed start. A UserError means that
+    `jobs` has no record that this job began.
     """
     job_links = links(jobs)
     if session not in [link.session for link in job_links]:
@@ -214,6 +220,8 @@ def decide(
         return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
     if EXIT_USER_ERROR in codes.values():
         why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
+        if failure is not None and failure.repeated:
+            why = f"{failure.account}; {failure.kind.next_step}, then submit again"
         return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
     # The events of this job are selected by count and not by time, because the clocks of nodes differ.
     events = ledger[newest.begin.ledger_events :]
@@ -235,7 +243,7 @@ def decide(
     if sick_nodes:
         why = f"{', '.join(sick_nodes)} unhealthy; the run continues on other nodes"
         return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick_nodes)
-    return _after_crash(ledger, jobs, codes, max_fruitless_restarts)
+    return _after_crash(ledger, jobs, codes, max_fruitless_restarts, failure)
 
 
 def _after_crash(
@@ -243,11 +251,14 @@ def _after_crash(
     jobs: Sequence[JobRecord],
     codes: Mapping[str, int],
     max_fruitless_restarts: int,
+    failure: Failure | None,
 ) -> JobVerdict:
     """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint."""
     shown_codes = ", ".join(f"{node} {code}" for node, code in sorted(codes.items()))
     if not shown_codes:
         shown_codes = "no node reported an exit code"
+    if failure is not None:
+        shown_codes += f"; {failure.account}"
     # A job can die before it starts its ranks, and can start them several times: the larger count decides.
     num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if num_fruitless > max_fruitless_restarts:

@@ -7,6 +7,8 @@ Guarantees:
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
 - `kill` ends all processes of this start of the ranks, and those that earlier starts left running: all of them have
   the environment variable MARK with the same value.
+- What a rank writes to stderr goes to the supervisor's stderr, and its last 64 KiB are kept: they tell why it ended. A
+  rank whose supervisor has ended writes to nobody, and goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,6 +39,8 @@ _FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the
 _STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have written their stacks
 _STACK_QUIET_S = 0.3  # a rank writes its stacks, the main thread's last, without a longer pause
 _KILL_WAIT_S = 30.0  # how long `kill_marked` repeats SIGKILL before it gives up
+_OUTPUT_BYTES = 1 << 16  # how much of the end of a rank's stderr is kept
+_LAST_OUTPUT_S = 2.0  # how long `close` waits for the output of a rank that has ended
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
 _ENDS_ON_PURPOSE = (EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR)
 
@@ -54,6 +59,7 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         self.state = Path(self._folder.name)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self._outputs: dict[int, _Output] = {}  # by rank
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.monotonic()
 
@@ -67,9 +73,19 @@ class RankProcesses:
             self._processes[rank] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 env={**variables, **placement.environment(rank, port)},
                 start_new_session=True,
             )
+            self._outputs[rank] = _Output(self._processes[rank])
+
+    def pids(self) -> dict[int, int]:
+        """Return rank -> pid of all ranks, also of those that have ended."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def outputs(self) -> dict[int, str]:
+        """Return rank -> the last 64 KiB that it has written to stderr; call it after `close`."""
+        return {rank: output.text() for rank, output in self._outputs.items()}
 
     def codes(self) -> dict[int, int]:
         """Return rank -> exit code of the ranks that have ended; -N for one that signal N has ended."""
@@ -134,6 +150,8 @@ class RankProcesses:
         for process in self._processes.values():
             if process.pid not in left:
                 process.wait()
+        for output in self._outputs.values():
+            output.join(_LAST_OUTPUT_S)
         self._folder.cleanup()
         return left
 
@@ -194,6 +212,30 @@ def _short_call(line: str) -> str:
     if match is None:
         return line.strip()
     return f"{match['file']}:{match['number']} {match['name']}"
+
+
+class _Output(threading.Thread):
+    """Thread that passes on what a rank writes to stderr, and keeps the end of it, until the rank has closed it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(name=f"stderr-{process.pid}", daemon=True)
+        assert process.stderr is not None
+        self._pipe = process.stderr
+        self._kept = b""
+        self.start()
+
+    def run(self) -> None:
+        """Read until the end. A supervisor whose own stderr fails goes on reading, because the rank would block."""
+        with self._pipe:
+            while data := os.read(self._pipe.fileno(), _OUTPUT_BYTES):
+                self._kept = (self._kept + data)[-_OUTPUT_BYTES:]
+                with contextlib.suppress(OSError):
+                    while data:
+                        data = data[os.write(2, data) :]
+
+    def text(self) -> str:
+        """Return what is kept."""
+        return self._kept.decode(errors="replace")
 
 
 class _StackFile:

@@ -3,9 +3,10 @@
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section, and its stacks are in the log
 before it is killed. The limit in a training step is by default 5 times the step time that the rank has measured, and
 at least 30 s. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The
-exit code is one of errors.py, decided from the ledger and the exit codes of the ranks (start_outcome.py). SIGTERM,
-SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and end with 75; a second SIGINT
-kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's number.
+exit code is one of errors.py, decided from the ledger and the exit codes of the ranks (start_outcome.py). Why a start
+has failed is recorded (run/failures.py); a fault of code or data that comes back at the same step ends the run.
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and end with 75; a second
+SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's number.
 
 The supervisor of node 0 holds the lease of the run folder, the exclusive right to train in it. If a supervisor is
 killed, its ranks save and stop (rank_main.py), and the next supervisor of this run on this node kills the processes
@@ -22,7 +23,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,18 +39,20 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.escapes import printable
+from electra_dist.run.failures import Failure, read_failures, record_failure
 from electra_dist.run.folder import MEETING_DIR, supervise_log
-from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits
+from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
-from electra_dist.run.ledger import LedgerEvent, read_ledger
+from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids, node_name
-from electra_dist.run.strikes import add_strike, read_strikes
+from electra_dist.run.strikes import Strike, add_strike, read_strikes
 from electra_dist.store.atomic_files import lock_file, writable
 from electra_dist.store.patience import Patience
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
+from electra_launcher.supervise.failed_start import FailedStart, explain, kills_for_memory
 from electra_launcher.supervise.hang_report import nccl_environment
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
@@ -85,6 +88,9 @@ class Supervisor:
         a newer job has begun. A signal during the wait for the lease raises KeyboardInterrupt.
         """
         self._run_dir = Path(config.run_dir)
+        self._global_batch = config.train.global_batch
+        self._began = time.time()
+        self._failure: Failure | None = None  # why the newest start has failed on this node
         self._cluster = config.cluster
         self._patience = Patience(config.cluster.storage_patience_s)
         self._arguments = arguments
@@ -185,12 +191,15 @@ class Supervisor:
                 self._lease.check()
             except LeaseLost as error:
                 return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
+        if self._failure is not None and self._failure.repeated:
+            why = f"{self._failure.account}; see `electra-dist why {self._run_dir}`"
+            return StartOutcome(code=EXIT_USER_ERROR, why=why)
         # Only node 0 checks the number, because the other nodes follow its starts and its end. The number grows by one
         # at a time, so it reaches the limit and never exceeds it.
         if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
             why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
             return StartOutcome(code=EXIT_CRASH, why=why)
-        gpu_fault = self._strike_unhealthy_gpus()
+        gpu_fault = self._strike_unhealthy_gpus() or self._strike_node_at_fault()
         if gpu_fault:
             return StartOutcome(code=EXIT_UNHEALTHY, why=gpu_fault)
         return None
@@ -205,6 +214,8 @@ class Supervisor:
         """Start the ranks once, watch them until they end or must be killed, and return how this start ended."""
         num_events_before = len(self._read_ledger())
         num_strikes_before = len(read_strikes(self._run_dir, self._patience))
+        num_killed_before = kills_for_memory()
+        self._failure = None
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
         token = self._lease.token if self._lease is not None else ""
         environment = {TOKEN_VARIABLE: token, **self._job_end.environment()}
@@ -232,6 +243,9 @@ class Supervisor:
         if self._signals.interrupts > 1 and result.code == EXIT_CRASH:
             why = "SIGINT received twice: ended without a save; the next start goes on from the newest checkpoint"
             return StartOutcome(code=EXIT_STOPPED, why=why)
+        has_failed = result.code not in (EXIT_DONE, EXIT_STOPPED) or result.ends_alone
+        if has_failed and not self._signals.number:
+            self._explain_failure(ranks, end.codes, why_killed == "hung", kills_for_memory() - num_killed_before)
         if why_killed and result.code == EXIT_CRASH:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
@@ -257,6 +271,40 @@ class Supervisor:
             num_ranks=len(self._placement.ranks),
             at_fault=was_struck or is_only_node,
         )
+
+    def _explain_failure(
+        self, ranks: RankProcesses, codes: Mapping[int, int], is_hung: bool, num_killed_for_memory: int
+    ) -> None:
+        """Find out, record and log why the ranks of this node have failed; a disk that stays away ends nothing."""
+        start = FailedStart(
+            name=self._meeting.hang_folder().name,
+            placement=self._placement,
+            codes=codes,
+            outputs=ranks.outputs(),
+            pids=ranks.pids(),
+            is_hung=is_hung,
+            num_killed_for_memory=num_killed_for_memory,
+            global_batch=self._global_batch,
+        )
+        with contextlib.suppress(UserError):
+            submitted = [job.unix_s for job in read_jobs(self._run_dir) if job.event == "submit"]
+            since = max(submitted, default=self._began)  # a person who starts again has probably corrected something
+            earlier = [failure for failure in read_failures(self._run_dir, self._patience) if failure.unix_s >= since]
+            failure = explain(start, read_heartbeats(self._run_dir), earlier)
+            if failure is None:
+                return
+            self._failure = failure
+            self.log(f"{failure.account}{': ' if failure.line else ''}{failure.line}")
+            record_failure(self._run_dir, self._placement.node, failure, start.outputs, self._patience)
+
+    def _strike_node_at_fault(self) -> str:
+        """Record and return a fault of this node that only the output of a rank has shown; "" if there is none."""
+        failure = self._failure
+        if failure is None or failure.kind.restart != "elsewhere":
+            return ""
+        strike = Strike(time=time.time(), node=node_name(), device="", reason=failure.line, by="supervise")
+        add_strike(self._run_dir, strike, self._patience)
+        return f"this node is unhealthy: {failure.kind.title}: {failure.line}"
 
     def _strike_unhealthy_gpus(self) -> str:
         """Check this node's GPUs after a crash. Record and return the fault of an unhealthy GPU; "" if all are fit."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.run_records import ledger_event as event
 
 from electra_dist.errors import StoreAway, UserError
+from electra_dist.run.failures import Failure
 from electra_dist.run.history import session_of
 from electra_dist.run.ledger import JobBegan, JobEnded, JobRecord, JobSubmitted, Ledger, LedgerEvent, read_jobs
 
@@ -40,10 +41,11 @@ def verdict_of(
     codes: dict[str, int] | None = None,
     cancelled: bool = False,
     restart: int = 0,
+    failure: Failure | None = None,
 ) -> JobVerdict:
     """Return the verdict on the end of a job (or of a restart of it); `codes` are the exit codes of its nodes."""
     session = f"job-{number}-{restart}"
-    return decide(ledger, jobs, session, codes or {}, cancelled=cancelled, max_fruitless_restarts=3)
+    return decide(ledger, jobs, session, codes or {}, cancelled=cancelled, max_fruitless_restarts=3, failure=failure)
 
 
 def ended(number: int, verdict: str, restart: int = 0) -> JobEnded:
@@ -89,6 +91,17 @@ def test_each_kind_of_end_has_its_action_and_exit_code(
     verdict = verdict_of(ledger, [begin(1)], 1, codes, cancelled)
     assert (verdict.action, verdict.exit_code) == (action, code)
     assert verdict.sick_nodes == (("n2",) if code == 69 else ())
+
+
+def test_a_verdict_names_the_rank_that_failed_and_a_fault_that_has_come_back_ends_the_run():
+    fields = {"time": TIME, "start": "job-1-0-start-000001", "node": "n2", "rank": 3, "error": "exception", "step": 7}
+    crash = verdict_of([START], [begin(1)], 1, {"n1": 1}, failure=Failure(**fields))
+    assert crash.action == "again" and "rank 3 on n2: Python exception, at step 7" in crash.why
+    final = verdict_of([START], [begin(1)], 1, {"n1": 78}, failure=Failure(**fields, repeated=True))
+    assert (final.action, final.exit_code) == ("stop", 78)
+    assert final.why.startswith("rank 3 on n2: ") and "not restarted a second time" in final.why
+    refused = verdict_of([START], [begin(1)], 1, {"n1": 78}, failure=Failure(**{**fields, "error": "refused"}))
+    assert refused.why.startswith("user error (78)")
 
 
 def test_the_end_of_a_job_that_was_already_restarted_decides_nothing():

@@ -3,7 +3,9 @@
 Every step takes STEP_S seconds. A rank that receives a stop request passes it to the others by a file, and the death
 of one rank crashes the others; real ranks do both through an all-reduce. Files in the run folder cause faults:
 
-    crash        every start crashes
+    crash        every start crashes without a word
+    bug          rank 1 fails at step 7: with `module` in the file it imports one that does not exist, with `kill` or
+                 `term` it gets SIGKILL or SIGTERM, and any other text is that of a ValueError
     exit-R       rank R ends with the exit code in this file
     away-R       rank R ends with 75 before its training begins, as one whose storage is away
     deaf         ranks ignore stop requests
@@ -18,7 +20,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from importlib import import_module
 from pathlib import Path
 
 from electra_launcher import pretrain
@@ -26,7 +30,7 @@ from electra_launcher.entry import end_process_with
 from electra_launcher.supervise import rank_main
 
 from electra_dist.config.load import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, read_ledger
@@ -66,7 +70,9 @@ def train(arguments: list[str]) -> int:
         if (run / "chatty").exists():
             print(f"step {step}", flush=True)
         if (run / "crash").exists():
-            raise RuntimeError("a crash before the first checkpoint")
+            return EXIT_CRASH
+        if (run / "bug").exists() and rank == 1 and step == 7:
+            _fail((run / "bug").read_text())
         if (run / f"exit-{rank}").exists():
             return int((run / f"exit-{rank}").read_text())
         step += 1
@@ -88,6 +94,17 @@ def train(arguments: list[str]) -> int:
     if (run / "linger").exists():
         time.sleep(60.0)
     return EXIT_DONE
+
+
+def _fail(how: str) -> None:
+    if how == "module":
+        import_module("no_such_module_anywhere")
+    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(how)
+    if number is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(60.0)
+    raise ValueError(how)
 
 
 def _has_lost_rank(run: Path, attempt: int) -> bool:

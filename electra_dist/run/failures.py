@@ -1,0 +1,164 @@
+"""Record why starts of the ranks have failed, in RUN/failures/, and tell it: what, whose fault, and what follows.
+
+    failures/node-K.jsonl      a line for each failed start on node K: the rank that explains it, and its class
+    failures/rank-00003.txt    the last 64 KiB that rank 3 wrote to stderr in its newest failed start
+
+The supervisor of node K is the only writer of its file, and of those of its ranks. Another supervisor or Slurm job
+goes on with the same files, so that a fault that comes back at the same step is known in the next job, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from electra_dist.run.error_classes import ErrorClass, Finding, class_of, is_same_fault
+from electra_dist.run.folder import FAILURES_DIR, STRIKES_FILE
+from electra_dist.run.history import ENDINGS, STARTS
+from electra_dist.run.ledger import LedgerEvent
+from electra_dist.run.records import Count, DatedRecord, JsonlFile, read_records
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.patience import Patience, waiting
+
+
+class Failure(DatedRecord):
+    """Why a start of the ranks has failed on one node: a line of failures/node-K.jsonl."""
+
+    start: str  # name of the start, such as job-4711-0-start-000002
+    node: str  # its name for the scheduler
+    rank: Count
+    code: int | None = None  # exit code of the rank, -N: signal N; None: it was ended because it hung
+    error: str  # name of a class of error_classes.py
+    line: str = ""  # the line of its output that tells
+    step: Count | None = None  # in which it failed, counted from 0 as in `train.skip_steps`; None: before the first
+    positions: list[Count] | None = None  # first and last of the rows that it then read, in the row order
+    repeated: bool = False  # the same fault at the same step as in an earlier start: not started again
+
+    @property
+    def kind(self) -> ErrorClass:
+        """Return its class."""
+        return class_of(self.error)
+
+    @property
+    def place(self) -> str:
+        """Return at which step it failed, as text."""
+        return "before its first step" if self.step is None else f"at step {self.step:,}"
+
+    @property
+    def account(self) -> str:
+        """Return in one line what has happened and what follows."""
+        text = f"rank {self.rank} on {self.node}: {self.kind.title}, {self.place}"
+        if not self.repeated:
+            return text
+        where = "the same step" if self.step is None else "the same step on the same rows"
+        return f"{text}: {where} as before: {self.kind.fault}, not node; not restarted a second time"
+
+
+def record_failure(
+    run_dir: Path, node: int, failure: Failure, outputs: Mapping[int, str], patience: Patience | None = None
+) -> None:
+    """Append a failure to the file of node number `node`, and replace the files of its ranks' last output."""
+
+    def write() -> None:
+        file = JsonlFile(_file(run_dir, node))
+        with contextlib.closing(file):
+            file.append(failure)
+
+    for rank, output in outputs.items():
+        with replacing(output_file(run_dir, rank)) as out:
+            out.write(output.encode())
+    waiting(patience, write)
+
+
+def read_failures(run_dir: Path, patience: Patience | None = None) -> list[Failure]:
+    """Return the failures of all nodes, oldest first; [] if no start has failed under a supervisor."""
+
+    def read() -> list[Failure]:
+        files = sorted((Path(run_dir) / FAILURES_DIR).glob("node-*.jsonl"))
+        found = [failure for file in files for failure in read_records(file, Failure.model_validate)]
+        return sorted(found, key=lambda failure: failure.unix_s)
+
+    return waiting(patience, read)
+
+
+def output_file(run_dir: Path, rank: int) -> Path:
+    """Return the file with the last output of a rank in its newest failed start."""
+    return Path(run_dir) / FAILURES_DIR / f"rank-{rank:05d}.txt"
+
+
+def is_repetition(finding: Finding, step: int | None, earlier: Iterable[Failure]) -> bool:
+    """Return whether a fault of code, data or config has come back at the same step: no restart helps. Pure."""
+    return finding.error.repeats_are_final and any(
+        before.error == finding.error.name and before.step == step and is_same_fault(before.line, finding.line)
+        for before in earlier
+    )
+
+
+def newest_failure(failures: Sequence[Failure]) -> Failure | None:
+    """Return what explains the newest failed start: of its nodes, one that did not fail because of another."""
+    of_start = [failure for failure in failures if failure.start == failures[-1].start]
+    causes = [failure for failure in of_start if not failure.kind.is_consequence]
+    return next(iter(causes or of_start), None)
+
+
+def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[Failure]) -> dict[str, Any]:
+    """Return the account of the last end of a run as a JSON object; "state" is "running or killed" without one.
+
+    The newer of the last failure that a supervisor recorded and the last end in the ledger decides. Pure.
+    """
+    failure = newest_failure(failures)
+    ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
+    newest = ends[-1] if ends else None
+    known: dict[str, Any] = {
+        **dict.fromkeys(
+            ("time", "rank", "node", "code", "class", "fault", "restart", "line", "step", "rows", "output")
+        ),
+        "run": str(run),
+        "state": "running or killed",
+        "what": "no end of the newest start is recorded",
+        "repeated": False,
+        "next": [f"electra-dist status {run}"],
+    }
+    # The event "crash" of rank 0 is older than the supervisor's record of the same start.
+    is_on_purpose = newest is not None and newest.event in ("done", "stop", "storage", "rollback")
+    is_newer = newest is not None and (failure is None or newest.unix_s > failure.unix_s)
+    if newest is not None and is_newer and (failure is None or is_on_purpose or newest.event in STARTS):
+        if newest.event in STARTS:
+            return known
+        state = newest.event if newest.event in ("done", "crash", "unhealthy") else "stopped"
+        what = f"{newest.event} at step {newest.step:,}" + (f": {newest.why}" if newest.why else "")
+        return {**known, "time": newest.time, "state": state, "what": what, "step": newest.step}
+    if failure is None:
+        return known
+    kind = failure.kind
+    next_steps = [kind.next_step]
+    if failure.repeated and failure.step is not None:
+        next_steps.append(
+            f"if the rows are at fault: start again with --set train.skip_steps=[{failure.step}]; nothing else changes"
+        )
+    if kind.restart == "elsewhere":
+        next_steps.append(f"when the node is repaired, delete its lines in {run / STRIKES_FILE}")
+    return {
+        **known,
+        "time": failure.time,
+        "state": "failed",
+        "what": failure.account,
+        "rank": failure.rank,
+        "node": failure.node,
+        "code": failure.code,
+        "class": kind.name,
+        "fault": kind.fault,
+        "restart": "never" if failure.repeated else kind.restart,
+        "repeated": failure.repeated,
+        "line": failure.line,
+        "step": failure.step,
+        "rows": failure.positions,
+        "output": str(output_file(run, failure.rank)),
+        "next": next_steps,
+    }
+
+
+def _file(run_dir: Path, node: int) -> Path:
+    return Path(run_dir) / FAILURES_DIR / f"node-{node}.jsonl"
