@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import write_environment
+from electra_dist.run.failures import Failure, record_failure
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease import take_lease
 from electra_dist.run.metrics import EvalRecord
@@ -200,6 +201,20 @@ def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Pat
             + "\n"
         )
     assert shown(run)[0].endswith(": dead (4 starts in a row)")
+
+
+def test_why_the_newest_start_has_failed_is_shown_until_the_run_is_finished(run: Path):
+    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 3, "error": "device-assert"}
+    record_failure(run, 7, Failure(**fields, step=12, repeated=True), {})
+    (line,) = [line for line in shown(run) if line.startswith("  failure ")]
+    assert line.startswith(
+        "  failure     rank 3 on n7: CUDA error, device-side assert, at step 12: the same step on the"
+    )
+    assert "code, not node; not restarted a second time" in line and f"electra-dist why {run}" in line
+    known = json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["failure"]
+    assert (known["rank"], known["fault"], known["repeated"]) == (3, "code", True)
+    ledger(run, event("done", 0, step=20))
+    assert not [line for line in shown(run) if line.startswith("  failure ")]
 
 
 def test_the_reason_of_a_job_is_not_shown_for_a_run_that_was_continued_without_slurm(run: Path):

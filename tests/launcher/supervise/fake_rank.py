@@ -39,6 +39,7 @@ from electra_dist.train.stop_request import StopRequest
 
 STEP_S = 0.05
 SAVE_EVERY = 5
+BUG_STEP = 7
 
 
 def train(arguments: list[str]) -> int:
@@ -71,8 +72,10 @@ def train(arguments: list[str]) -> int:
             print(f"step {step}", flush=True)
         if (run / "crash").exists():
             return EXIT_CRASH
-        if (run / "bug").exists() and rank == 1 and step == 7:
-            _fail((run / "bug").read_text())
+        if (run / "bug").exists() and step == BUG_STEP:
+            if rank == 1:
+                _fail((run / "bug").read_text())
+            _await_loss(run, attempt)
         if (run / f"exit-{rank}").exists():
             return int((run / f"exit-{rank}").read_text())
         step += 1
@@ -105,6 +108,13 @@ def _fail(how: str) -> None:
         os.kill(os.getpid(), number)
         time.sleep(60.0)
     raise ValueError(how)
+
+
+def _await_loss(run: Path, attempt: int) -> None:
+    """Wait for the loss of another rank, as a real rank does in the all-reduce of the step."""
+    deadline = time.monotonic() + 60
+    while not _has_lost_rank(run, attempt) and (run / "bug").exists() and time.monotonic() < deadline:
+        time.sleep(STEP_S)
 
 
 def _has_lost_rank(run: Path, attempt: int) -> bool:
