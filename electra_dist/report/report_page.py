@@ -39,11 +39,11 @@ MAX_EVENTS = 40  # the newest events that the table of events shows
 MAX_EVALUATIONS = 12  # the newest evaluations that the table of evaluations shows
 _EVALUATION_HEAD = (
     "step",
+    "context AUC",
+    "ROC-AUC",
+    "discriminator loss",
     "generator loss",
     "right",
-    "discriminator loss",
-    "ROC-AUC",
-    "context AUC",
     "accuracy",
     "precision",
     "recall",
@@ -158,11 +158,11 @@ def _joined(tokens: Sequence[str]) -> str:
 def _evaluation_row(record: EvalRecord) -> list[str]:
     return [
         f"{record.step:,}",
+        f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
+        f"{record.auc:.4f}",
+        f"{record.rtd_loss:.4f}",
         f"{record.mlm_loss:.4f}",
         percent(record.mlm_accuracy),
-        f"{record.rtd_loss:.4f}",
-        f"{record.auc:.4f}",
-        f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
         percent(record.accuracy),
         percent(record.precision),
         percent(record.recall),

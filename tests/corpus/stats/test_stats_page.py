@@ -161,8 +161,8 @@ def test_what_was_left_out_comes_in_the_order_of_the_steps_each_table_with_a_cap
 
 
 def test_figures_are_aligned_to_the_right_and_text_to_the_left(text: str) -> None:
-    assert "<td>near_duplicate</td>" in text
-    assert '<td class="figure">33</td>' in text
+    assert '<td data-name="reason">near_duplicate</td>' in text
+    assert '<td class="figure" data-name="dropped">33</td>' in text
     assert re.search(r"<td>\.pdf</td><td class=\"figure\">1</td>", text)
 
 
