@@ -6,18 +6,28 @@ what was asked for; then the request is repeated. A listing ends, also if the se
 only class, code and HTTP status are used: the service's own text never reaches a message or an exception chain,
 because it may quote a key, a token or a signed URL.
 
+When `Download.complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
+that the service announced and that the header Content-Range gives for the object. Every GET therefore asks for a
+range; for a whole object, for all bytes from 0. A span that reaches beyond the object's end gives the bytes up to the
+end. After a fault, the next GET continues at the last good byte; if the object is replaced in the meantime, the
+download begins again. Only bytes beyond the furthest byte so far then count as progress (`patience.py`). So a download
+of an object that is replaced again and again ends with an error, not in an endless loop. A connection that is slower
+than `LEAST_BYTES_PER_S` is given up.
+
 How: `failure_kinds.py` has the table of what each failure means.
 
-Limits: whether the bytes of an object are right is not checked here. The readers of an object compare its digest, if
-one is recorded.
+Limits: whether the bytes of an object are right is not checked here; bytes that were changed in transit have the right
+length. The readers of an object compare its digest, if one is recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import botocore.exceptions as boto_errors
 import urllib3.exceptions
@@ -36,6 +46,7 @@ from electra_dist.store.failure_kinds import (
     safe_code,
     transient,
 )
+from electra_dist.store.patience import LEAST_BYTES_PER_S
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
@@ -63,7 +74,10 @@ WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writ
 _EMPTY_PAGES = 100  # pages in a row that may be without an entry
 _MOST_PAGES = 10_000  # pages of a listing; of a thousand entries each
 
-ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error document is recognized
+_ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error document is recognized
+
+CHECK_NETWORK = "check the network to the service, then start again"
+_CHUNK = 128 << 10  # Most bytes read from the connection at a time.
 
 
 class Taken(Exception):
@@ -172,11 +186,6 @@ def check_object(answer: dict[str, Any], key: str) -> None:
         raise broken("a page of HTML or XML instead of the object", CHECK_PROXY)
 
 
-def is_error_document(first_bytes: bytes) -> bool:
-    """Return whether an object's first bytes are those of an error document of S3, `<Error>` in XML."""
-    return _ERROR_DOCUMENT.match(first_bytes) is not None
-
-
 def object_info(answer: dict[str, Any]) -> ObjectInfo:
     """Return the size of an object and the tag of its writer, from the answer to a GET, also one of a range."""
     part = content_range(answer)
@@ -234,3 +243,149 @@ def pages(
         f"{arguments['Bucket']}/{arguments['Prefix']}: the listing has more than {_MOST_PAGES:,} pages; name a longer "
         f"prefix"
     )
+
+
+class RateMeter:
+    """Meter of the transfer rate of one connection, in windows of `Pace.rate_window_s` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
+
+    def count(self, num_bytes: int, elapsed_s: float) -> None:
+        """Add bytes and the seconds that the connection took for them; raise Again if a full window was too slow."""
+        self._num_bytes += num_bytes
+        self._elapsed_s += elapsed_s
+        if self._elapsed_s < self._window_s:
+            return
+        if self._num_bytes < LEAST_BYTES_PER_S * self._elapsed_s:
+            raise broken(f"slower than {LEAST_BYTES_PER_S:,} bytes/s", CHECK_NETWORK)
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
+
+
+class Span(NamedTuple):
+    """Range of bytes [start, end) of an object; an end of None is the end of the object."""
+
+    start: int
+    end: int | None
+
+
+class Download:
+    """State of one download: the version (ETag) of the object and the bytes received, which are in a file.
+
+    The caller sends GET requests with the arguments `conditions()` and passes each answer to `receive`, until
+    `complete` is true. After a fault, the next request asks for the missing bytes only.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        sink: IO[bytes],
+        rate_window_s: float,
+        progress: Callable[[int], None],
+        span: Span | None = None,
+    ) -> None:
+        """Receive into `sink`, an empty, seekable file.
+
+        `progress` is called with the number of new bytes of a chunk. Bytes that arrive again after `restart` are not
+        new.
+        """
+        self._key = key
+        self._sink = sink
+        self._rate_window_s = rate_window_s
+        self._progress = progress
+        self._has_span = span is not None
+        self._span = Span(start=0, end=None) if span is None else span
+        self._etag = ""  # Version of the object of which bytes were received; "" before the first answer.
+        self._total = -1  # Bytes that the complete download has; -1 before the first answer.
+        self._furthest = 0  # Most bytes ever received, also before a restart.
+        self._first_bytes = b""  # The object's first bytes, by which an error document is recognized.
+
+    @property
+    def complete(self) -> bool:
+        """Return whether all bytes of the object, or of the span, are in the file; False before the first answer."""
+        return self._sink.tell() == self._total
+
+    @property
+    def ends_before_span(self) -> bool:
+        """Return whether HTTP 416 ("no byte in this range") would mean that there is nothing to receive.
+
+        True until the first byte has arrived: the object is empty or ends before the span. Later, 416 means that a
+        shorter object has replaced this one, and the caller must call `restart`.
+        """
+        return self._sink.tell() == 0
+
+    def conditions(self) -> dict[str, str]:
+        """Return the arguments of boto3's `get_object` that ask for the missing bytes of the same object version."""
+        num_received = self._sink.tell()
+        first_byte = self._span.start + num_received
+        if self._span.end is None:
+            conditions = {"Range": f"bytes={first_byte}-"}
+        else:
+            conditions = {"Range": f"bytes={first_byte}-{self._span.end - 1}"}  # HTTP ranges include the last byte.
+        if num_received > 0:
+            conditions["IfMatch"] = self._etag
+        return conditions
+
+    def receive(self, answer: dict[str, Any]) -> None:
+        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived.
+
+        Raises Taken if the answer is of another version or begins at another byte than was asked for: call `restart`.
+        Raises Again if the body ended early, came too slowly or is not the object: send a GET for the rest.
+        """
+        with contextlib.closing(answer["Body"]):
+            check_answer(answer, ("ETag", "ContentLength"))
+            check_object(answer, self._key)
+            self._check_part(answer)
+            self._etag = answer["ETag"]
+            self._total = self._sink.tell() + answer["ContentLength"]
+            meter = RateMeter(self._rate_window_s)
+            while True:
+                begin = time.monotonic()
+                # It returns as soon as some bytes are there; `read` would wait for a whole chunk, however slowly.
+                chunk = answer["Stream"].read1(_CHUNK)
+                if not chunk:
+                    break
+                elapsed_s = time.monotonic() - begin
+                self._append(chunk)
+                meter.count(len(chunk), elapsed_s)
+        if not self.complete:
+            raise broken(f"the body ended at byte {self._sink.tell()} of {self._total}")
+        if _ERROR_DOCUMENT.match(self._first_bytes):
+            self.restart()
+            raise broken("an error document instead of the object")
+
+    def _append(self, chunk: bytes) -> None:
+        if len(self._first_bytes) < _ERROR_DOCUMENT_BYTES and self._span.start == 0:
+            self._first_bytes += chunk[:_ERROR_DOCUMENT_BYTES]
+        self._sink.write(chunk)
+        num_new = self._sink.tell() - self._furthest
+        if num_new > 0:
+            self._furthest = self._sink.tell()
+            self._progress(num_new)
+
+    def _check_part(self, answer: dict[str, Any]) -> None:
+        """Raise Taken or Again if an answer has another version or range than asked for; some services send this."""
+        num_received = self._sink.tell()
+        if num_received > 0 and answer["ETag"] != self._etag:
+            raise Taken
+        part = content_range(answer)
+        if part is None and num_received == 0 and not self._has_span:
+            return  # The service ignores ranges and sends the whole object.
+        if part is None or part.first != self._span.start + num_received:
+            raise Taken
+        if part.end - part.first != answer["ContentLength"]:
+            raise broken("a body of another length than its range")
+        wanted_end = part.size if self._span.end is None else min(self._span.end, part.size)
+        if part.end != wanted_end:
+            raise broken("another range of bytes than was asked for")
+
+    def restart(self) -> None:
+        """Drop all received bytes, because the object was replaced: the next GET asks for its current version."""
+        self._etag = ""
+        self._total = -1
+        self._first_bytes = b""
+        self._sink.seek(0)
+        self._sink.truncate()

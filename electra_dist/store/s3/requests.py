@@ -38,13 +38,17 @@ from electra_dist.store.failure_kinds import Failure, FailureKind
 from electra_dist.store.interface import check_key
 from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Pace, Patience
 from electra_dist.store.s3.answers import (
+    CHECK_NETWORK,
     FAILURES,
     NEEDED_FIELDS,
     NOT_FOUND,
     TRIES_MISSING,
     Again,
+    Download,
     EmptyRange,
     ObjectInfo,
+    RateMeter,
+    Span,
     Taken,
     broken,
     check_answer,
@@ -53,7 +57,6 @@ from electra_dist.store.s3.answers import (
     object_info,
     pages,
 )
-from electra_dist.store.s3.download import CHECK_NETWORK, Download, RateMeter, Span
 
 Answer = dict[str, Any]  # what boto3 returns: the fields of an answer by name
 _Result = TypeVar("_Result")

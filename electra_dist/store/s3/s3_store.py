@@ -31,8 +31,7 @@ from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.patience import Patience
-from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Taken
-from electra_dist.store.s3.download import Span
+from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Span, Taken
 from electra_dist.store.s3.requests import S3Requests, content_md5
 
 PART_BYTES = 16 << 20  # Least size of a part.
