@@ -20,7 +20,6 @@ shorter while it is mapped ends the process with SIGBUS; the next start refuses 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import resource
@@ -46,6 +45,7 @@ from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
 from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
+from electra_dist.store.patience import waits
 
 _READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
 _OTHER_FILES = 512  # Files and connections of a process besides its open shards.
@@ -65,6 +65,7 @@ class ShardCache:
     ) -> None:
         """Start the threads. For shards on S3, `directory`, `limit_bytes` and `peers` go to the `NodeCache`."""
         self.corpora = corpora
+        self.patience = corpora.patience
         self.node_cache = NodeCache(directory, limit_bytes, {shard.entry.sha256 for shard in corpora.shards}, peers)
         self._peers = peers
         # The shards that are open, being verified or queued, by index.
@@ -80,10 +81,12 @@ class ShardCache:
         """Return how often a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
         return self.node_cache.refetches
 
+    @waits
     def open(self, shard_index: int) -> Shard:
         """Return a verified, memory-mapped shard by its index in `corpora.shards`; wait for it if necessary.
 
-        The shard stays open until `keep_only` or `close` closes it. Until then, further calls return at once.
+        A disk that is full or away is waited for. The shard stays open until `keep_only` or `close` closes it. Until
+        then, further calls return at once.
         """
         shard = self._shards.get(shard_index)
         if isinstance(shard, Shard):
@@ -103,7 +106,7 @@ class ShardCache:
 
     def _wait_for(self, index: int, queued: Future[Shard]) -> Shard:
         try:
-            shard = self.corpora.patience.wait_for(queued)  # raises the background thread's error
+            shard = self.patience.wait_for(queued)  # raises the background thread's error
         except BaseException:
             del self._shards[index]  # A later call tries again.
             raise
@@ -114,15 +117,13 @@ class ShardCache:
         """Return verified copies of rows from any shards, [k, seq_len]; open the shards that are not open yet.
 
         `shard_of_row` [k] are indices in `corpora.shards`. If a copy has a wrong checksum, its shard is verified
-        again, and a damaged shard from S3 is fetched again. A disk that is full or away is waited for. Raises
-        ManifestMismatch if a local shard is damaged, and StoreExhausted if copies are wrong again and again although
-        their shards are good.
+        again, and a damaged shard from S3 is fetched again. Raises ManifestMismatch if a local shard is damaged, and
+        StoreExhausted if copies are wrong again and again although their shards are good.
         """
-        patience = self.corpora.patience
         # `rows_of` needs each shard once, and for each row the index of its shard in that list.
         distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
         for _ in range(_READINGS):
-            shards = [patience.call(functools.partial(self.open, int(index))) for index in distinct_shards]
+            shards = [self.open(int(index)) for index in distinct_shards]
             try:
                 return rows_of(shards, index_of_row, row_in_shard)
             except ChangedRow as error:
@@ -159,7 +160,7 @@ class ShardCache:
         refetches_before = self.refetches
         self._drop(index)
         try:
-            self.corpora.patience.call(functools.partial(self.open, index))
+            self.open(index)
         except ManifestMismatch:
             raise ManifestMismatch(
                 f"{shard.path}: {place}; check the disk, restore the file or build the corpus again"

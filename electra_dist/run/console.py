@@ -23,13 +23,11 @@ from typing import TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from electra_dist.console import Console as Terminal
-from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.run.folder import LOG_FILE
 from electra_dist.run.metrics import EvalRecord, StepRecord
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.store.atomic_files import store_error
-from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.atomic_files import writable
 
 LINES_PER_HEADER = 40
 LEGEND = (
@@ -48,15 +46,9 @@ class Console:
         self._num_lines = 0  # of logged steps, in this start
         self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
         path = Path(run_dir) / LOG_FILE
-        try:
+        with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(path, "ab", buffering=0)  # noqa: SIM115  (owned until close)
-        except OSError as error:
-            if is_worth_waiting_for(error):
-                raise store_error(path, error) from None
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
-            ) from None
         self._stream = sys.stdout if stream is None else stream
         self._progress: Progress | None = None  # only on a terminal
         if self._stream.isatty():

@@ -12,7 +12,6 @@ decides about restarts.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Literal
 from electra_dist.errors import StoreAway
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, read_records
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, waiting, waits
 
 Event = Literal[
     "start",
@@ -115,7 +114,7 @@ class Ledger:
     def __init__(self, run_dir: Path, patience: Patience | None = None) -> None:
         """Open the file. `append`, `sync` and `close` wait for the disk with `patience` (None: not at all)."""
         self._run_dir = Path(run_dir)
-        self._patience = patience
+        self.patience = patience
         self._file = JsonlFile(self._run_dir / LEDGER_FILE)
         self._lock = threading.Lock()
 
@@ -127,7 +126,7 @@ class Ledger:
         try:
             self._append(event, step, details)
         except StoreAway:
-            if self._patience is None:
+            if self.patience is None:
                 raise
             self.sync()
 
@@ -138,8 +137,7 @@ class Ledger:
 
     def append_once(self, event: Event, step: int, **details: Any) -> None:
         """Append an event as `append_soon` does, unless the ledger has an event of this kind and step already."""
-        find = functools.partial(has_event, self._run_dir, event, step)
-        if not waiting(self._patience, find):
+        if not has_event(self._run_dir, event, step, self.patience):
             self.append_soon(event, step, **details)
 
     def _append(self, event: Event, step: int, details: dict[str, Any]) -> None:
@@ -147,11 +145,9 @@ class Ledger:
             self._file.append(LedgerEvent(time=_now(), event=event, step=step, **details))
             self._file.sync()
 
+    @waits
     def sync(self) -> None:
         """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk stays full or away."""
-        waiting(self._patience, self._sync)
-
-    def _sync(self) -> None:
         with self._lock:
             self._file.sync()
 
@@ -160,7 +156,7 @@ class Ledger:
 
         With `waits` False, the disk is tried once, whatever the patience.
         """
-        waiting(self._patience if waits else None, self._file.close)
+        waiting(self.patience if waits else None, self._file.close)
 
     def discard(self) -> None:
         """Close the ledger file without the events that the disk has refused. Calling it twice is fine."""
@@ -181,9 +177,9 @@ def read_ledger(path: Path, patience: Patience | None = None) -> list[LedgerEven
     return waiting(patience, read)
 
 
-def has_event(run_dir: Path, event: Event, step: int) -> bool:
+def has_event(run_dir: Path, event: Event, step: int, patience: Patience | None = None) -> bool:
     """Return whether the ledger has an event of this kind and step, so that a restart need not record it again."""
-    return any(record.event == event and record.step == step for record in read_ledger(run_dir))
+    return any(record.event == event and record.step == step for record in read_ledger(run_dir, patience))
 
 
 def append_job(run_dir: Path, event: str, **details: Any) -> None:

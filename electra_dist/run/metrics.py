@@ -35,7 +35,7 @@ from electra_dist.escapes import markdown_text
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.records import Count, JsonlFile, Record, lines, parse_line, read_records
 from electra_dist.run.tensorboard import TensorBoardWriter
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, waiting, waits
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 
@@ -158,7 +158,7 @@ class MetricsWriter:
 
         `sync` and `close` wait for the disk with `patience` (None: not at all); `write` never does.
         """
-        self._patience = patience
+        self.patience = patience
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._samples: JsonlFile | None = None  # samples.jsonl, opened by the first samples
@@ -226,14 +226,12 @@ class MetricsWriter:
         if tensorboard is not None:
             tensorboard.write_text("replaced words", replaced_words_table(samples), step)
 
+    @waits
     def sync(self) -> None:
         """Wait until all records of metrics.jsonl are on the disk (fsync); call it before a checkpoint is committed.
 
         Any thread may call this while another thread calls `write`. After StoreAway, call it again later.
         """
-        waiting(self._patience, self._sync)
-
-    def _sync(self) -> None:
         with self._lock:
             self._file.sync()
 
@@ -260,7 +258,7 @@ class MetricsWriter:
             self._samples.discard()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        waiting(self._patience if waits else None, self._file.close)
+        waiting(self.patience if waits else None, self._file.close)
 
     def discard(self) -> None:
         """Close metrics.jsonl without the records that its disk refuses. Calling it twice is fine."""

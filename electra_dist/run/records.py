@@ -29,16 +29,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import (
-    make_folder,
-    open_regular,
-    readable,
-    replacing,
-    store_error,
-    sync_folder,
-    writable,
-)
-from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.atomic_files import make_folder, open_regular, readable, replacing, sync_folder, writable
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json_object
 
 T = TypeVar("T")
@@ -103,17 +94,11 @@ class JsonlFile:
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
         self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
         self._valid_bytes: int | None = None  # after a failure: how much of the file is good; None without one
-        try:
+        with writable(path):
             make_folder(path.parent)
             self._file = self._open()
             sync_folder(path.parent)  # which may just have got the file; `sync` is about its bytes only
             self._cut_torn_line()
-        except OSError as error:
-            if is_worth_waiting_for(error):
-                raise store_error(path, error) from None
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
-            ) from None
 
     def append(self, record: Record | Mapping[str, Any]) -> None:
         """Append a record as a line. It survives a kill of this process and, after `sync`, a crash of the machine.

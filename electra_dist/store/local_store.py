@@ -11,12 +11,10 @@ must offer atomic rename and link, as Lustre, GPFS, WekaFS and NFSv3 or newer do
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 from typing_extensions import override
 
@@ -34,24 +32,10 @@ from electra_dist.store.atomic_files import (
     writable,
 )
 from electra_dist.store.interface import Store, check_key
-from electra_dist.store.patience import Patience
+from electra_dist.store.patience import Patience, waits
 
 _MOST_READ_BYTES = 1 << 30  # Larger objects are not read into memory as a whole.
 _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _waiting(method: Callable[Concatenate[LocalStore, P], R]) -> Callable[Concatenate[LocalStore, P], R]:
-    """Let a method of the store repeat itself while its storage is full or away."""
-
-    @functools.wraps(method)
-    def call(store: LocalStore, *args: P.args, **kwargs: P.kwargs) -> R:
-        return store.patience.call(lambda: method(store, *args, **kwargs))
-
-    return call
 
 
 class LocalStore(Store):
@@ -68,14 +52,14 @@ class LocalStore(Store):
         return self._folder / check_key(key)
 
     @override
-    @_waiting
+    @waits
     def read(self, key: str) -> bytes:
         path = self.local_path(key)
         with readable(path):
             return read_regular(path, _MOST_READ_BYTES)
 
     @override
-    @_waiting
+    @waits
     def read_range(self, key: str, start: int, length: int) -> memoryview:
         path = self.local_path(key)
         data = memoryview(bytearray(length))
@@ -88,21 +72,21 @@ class LocalStore(Store):
         return data[:num_read]
 
     @override
-    @_waiting
+    @waits
     def exists(self, key: str) -> bool:
         path = self.local_path(key)
         with readable(path):
             return path.is_file()
 
     @override
-    @_waiting
+    @waits
     def size(self, key: str) -> int:
         path = self.local_path(key)
         with readable(path):
             return path.stat().st_size
 
     @override
-    @_waiting
+    @waits
     def fetch(self, key: str, destination: Path) -> None:
         source = self.local_path(key)
         with readable(source):
@@ -111,13 +95,13 @@ class LocalStore(Store):
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     @override
-    @_waiting
+    @waits
     def write(self, key: str, data: bytes) -> None:
         with replacing(self.local_path(key)) as out:
             out.write(data)
 
     @override
-    @_waiting
+    @waits
     def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
         path = self.local_path(key)
         _check_space(path, sum(len(piece) for piece in pieces))
@@ -126,7 +110,7 @@ class LocalStore(Store):
                 out.write(piece)
 
     @override
-    @_waiting
+    @waits
     def write_new(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)
         try:
@@ -142,13 +126,13 @@ class LocalStore(Store):
         return True
 
     @override
-    @_waiting
+    @waits
     def upload(self, path: Path, key: str) -> None:
         with path.open("rb") as stream, replacing(self.local_path(key)) as out:
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     @override
-    @_waiting
+    @waits
     def sizes(self, prefix: str = "") -> dict[str, int]:
         found = {}
         for key in self.list(prefix):
@@ -158,7 +142,7 @@ class LocalStore(Store):
         return found
 
     @override
-    @_waiting
+    @waits
     def list(self, prefix: str = "") -> list[str]:
         prefix_folder, _, _ = prefix.rpartition("/")
         search_folder = self._folder
@@ -171,7 +155,7 @@ class LocalStore(Store):
         return sorted(key for key in keys if key.startswith(prefix))
 
     @override
-    @_waiting
+    @waits
     def delete(self, key: str) -> None:
         """Delete the file, then each folder above it (in the store) that has become empty."""
         path = self.local_path(key)
@@ -186,7 +170,7 @@ class LocalStore(Store):
                     folder.rmdir()
 
     @override
-    @_waiting
+    @waits
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete what killed writers left: empty folders, and temporary files for which `doomed(final key)` is true.
 

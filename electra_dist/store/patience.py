@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import random
 import sys
@@ -29,13 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from electra_dist.errors import StorageLost, StoreAway, error_line
 from electra_dist.escapes import printable
 from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 COMMAND_PATIENCE_S = 180.0  # patience of a store that is opened without one
 LEAST_BYTES_PER_S = 16 << 10  # a slower connection counts as failed
@@ -286,6 +288,24 @@ def _unpickle(limit_s: float, pace: Pace, key: str) -> Patience:
 def waiting(patience: Patience | None, operation: Callable[[], T]) -> T:
     """Call an operation with a patience, or once if that is None; for functions whose callers need not wait."""
     return operation() if patience is None else patience.call(operation)
+
+
+class _Patient(Protocol):
+    @property
+    def patience(self) -> Patience | None: ...
+
+
+Patient = TypeVar("Patient", bound=_Patient)
+
+
+def waits(method: Callable[Concatenate[Patient, P], T]) -> Callable[Concatenate[Patient, P], T]:
+    """Let a method repeat itself while its storage is full or away, with the `patience` of its object (None: not)."""
+
+    @functools.wraps(method)
+    def call(patient: Patient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return waiting(patient.patience, lambda: method(patient, *args, **kwargs))
+
+    return call
 
 
 def command_patience() -> Patience:

@@ -35,7 +35,7 @@ from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_document
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, waits
 
 _LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordinary noise is no spike
 _NEXT_STEP = "restore it from the events stopped_step and rollback in ledger.jsonl"
@@ -99,7 +99,7 @@ class SkipList:
 
     def __init__(self, run_dir: Path, configured: Iterable[int], patience: Patience | None = None) -> None:
         """Read the file, if there is one; `write` waits for the disk with `patience` (None: not at all)."""
-        self._patience = patience
+        self.patience = patience
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
@@ -164,15 +164,12 @@ class SkipList:
         self.stopped |= set(steps)
         self.steps |= self.stopped
 
+    @waits
     def write(self) -> None:
         """Write this list, without the steps of `train.skip_steps`, to skipped_steps.json. Call it on rank 0 only."""
         tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
-
-        def write() -> None:
-            with replacing(self._file) as file:
-                file.write(json.dumps(tree).encode() + b"\n")
-
-        waiting(self._patience, write)
+        with replacing(self._file) as file:
+            file.write(json.dumps(tree).encode() + b"\n")
 
     def below(self, step: int) -> tuple[int, ...]:
         """Return the skipped steps before `step`, ascending, for the checkpoint of `step` to record.

@@ -40,6 +40,7 @@ from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
+from electra_dist.store.patience import waits
 from electra_dist.train.evaluator import ScoredRow, text_sample
 from electra_dist.train.monitor import RankObservation
 from electra_dist.train.start import Start
@@ -59,6 +60,11 @@ class Reporter:
 
     def __init__(self, start: Start, restored: RunState | None, hosts: Sequence[str] = ()) -> None:
         """Open the files. Delete the metrics of steps after the restored checkpoint, because the run repeats them."""
+        self.patience = start.patience
+        self._open(start, restored, hosts)
+
+    @waits
+    def _open(self, start: Start, restored: RunState | None, hosts: Sequence[str]) -> None:
         config = start.config
         corpora = start.inputs.corpora
         run_dir = Path(config.run_dir)

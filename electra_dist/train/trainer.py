@@ -111,7 +111,7 @@ class Trainer:
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
         """Open log, metrics and ledger, and write there that this round begins. Rank 0 only."""
-        reporter = self.patience.call(lambda: Reporter(self.start, self.restored, hosts))
+        reporter = Reporter(self.start, self.restored, hosts)
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:

@@ -17,6 +17,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
+from electra_dist.errors import StorageLost
 from electra_dist.store.open_store import open_store
 
 NUM_SHARDS = 12
@@ -98,7 +99,7 @@ def test_an_error_of_the_disk_is_met_again_only_if_it_is_still_there(
     monkeypatch.setattr(ShardCache, "_open", failing)
     with closing(ShardCache(Corpora.of(Remote(tmp_path / "corpus"), corpus.manifest), tmp_path / "cache")) as cache:
         for _ in range(len(errors)):
-            with pytest.raises(OSError, match="Input/output error"):
+            with pytest.raises(StorageLost, match="Input/output error"):
                 cache.open(0)
         shard = cache.open(0)
         assert shard.num_rows == ROWS

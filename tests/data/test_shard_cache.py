@@ -35,6 +35,7 @@ from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMi
 from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 
 FORK = multiprocessing.get_context("fork")
 
@@ -452,6 +453,24 @@ def test_a_shard_whose_prefetch_failed_is_tried_again_when_it_is_needed(
         free_bytes[0] = 0
         with pytest.raises(StoreAway, match="disk full"):
             cache.open(2)
+
+
+def test_opening_a_shard_waits_for_room_on_the_disk(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = [0]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free_bytes[0]))
+
+    def make_room(reason: str) -> None:
+        assert not reason or "disk full: 0 bytes free" in reason
+        free_bytes[0] = 10**12
+
+    remote.patience = Patience(600.0, note=lambda line: None)
+    remote.patience.on_wait = make_room
+    with closing(ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)) as cache:
+        assert len(cache.open(1).rows(np.array([0]))) == 1
+    assert remote.fetched == [corpus.manifest.shards[1].name]
 
 
 def test_a_shard_that_others_delete_again_and_again_is_not_fetched_for_ever(

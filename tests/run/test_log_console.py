@@ -155,7 +155,7 @@ def test_a_terminal_shows_unbroken_lines_and_a_progress_bar_and_the_log_stays_pl
 def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path: Path):
     (tmp_path / "log.txt").mkdir()
 
-    with pytest.raises(UserError, match=r"log\.txt: cannot be written"):
+    with pytest.raises(UserError, match=r"log\.txt: is a folder, not a file"):
         Console(tmp_path, total_steps=1, start_step=0, stream=io.StringIO())
 
 

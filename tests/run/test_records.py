@@ -110,7 +110,7 @@ def test_a_damaged_line_that_is_not_the_last_is_an_error_that_names_its_number(t
 def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
 
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="file: is a file, not a folder; choose another path"):
         JsonlFile(tmp_path / "file" / "a.jsonl")
 
 
