@@ -29,7 +29,6 @@ that share a folder with too little room fetch more than with separate folders.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -42,7 +41,7 @@ from electra_dist.data.corpora import StoredShard
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
-from electra_dist.store.atomic_files import file_sha256, is_temporary, readable, writable
+from electra_dist.store.atomic_files import file_sha256, is_temporary, lock_file, readable, writable
 
 _FETCHES = 5  # Downloads with a wrong SHA-256, one after another, after which `NodeCache.ensure` raises an error.
 _SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
@@ -226,16 +225,11 @@ class NodeCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            try:
-                # The system releases it when the process ends, so a killed process never blocks the others.
-                fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError as error:
+            # The system releases it when the process ends, so a killed process never blocks the others.
+            if not lock_file(descriptor, wait=wait):
                 raise StoreError(
-                    f"{self._directory}: no file locks in this folder ({error.strerror}); set data.cache_dir to a "
-                    "local disk"
-                ) from None
+                    f"{self._directory}: no file locks in this folder; set data.cache_dir to a local disk"
+                )
             yield
         finally:
             os.close(descriptor)  # This also releases the lock.
@@ -297,5 +291,5 @@ def _last_used(path: Path) -> float:
 def _delete_unless_in_use(path: Path) -> None:
     """Delete a shard unless a process has it open, and therefore holds a shared flock on it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
+        if lock_file(stream, wait=False):
+            path.unlink()

@@ -543,7 +543,7 @@ def test_a_file_system_without_locks_is_refused(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(StoreError, match=r"no file locks in this folder .*set data.cache_dir to a local disk"):
+    with pytest.raises(StoreError, match=r"no file locks in this folder; set data.cache_dir to a local disk"):
         NodeCache(tmp_path).ensure(StoredShard(remote, corpus.manifest.shards[0]), verify=True)
 
 

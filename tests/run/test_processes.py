@@ -1,4 +1,4 @@
-"""Processes of any name are found and told apart; the kernel lets a process have any bytes as its name."""
+"""Processes of any name are found; the kernel lets a process have any bytes as its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from electra_dist.run.processes import identity_of, is_alive, is_running, node_name, status_field
+from electra_dist.run.processes import is_alive, node_name, status_field
 
 
 @pytest.fixture(params=[r"\377\376", r"\013State:\tZ", r"a) Z 1", r"\302\205State:\tZ"])
@@ -21,12 +21,9 @@ def pid(request: pytest.FixtureRequest) -> Iterator[int]:
         process.stdin.close()
 
 
-def test_a_process_with_an_odd_name_is_alive_and_has_an_identity(pid: int):
+def test_a_process_with_an_odd_name_is_alive(pid: int):
     assert is_alive(pid)
     assert status_field(pid, "Pid") == str(pid)
-    identity = identity_of(pid)
-    assert identity.start > 0
-    assert is_running(identity)
 
 
 def test_the_name_of_a_node_can_be_printed_and_stored(monkeypatch: pytest.MonkeyPatch):
