@@ -240,7 +240,8 @@ def test_an_error_document_is_not_taken_for_a_file_of_the_corpus(
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     expected = read_manifest(LocalStore(tmp_path / "corpus"))
     store = WrongAtFirst(tmp_path / "corpus", num_wrong)
-    corpus = Corpus(Corpora.of(store, expected), seed=1, shuffle_window_shards=1, cache_dir=tmp_path / "cache")
+    corpora = Corpora.of(store, expected)
+    corpus = Corpus(corpora, seed=1, shuffle_window_shards=1, cache_dir=tmp_path / "cache", global_batch=None)
     if num_wrong == 5:
         with pytest.raises(ManifestMismatch, match=r"corpus\.json"):
             read_manifest(store)
