@@ -36,8 +36,8 @@ from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
+from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.scores import Measured, ScoreStore, digest_of, summarize
-from electra_dist.finetune.seeds import TaskRequest, open_task
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.finetune.word_files import read_treebank

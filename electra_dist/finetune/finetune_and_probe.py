@@ -63,7 +63,11 @@ def finetune_task(
     train_loss: float | None = None
     of_test_sets: tuple[TextFile, ...] = ()
     try:
-        train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
+
+        def dev_score() -> float:
+            return task.evaluate(model, encoder, settings, progress).metrics[task.metric]
+
+        train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress, dev_score)
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
         if folder is not None:
             of_test_sets = task.predict_test_sets(model, encoder, settings, progress)
@@ -87,7 +91,7 @@ def finetune_task(
     )
     if folder is not None and outcome.metrics:
         predictions = outcome.predictions + of_test_sets
-        write_seed_folder(folder, encoder, model, settings, result, predictions)
+        write_seed_folder(folder, encoder, model, settings, result, predictions, task.data)
     return result
 
 

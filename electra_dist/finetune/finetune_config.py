@@ -16,13 +16,13 @@ those of Hugging Face's models (`head`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
 
-from electra_dist.config import Positive, Probability, Section
+from electra_dist.config import NonNegative, Positive, Probability, Section
 from electra_dist.config.load import parse_yaml
 from electra_dist.errors import UserError
 
@@ -50,6 +50,17 @@ class FinetuneConfig(Section):
     )
     epochs: Annotated[float, Field(gt=0)] = Field(
         default=3.0, description="passes over the training examples; fractions are allowed"
+    )
+    early_stopping: NonNegative = Field(
+        default=0,
+        description="number of epochs without a better development score after which training stops; the score is "
+        "computed after each epoch, and the weights of the best one are kept. 0: all epochs are trained, and the last "
+        "weights are kept",
+    )
+    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default="none",
+        description="weight of the loss of each label or tag. balanced: examples / (labels * examples of the label), "
+        "so that rare labels count as much as frequent ones; or {label: weight}, where other labels have 1",
     )
     batch: Positive = Field(default=32, description="examples per optimizer step (for SQuAD: windows per step)")
     warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -136,21 +147,26 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
     once: the default of `max_length` is lowered to this number, and an override above it raises UserError. `overrides`
     are texts such as "epochs=2", whose values are parsed as YAML.
     """
-    values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
-    for text in overrides:
-        values |= _parse_override(text)
-    try:
-        settings = FinetuneConfig.model_validate(values)
-    except ValidationError as error:
-        first_error = error.errors()[0]
-        key = ".".join(map(str, first_error["loc"]))
-        raise UserError(f"--set {key}={first_error['input']}: {first_error['msg']}; correct the value") from None
+    settings = check_overrides(overrides, {**_values_of_size(width), **_values_of_task(task, max_positions)})
     if settings.max_length > max_positions:
         raise UserError(
             f"max_length {settings.max_length} is more than the {max_positions} positions of the model; "
             f"pass --set max_length={max_positions}, or less"
         )
     return settings
+
+
+def check_overrides(overrides: Sequence[str], values: Mapping[str, Any] | None = None) -> FinetuneConfig:
+    """Return the settings `values` with `overrides`; raise UserError for an unknown key or a wrong value."""
+    changed = dict(values or {})
+    for text in overrides:
+        changed |= _parse_override(text)
+    try:
+        return FinetuneConfig.model_validate(changed)
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        key = ".".join(map(str, first_error["loc"]))
+        raise UserError(f"--set {key}={first_error['input']}: {first_error['msg']}; correct the value") from None
 
 
 def _values_of_size(width: int) -> dict[str, Any]:

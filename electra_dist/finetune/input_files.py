@@ -1,20 +1,42 @@
-"""Read what the files of fine-tuning data have in common: lines of UTF-8, JSON objects, and the text within these.
+"""Read what the files of fine-tuning data have in common: lines of UTF-8, JSON objects, tables, and the text in these.
 
-Guarantee: a JSON value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of
-other types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer
-takes: none of them becomes a word such as "None".
+Guarantee: a value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of other
+types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer takes:
+none of them becomes a word such as "None". Errors name the file and the line or, in a file of Arrow, the row.
+
+A table is a .tsv file, which is split at tabs only because GLUE contains unbalanced quotes, a .csv file with quotes
+as in RFC 4180, a .jsonl file, a .parquet file, or a folder of `datasets.save_to_disk`. The delimiter of a .csv file is
+the one of , ; | and the tab that gives its header most columns. Where Arrow files say the names of a column's classes,
+as those of the library datasets do, the names take the place of the numbers.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
+import itertools
 import json
 import math
 import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreMissing, UserError
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
+
+TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
+SAVED_STATE = "state.json"  # of a dataset that `datasets.save_to_disk` has written
+SAVED_SPLITS = "dataset_dict.json"  # of several such datasets
+_DELIMITERS = (",", ";", "\t", "|")
 
 _LINE_END = re.compile(r"(?<!\r)\r*\n|\r")  # a search begins at the first of several \r, so that it stays linear
 _MAX_SHOWN_CHARS = 40  # of a value in an error message
@@ -25,12 +47,15 @@ class NotText(ValueError):
 
 
 class JsonLine(NamedTuple):
-    """JSON object in one line of a file; every error about its values names the file and the line."""
+    """JSON object in one line of a file, or line of a table; every error about its values names the file and the line.
+
+    In a table without header, the keys are the numbers of the columns, from 0.
+    """
 
     place: str  # FILE:LINE
-    record: dict[str, Any]
+    record: dict[Any, Any]
 
-    def text(self, key: str) -> str:
+    def text(self, key: Column) -> str:
         """Return the text under `key`; raise UserError if the value is not text."""
         try:
             return as_text(self.record[key])
@@ -40,7 +65,7 @@ class JsonLine(NamedTuple):
                 f"line"
             ) from None
 
-    def name(self, key: str) -> str:
+    def name(self, key: Column) -> str:
         """Return the label or id under `key` as text; raise UserError if the value is neither text nor a number."""
         try:
             return as_name(self.record[key])
@@ -75,7 +100,7 @@ def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
 def as_text(value: object) -> str:
     """Return a JSON value if it is text; raise NotText if it has another type or contains half of a surrogate pair."""
     if not isinstance(value, str):
-        shown = json.dumps(value)
+        shown = json.dumps(value, default=str)
         raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
     try:
         value.encode()
@@ -92,3 +117,160 @@ def as_name(value: object) -> str:
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return str(value) if is_number else as_text(value)
+
+
+class Table(NamedTuple):
+    """Table that has been read: the names of its columns and its lines, which are split when they are asked for."""
+
+    file: Path
+    columns: list[str]
+    lines: Callable[[], Iterator[tuple[int, JsonLine]]]  # each line that is not blank, with its number from 1
+    sha256: str  # of the bytes
+    may_be_short: bool = False  # whether a line may have fewer columns than the header, as in .tsv files
+
+
+def read_table(file: Path, delimiter: str | None = None, has_header: bool = True) -> Table:
+    """Read a table; the name decides its format, and a name without a known ending stands for .tsv.
+
+    With a `delimiter` the file is read as .csv, except if it is .jsonl or of Arrow. `has_header` is for .tsv files.
+    Raises UserError if the file cannot be read as what it is named.
+    """
+    try:
+        with readable(file):
+            if file.is_dir():
+                return _read_saved_dataset(file)
+            raw = read_regular(file, MOST_DATA_BYTES)
+    except StoreMissing:
+        raise UserError(f"{file}: no such file; name a {', '.join(TABLE_SUFFIXES)} file") from None
+    digest = hashlib.sha256(raw).hexdigest()
+    if file.suffix == ".parquet":
+        return _arrow_table(file, [raw], digest)
+    lines = split_lines(raw, file)
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if file.suffix == ".jsonl":
+        first_lines = itertools.islice(_json_lines(file, numbered), 1)
+        columns = [str(key) for _, line in first_lines for key in line.record]
+        return Table(file, columns, lambda: _json_lines(file, numbered), digest)
+    if file.suffix == ".csv" or delimiter is not None:
+        text = raw.decode("utf-8-sig")
+        delimiter = delimiter or _delimiter_of(numbered[0][1] if numbered else "")
+        header = [name.strip() for name in next((cells for _, cells in _csv_cells(file, text, delimiter)), [])]
+        return Table(file, header, lambda: _csv_lines(file, text, delimiter, header), digest)
+    header = [name.strip() for name in numbered[0][1].split("\t")] if has_header and numbered else []
+    return Table(file, header, lambda: _tsv_lines(file, numbered, header), digest, may_be_short=True)
+
+
+def _json_lines(file: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, JsonLine]]:
+    for number, line in lines:
+        yield number, parse_json_line(file, number, line)
+
+
+def _tsv_lines(file: Path, lines: list[tuple[int, str]], header: list[str]) -> Iterator[tuple[int, JsonLine]]:
+    """Split lines at tabs; refuse one with text beyond the header's columns: a tab within a text shifted its cells."""
+    for number, line in lines[1:] if header else lines:
+        cells = line.split("\t")
+        if header and any(cell.strip() for cell in cells[len(header) :]):
+            raise UserError(
+                f"{file}:{number}: {len(cells)} columns where the header has {len(header)}; replace the tabs within "
+                f"texts by spaces, or use a .jsonl file"
+            )
+        titles: list[Any] = header or list(range(len(cells)))
+        # Of several columns of one name, the first counts.
+        yield number, JsonLine(f"{file}:{number}", dict(reversed(list(zip(titles, cells)))))
+
+
+def _delimiter_of(header_line: str) -> str:
+    return max(_DELIMITERS, key=lambda delimiter: len(next(csv.reader([header_line], delimiter=delimiter), [])))
+
+
+def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each record that is not blank, with the number of its first line."""
+    csv.field_size_limit(sys.maxsize)
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    except TypeError:
+        raise UserError(f"--delimiter {delimiter}: one character is needed, such as --delimiter ';'") from None
+    number = 1
+    try:
+        for cells in reader:
+            if any(cell.strip() for cell in cells):
+                yield number, cells
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{file}:{number}: not a line of a .csv file ({error}); put texts with quotes in them in quotes, and "
+            f"double the quotes within"
+        ) from None
+
+
+def _csv_lines(file: Path, text: str, delimiter: str, header: list[str]) -> Iterator[tuple[int, JsonLine]]:
+    for number, cells in itertools.islice(_csv_cells(file, text, delimiter), 1, None):
+        if len(cells) != len(header):
+            raise UserError(
+                f"{file}:{number}: {len(cells)} columns where the header has {len(header)}, separated by "
+                f"`{delimiter}`; put texts that contain it in quotes, or pass another --delimiter"
+            )
+        yield number, JsonLine(f"{file}:{number}", dict(reversed(list(zip(header, cells)))))
+
+
+def _read_saved_dataset(folder: Path) -> Table:
+    """Read the Arrow files of a dataset in the order in which its state.json lists them."""
+    try:
+        state = parse_json_object(read_regular(folder / SAVED_STATE))
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if state.get("_indices_files") or state.get("_indices_data_files"):
+            raise UserError(
+                f"{folder}: a selection of rows that an old version of datasets has written; save it again after "
+                f"flatten_indices()"
+            )
+        parts = [read_regular(folder / Path(name).name, MOST_DATA_BYTES) for name in names]
+    except (FileNotFoundError, DamagedJson, KeyError, TypeError):
+        raise UserError(
+            f"{folder}: no table; name a {', '.join(TABLE_SUFFIXES)} file, or a folder of datasets.save_to_disk "
+            f"with its {SAVED_STATE} and all its .arrow files"
+        ) from None
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return _arrow_table(folder, parts, digest.hexdigest())
+
+
+def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file.suffix == ".parquet":
+            table = pq.read_table(pa.BufferReader(parts[0]), use_threads=False)
+        else:
+            table = pa.concat_tables([pa.ipc.open_stream(part).read_all() for part in parts])
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{file}: not readable as a table of Arrow ({reason}); copy or write it again") from None
+    return Table(file, table.column_names, lambda: _arrow_lines(file, table), digest)
+
+
+def _arrow_lines(file: Path, table: pa.Table) -> Iterator[tuple[int, JsonLine]]:
+    names_of = _class_names(table.schema)
+    number = 0
+    for batch in table.to_batches(max_chunksize=1024):
+        for record in batch.to_pylist():
+            number += 1
+            for column, names in names_of.items():
+                value = record.get(column)
+                if isinstance(value, int) and 0 <= value < len(names):
+                    record[column] = names[value]
+            yield number, JsonLine(f"{file}:{number}", record)
+
+
+def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the names of the classes of each column for which the library datasets has written them."""
+    try:
+        features = parse_json_object((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            column: [str(name) for name in feature["names"]]
+            for column, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
+    except (DamagedJson, KeyError, TypeError, AttributeError):
+        return {}

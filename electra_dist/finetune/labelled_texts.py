@@ -1,9 +1,8 @@
-"""Describe and read the files of tasks on texts, encode their examples as ids, and write predictions for test sets.
+"""Describe and read the files of tasks on texts, find their columns, and write predictions for test sets.
 
-Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped.
-Callers name a column by its title in the header, or by its index, from 0, if the file has no header (CoLA). Lines with
-too few columns (QQP has some) are left out and counted; google-research/electra leaves them out, too. A pair of texts
-that is too long loses the last token of its longer text, again and again, until it fits, as in BERT.
+Guarantee: callers name a column by its title in the header, or by its index, from 0, if the file has no header (CoLA).
+Lines of a .tsv file with too few columns (QQP has some) are left out and counted; google-research/electra leaves them
+out, too. Examples that are held out for development are a function of the labels, the share and a seed.
 
 `GLUE` has the nine tasks of the benchmark, with the columns, labels, metrics and folders of the standard download, as
 google-research/electra reads them.
@@ -21,21 +20,34 @@ Source: https://gluebenchmark.com/faq, question 3, and its sample_submission.zip
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Sequence
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import parse_json_line, split_lines
+from electra_dist.finetune.input_files import SAVED_STATE, TABLE_SUFFIXES, Column, Table, read_table
 from electra_dist.finetune.task import TextFile, tsv_file
-from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
-from electra_dist.tokenizer import TextTokenizer
 
-Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
+_NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
+_ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
+_TEXT_TITLES = [
+    "text",
+    "sentence",
+    "content",
+    "review",
+    "comment",
+    "tweet",
+    "document",
+    "body",
+    "message",
+    "utterance",
+]
+_LABEL_TITLES = ["label", "labels", "class", "category", "target", "intent", "sentiment"]
 
 
 class Texts(NamedTuple):
@@ -55,7 +67,10 @@ class Texts(NamedTuple):
         if size >= num_examples:
             return self
         shuffled_rows = np.random.default_rng(seed=0).permutation(num_examples)
-        rows = np.sort(shuffled_rows[:size]).tolist()
+        return self.rows(np.sort(shuffled_rows[:size]).tolist())
+
+    def rows(self, rows: Sequence[int]) -> Texts:
+        """Return the examples of these rows, in their order."""
         return self._replace(
             a=[self.a[row] for row in rows],
             b=None if self.b is None else [self.b[row] for row in rows],
@@ -78,140 +93,148 @@ def find_file(places: Sequence[Path]) -> Path:
     )
 
 
-def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
-    """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
+def read_texts(
+    file: Path, text_a: Column, text_b: Column | None, label: Column, delimiter: str | None = None
+) -> Texts:
+    """Read the texts and labels of a table (`input_files.py`).
 
     `text_a`, `text_b` and `label` name columns; `text_b` is None for a task on single texts. Blank lines are ignored.
-    Raises UserError if there is no example, a column is missing, a TSV line has text beyond the columns of the header,
-    or a JSONL line is not an object with text in these columns.
+    Raises UserError if there is no example, a column is missing, or a value is no text.
     """
-    with readable(file):
-        raw = read_regular(file, MOST_DATA_BYTES)
-    lines = split_lines(raw, file)
-    numbered_lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    table = read_table(file, delimiter, has_header=not isinstance(text_a, int))
+    return texts_of(table, text_a, text_b, label)
 
-    # The cells of a row are those of the requested columns: first text, second text if there is one, label.
+
+def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column) -> Texts:
+    """Return the texts and labels of a table; arguments and errors are those of `read_texts`."""
+    file = table.file
     columns = [text_a, label] if text_b is None else [text_a, text_b, label]
-    if file.suffix == ".jsonl":
-        rows = _jsonl_rows(file, numbered_lines, columns)
-    else:
-        rows = _tsv_rows(file, numbered_lines, columns)
-    complete_rows = [(number, cells) for number, cells in rows if cells is not None]
-    if not complete_rows:
-        column_names = ", ".join(map(str, columns))
-        raise UserError(f"{file}: no examples; add at least one line with all columns ({column_names})")
-
-    return Texts(
-        a=[cells[0] for _, cells in complete_rows],
-        b=None if text_b is None else [cells[1] for _, cells in complete_rows],
-        label=[cells[-1].strip() for _, cells in complete_rows],
-        line=[number for number, _ in complete_rows],
-        skipped=len(rows) - len(complete_rows),
-        file=file,
-        sha256=hashlib.sha256(raw).hexdigest(),
-    )
-
-
-def encode_texts(
-    a: Sequence[str], b: Sequence[str] | None, tokenizer: TextTokenizer, special: SpecialIds, max_length: int
-) -> list[list[int]]:
-    """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
-
-    `b` is None for single texts; an empty second text is left out with its [SEP]. `max_length` counts the special
-    tokens. A longer single text is cut at its end, a longer pair by `truncate_pair`.
-    """
-    all_first_ids = tokenizer.encode(a)
-    if b is None:
-        max_text_length = max_length - 2  # without [CLS] and [SEP]
-        return [[special.cls, *ids[:max_text_length], special.sep] for ids in all_first_ids]
-    max_pair_length = max_length - 3  # without [CLS] and two [SEP]
-    all_second_ids = tokenizer.encode(b)
-    rows = []
-    for first_ids, second_ids in zip(all_first_ids, all_second_ids, strict=True):
-        first_kept, second_kept = truncate_pair(first_ids, second_ids, max_pair_length)
-        row = [special.cls, *first_kept, special.sep]
-        if second_kept:
-            row += [*second_kept, special.sep]
-        rows.append(row)
-    return rows
-
-
-def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
-    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
-
-    As long as they have more, the longer text loses its last id; if both are equally long, the second one does.
-    """
-    first_length = len(first)
-    second_length = len(second)
-    while first_length + second_length > max_total:
-        if first_length > second_length:
-            first_length -= 1
-        else:
-            second_length -= 1
-    return first[:first_length], second[:second_length]
-
-
-Row = tuple[int, list[str] | None]  # line number, and the requested columns; None if the line has too few columns
-
-
-def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split the lines of a TSV file at tabs, and select columns by title or, in a file without header, by index."""
-    has_header = not isinstance(columns[0], int)
-    if has_header:
-        header_line = lines[0][1] if lines else ""
-        indices = _header_indices(file, header_line, columns)
-        example_lines = lines[1:]
-        _check_widths(file, len(header_line.split("\t")), example_lines)
-    else:
-        indices = [int(column) for column in columns]
-        example_lines = lines
-    rows: list[Row] = []
-    for number, line in example_lines:
-        cells = line.split("\t")
-        if len(cells) > max(indices):
-            rows.append((number, [cells[index] for index in indices]))
-        else:
-            rows.append((number, None))
-    return rows
-
-
-def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]) -> None:
-    """Raise UserError for a line with text beyond the header's columns: a tab within a text has shifted its cells."""
-    for number, line in lines:
-        cells = line.split("\t")
-        if any(cell.strip() for cell in cells[num_columns:]):
-            raise UserError(
-                f"{file}:{number}: {len(cells)} columns where the header has {num_columns}; replace the tabs within "
-                f"texts by spaces, or use a .jsonl file"
-            )
-
-
-def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index of each of `columns` in a header line, without spaces around titles; the first match counts."""
-    header = [name.strip() for name in header_line.split("\t")]
-    missing = [column for column in columns if column not in header]
-    if missing:
+    missing = [column for column in columns if column not in table.columns]
+    if missing and table.columns and file.suffix != ".jsonl":
         raise UserError(
-            f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}: "
+            f"{file}: no column `{missing[0]}`; the header has {', '.join(table.columns)}: "
             f"name one of these, or correct the header"
         )
-    return [header.index(str(column)) for column in columns]
-
-
-def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Return the values of the keys `columns` of each numbered JSON line; the last one, the label, may be a number."""
-    *text_keys, label_key = map(str, columns)
-    rows: list[Row] = []
-    for number, line in lines:
-        json_line = parse_json_line(file, number, line)
-        missing = [column for column in columns if column not in json_line.record]
+    texts = Texts([], None if text_b is None else [], [], [], 0, file, table.sha256)
+    skipped = 0
+    for number, line in table.lines():
+        missing = [column for column in columns if column not in line.record]
+        if missing and table.may_be_short:
+            skipped += 1
+            continue
         if missing:
             raise UserError(
-                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(json_line.record)}: "
+                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(line.record)}: "
                 f"name one of these, or add the key"
             )
-        rows.append((number, [*map(json_line.text, text_keys), json_line.name(label_key)]))
-    return rows
+        texts.a.append(line.text(text_a))
+        if texts.b is not None and text_b is not None:
+            texts.b.append(line.text(text_b))
+        texts.label.append(line.name(label).strip())
+        texts.line.append(number)
+    if not texts.a:
+        column_names = ", ".join(map(str, columns))
+        raise UserError(f"{file}: no examples; add at least one line with all columns ({column_names})")
+    return texts._replace(skipped=skipped)
+
+
+def find_split(data: Path, split: str) -> Path | None:
+    """Return the table for `split` (train, dev or test) in the folder `data`; None if there is none.
+
+    A `data` that is a table itself is that for training. Raises UserError if the folder has several.
+    """
+    if data.is_file() or (data / SAVED_STATE).is_file():
+        return data if split == "train" else None
+    names = _NAMES_OF_SPLIT[split]
+    found = [data / f"{name}{suffix}" for name in names for suffix in TABLE_SUFFIXES]
+    found = [file for file in found if file.is_file()]
+    found += [data / name for name in names if (data / name / SAVED_STATE).is_file()]
+    if len(found) > 1:
+        raise UserError(f"{data}: {' and '.join(file.name for file in found)} are all {split} files; keep one of them")
+    return found[0] if found else None
+
+
+def find_columns(
+    table: Table, text_a: Column, text_b: Column | None, label: Column, is_regression: bool
+) -> tuple[Column, Column]:
+    """Return the columns of the text and of the label; one that is "" is found if there is exactly one candidate.
+
+    A column with a usual name is a candidate. If there is none, a label is any column whose values repeat, for a
+    regression one of numbers, and a text any column in which most values have several words.
+    """
+    taken = (text_a, text_b, label)
+    if label == "":
+        free = [column for column in table.columns if column not in taken]
+        found = [column for column in free if column.lower() in _LABEL_TITLES]
+        if not found:
+            fits = _are_numbers if is_regression else _repeat
+            free = [column for column in free if column.lower() not in _TEXT_TITLES]
+            found = [column for column in free if fits(_sample(table, column))]
+        label = _only_candidate(table, found, "label", "--label")
+    return text_a or find_text_column(table, [*taken, label]), label
+
+
+def find_text_column(table: Table, taken: Collection[Column | None]) -> str:
+    """Return the only column, other than those that are `taken`, that has texts; raise UserError if there is none."""
+    free = [column for column in table.columns if column not in taken]
+    found = [column for column in free if column.lower() in _TEXT_TITLES]
+    found = found or [column for column in free if _have_words(_sample(table, column))]
+    found = found or (free if len(free) == 1 else [])
+    return _only_candidate(table, found, "text", "--text-a (and --text-b for pairs)")
+
+
+def _sample(table: Table, column: str) -> list[str]:
+    lines = itertools.islice(table.lines(), _ROWS_OF_SAMPLE)
+    return [str(line.record[column]) for _, line in lines if column in line.record]
+
+
+def _only_candidate(table: Table, found: Sequence[str], what: str, option: str) -> str:
+    if len(found) == 1:
+        return found[0]
+    which = f"{' and '.join(found)} may each be the {what}" if found else f"no column is clearly the {what}"
+    raise UserError(f"{table.file}: {which}; name one of {', '.join(table.columns)} with {option}")
+
+
+def _repeat(values: list[str]) -> bool:
+    return 0 < len(set(values)) <= len(values) / 2
+
+
+def _are_numbers(values: list[str]) -> bool:
+    try:
+        return all(math.isfinite(float(value)) for value in values)
+    except ValueError:
+        return False
+
+
+def _have_words(values: list[str]) -> bool:
+    return sum(" " in value.strip() for value in values) > len(values) / 2
+
+
+def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tuple[Texts, Texts]:
+    """Return (training, development) examples, of which `held_out_rows` chooses the latter."""
+    keys: list[str] | list[float] = [float(label) for label in texts.label] if is_regression else texts.label
+    held_out = held_out_rows(texts.file, keys, share, seed)
+    kept = sorted(set(range(len(keys))) - set(held_out))
+    return texts.rows(kept), texts.rows(held_out)
+
+
+def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: float, seed: int) -> list[int]:
+    """Return the numbers of a `share`, at most a half, of the rows with each key; it depends on keys and seed only.
+
+    A text that is the key of one row stays in training; numbers are taken in equal distances. Raises UserError, which
+    names `file`, if no row would be held out.
+    """
+    num_of = Counter(keys)
+    rank = np.random.default_rng(seed).permutation(len(keys))
+    rows = [row for row, key in enumerate(keys) if isinstance(key, float) or num_of[key] > 1]
+    rows.sort(key=lambda row: (keys[row], rank[row]))
+    held_out = [row for place, row in enumerate(rows) if int((place + 1) * share) > int(place * share)]
+    if not held_out:
+        raise UserError(
+            f"{file}: {len(keys)} examples are too few to hold out {share:.0%} of them for development; name a file "
+            f"with --dev, or raise --dev-share"
+        )
+    return sorted(held_out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +245,7 @@ class TextSpec:
     """
 
     name: str
-    text_a: Column
+    text_a: Column  # "" to find the column in the user's file; the label, too
     text_b: Column | None  # None for a task on single texts
     label: Column
     labels: tuple[str, ...] = ()  # empty for a regression, or to use the sorted labels of the training data
@@ -232,6 +255,11 @@ class TextSpec:
     symmetric: bool = False  # whether the two texts may change places: (B, A) has the label of (A, B)
     folder: str = ""  # folder within the GLUE download; empty for a custom task
     dev_files: tuple[tuple[str, str], ...] = (("", "dev"),)  # (prefix of the metrics, file name without suffix)
+
+    @property
+    def columns(self) -> tuple[Column, Column | None, Column]:
+        """Return the columns of first text, second text and label."""
+        return self.text_a, self.text_b, self.label
 
 
 _BINARY = ("0", "1")
@@ -325,15 +353,13 @@ GLUE_TEST_SETS = {
 def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None) -> list[UnlabelledSet]:
     """Read those test files of a task that exist; a missing file is no error.
 
-    The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is test.tsv or, without
-    that, test.jsonl, with the columns `text_a` and `text_b`. Raises UserError if a line has too few columns, because a
-    submission needs a prediction for every example.
+    The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is the table `test` with
+    the columns `text_a` and `text_b`. Raises UserError if a line has too few columns, because a submission needs a
+    prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
-        for name in ("test.tsv", "test.jsonl"):
-            if (data / name).is_file():
-                return [_read(data / name, UnlabelledSpec(name, text_a, text_b, None, "test_predictions.tsv"))]
-        return []
+        file = find_split(data, "test")
+        return [_read(file, UnlabelledSpec("", text_a, text_b, None, "test_predictions.tsv"))] if file else []
     test_sets = []
     for spec in GLUE_TEST_SETS[task]:
         files = [folder / spec.path for folder in (data, data / "glue") if (folder / spec.path).is_file()]

@@ -10,7 +10,16 @@ Losses and scores are fp32 whatever the precision of the states.
 How: `network` computes outputs of token ids, and a `TaskModel` their loss. `StockNetwork` is a class of transformers;
 `paper_heads.py` has the heads of google-research/electra, which transformers lacks.
 
-Shapes: B rows, S tokens, H hidden width, N outputs.
+The passage of a question is cut into overlapping windows if it is too long, and each row is a window. One
+Dense(H -> 2) over the states gives the logits of start and end, which do not depend on each other. In a window without
+the answer, both targets are [CLS], so the probability of [CLS] is that of "no answer". The loss is the mean of the two
+cross-entropies over all tokens of a row without its padding. In prediction, only tokens of the passage and [CLS] take
+part. The no-answer logit of a row compares [CLS] with the best span among the candidates: log p(start = CLS) + log
+p(end = CLS) - log p(start) - log p(end).
+
+Source: Devlin et al., "BERT", NAACL 2019, section 4.2 and 4.3; transformers' ElectraForQuestionAnswering.
+
+Shapes: B rows, S tokens, H hidden width, N outputs, K beam.
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +41,11 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.hf import ELECTRA, State, family_of, to_hf
+from electra_dist.pretrained.hf import ELECTRA, Family, State, family_of, to_hf
 from electra_dist.pretrained.hf_settings import hf_config
 
 NO_WORD = -100  # target of a token that is not the first piece of a word
+OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
 _PRETRAINED_HEAD = {"head.dense.weight": "dense.weight", "head.norm.weight": "layer_norm.weight"}  # of `modern`
 
 
@@ -49,8 +59,31 @@ class Network(nn.Module):
     encoder_prefix: str  # of the names of the encoder's parameters; all others are the head's
 
 
-class StockNetwork(Network):
-    """Class of transformers for a task, such as ElectraForSequenceClassification. Its dropout needs no keys."""
+class HuggingFaceNetwork(Network):
+    """Model of transformers for a task. Its dropout needs no keys."""
+
+    def __init__(self, model: nn.Module, special: SpecialIds, family: Family) -> None:
+        """Take a model of a class of `family`."""
+        super().__init__()
+        self.model = model
+        self.special = special
+        self.has_token_types = family is ELECTRA
+        self.encoder_prefix = f"model.{family.prefix}"
+
+    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
+        """Return the logits: [B, N] of texts, [B, S, N] of tokens, or [B, S, 2] of an answer's start and end."""
+        inputs = {"input_ids": ids_BS, "attention_mask": (ids_BS != self.special.pad).long()}
+        if self.has_token_types:
+            inputs["token_type_ids"] = derive(ids_BS, self.special).token_type_BS
+        output = self.model(**inputs)
+        if "start_logits" in output:
+            return torch.stack([output.start_logits, output.end_logits], dim=-1)
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+class StockNetwork(HuggingFaceNetwork):
+    """Class of transformers for a task, such as ElectraForSequenceClassification, with a pretrained encoder."""
 
     def __init__(
         self,
@@ -61,7 +94,6 @@ class StockNetwork(Network):
         seed: int,
     ) -> None:
         """Copy the weights of `encoder`, and add a head; `head_config` has its entries of config.json."""
-        super().__init__()
         try:
             from transformers import AutoConfig, models
         except ImportError:
@@ -76,28 +108,15 @@ class StockNetwork(Network):
                 "attention_dropout": settings.attention_dropout,
             }
         )
-        self.special = encoder.special
-        self.config = hf_config(shape, "discriminator", encoder.special, architecture) | head_config
-        self.has_token_types = family is ELECTRA
-        self.encoder_prefix = f"model.{family.prefix}"
-        config = AutoConfig.for_model(**self.config)
+        head_and_shape = hf_config(shape, "discriminator", encoder.special, architecture) | head_config
+        config = AutoConfig.for_model(**head_and_shape)
         config.reference_compile = False  # older versions compile a ModernBERT by themselves
-        self.model: nn.Module = getattr(getattr(models, family.model_type), architecture)(config)
+        super().__init__(getattr(getattr(models, family.model_type), architecture)(config), encoder.special, family)
+        self.config = head_and_shape
         weights = _encoder_weights(encoder, shape) | _pretrained_head(encoder, self.model)
         new_names, unknown_names = self.model.load_state_dict(weights, strict=False)
         assert not unknown_names and not any(name.startswith(family.prefix) for name in new_names)
         init_head(((name, self.model.get_parameter(name)) for name in new_names), seed)
-
-    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the logits: [B, N] of texts, [B, S, N] of tokens, or [B, S, 2] of an answer's start and end."""
-        inputs = {"input_ids": ids_BS, "attention_mask": (ids_BS != self.special.pad).long()}
-        if self.has_token_types:
-            inputs["token_type_ids"] = derive(ids_BS, self.special).token_type_BS
-        output = self.model(**inputs)
-        if "start_logits" in output:
-            return torch.stack([output.start_logits, output.end_logits], dim=-1)
-        logits: torch.Tensor = output.logits
-        return logits
 
 
 class TaskModel(nn.Module):
@@ -140,17 +159,27 @@ class TaskModel(nn.Module):
 class Classifier(TaskModel):
     """Classifier of texts, with one output per label; a single output makes it a regression."""
 
-    def __init__(self, network: Network, special: SpecialIds, label_range: tuple[float, float] | None = None) -> None:
-        """Take a network; `label_range` has the lowest and the highest label of a regression."""
+    def __init__(
+        self,
+        network: Network,
+        special: SpecialIds,
+        label_range: tuple[float, float] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Take a network; `label_range` has the lowest and the highest label of a regression.
+
+        `weights` has one factor of the loss per label.
+        """
         super().__init__(network, special)
         self.label_range = label_range
+        self._weight_N = None if weights is None else torch.tensor(weights)
 
     @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         output_BN = self.network(ids_BS, dropout_keys).float()
         if self.label_range is not None:
             return F.mse_loss(output_BN, target_BK.float())  # of labels scaled to [0, 1]
-        return F.cross_entropy(output_BN, target_BK[:, 0].long())
+        return F.cross_entropy(output_BN, target_BK[:, 0].long(), _on(output_BN, self._weight_N))
 
     @override
     def hf_weights(self) -> State:
@@ -166,6 +195,11 @@ class Classifier(TaskModel):
 class Tagger(TaskModel):
     """Classifier of words, with one output per tag at every token."""
 
+    def __init__(self, network: Network, special: SpecialIds, weights: Sequence[float] | None = None) -> None:
+        """Take a network; `weights` has one factor of the loss per tag."""
+        super().__init__(network, special)
+        self._weight_N = None if weights is None else torch.tensor(weights)
+
     @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean cross-entropy over the words of a batch.
@@ -175,7 +209,92 @@ class Tagger(TaskModel):
         """
         logit_BSN = self.network(ids_BS, dropout_keys).float()
         target_BS = target_BK[:, : ids_BS.shape[1]]
-        return F.cross_entropy(logit_BSN.flatten(0, 1), target_BS.flatten(), ignore_index=NO_WORD)
+        weight_N = _on(logit_BSN, self._weight_N)
+        return F.cross_entropy(logit_BSN.flatten(0, 1), target_BS.flatten(), weight_N, ignore_index=NO_WORD)
+
+
+def _on(output: torch.Tensor, weight_N: torch.Tensor | None) -> torch.Tensor | None:
+    return None if weight_N is None else weight_N.to(output)
+
+
+class SpanScores(NamedTuple):
+    """Candidate answer spans of each of B rows: the K best starts, and the K best ends for each start, best first."""
+
+    start_logp_BK: torch.Tensor  # natural log-probabilities of the starts, fp32
+    start_BK: torch.Tensor  # positions of the starts in the row of ids, int64
+    end_logp_BKK: torch.Tensor  # [row, start, end]: log-probability of the end, given the start, fp32
+    end_BKK: torch.Tensor  # [row, start, end]: positions of the ends, int64
+    no_answer_B: torch.Tensor  # logit, positive for "no answer", fp32
+
+
+class AnswerModel(TaskModel):
+    """Base class of SQuAD models. A model proposes answer spans for rows of a question and a part of a passage.
+
+    A training target has three int64 numbers per row: start position, end position, and 1 if the question has no
+    answer, else 0. Both positions are 0, the [CLS], in a row that does not contain the answer.
+    """
+
+    def __init__(self, network: Network, special: SpecialIds, beam: int) -> None:
+        """Take a network; `beam` is the number of starts that are proposed, and of ends for each of them."""
+        super().__init__(network, special)
+        self.beam = beam
+
+    def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return which positions may be the start or the end of an answer, bool [B, S].
+
+        These are the tokens of the passage with its final [SEP], as in google-research/electra, and [CLS], which
+        stands for "no answer".
+        """
+        allowed_BS = derive(ids_BS, self.special).token_type_BS == 1
+        allowed_BS[:, 0] = True
+        return allowed_BS
+
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the candidate answer spans of each row, and its logit of "no answer", in evaluation mode."""
+        raise NotImplementedError
+
+
+class LinearSpanModel(AnswerModel):
+    """SQuAD model whose outputs are the logits of an answer's start and end at every token."""
+
+    @override
+    def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        start_logit_BS, end_logit_BS = self.network(ids_BS, dropout_keys).float().unbind(-1)
+        is_pad_BS = ids_BS == self.special.pad
+        start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 0])
+        end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 1])
+        return (start_loss + end_loss) / 2
+
+    @override
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return each row's K best starts, its K best ends (the same ones for all starts), and its no-answer logit."""
+        is_outside_BS = ~self.allowed(ids_BS)
+        start_logit_BS, end_logit_BS = self.predict(ids_BS).unbind(-1)
+        start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
+        end_logp_BS = (end_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
+        beam = min(self.beam, ids_BS.shape[1])
+        start_logp_BK, start_BK = start_logp_BS.topk(beam)
+        end_logp_BK, end_BK = end_logp_BS.topk(beam)
+        shape_BKK = (-1, beam, -1)
+        scores = SpanScores(
+            start_logp_BK=start_logp_BK,
+            start_BK=start_BK,
+            end_logp_BKK=end_logp_BK[:, None].expand(shape_BKK),
+            end_BKK=end_BK[:, None].expand(shape_BKK),
+            no_answer_B=start_logp_BS[:, 0] + end_logp_BS[:, 0],
+        )
+        return scores._replace(no_answer_B=scores.no_answer_B - _best_span_logp(scores))
+
+
+def _best_span_logp(scores: SpanScores) -> torch.Tensor:
+    """Return log p(start) + log p(end) of each row's most probable span among the candidates, fp32 [B]."""
+    # A pair is no span if it starts at [CLS], which stands for "no answer", or if it ends before it starts. A row
+    # without any span gets the lowest finite number, which makes its logit of "no answer" larger than any other.
+    logp_BKK = scores.start_logp_BK[..., None] + scores.end_logp_BKK
+    start_BK1 = scores.start_BK[..., None]
+    is_span_BKK = (start_BK1 > 0) & (scores.end_BKK >= start_BK1)
+    lowest = torch.finfo(logp_BKK.dtype).min
+    return logp_BKK.masked_fill(~is_span_BKK, lowest).flatten(1).amax(1)
 
 
 def labels_config(labels: Sequence[str]) -> dict[str, Any]:

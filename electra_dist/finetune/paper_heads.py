@@ -24,8 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.models import Network, init_head
-from electra_dist.finetune.span_models import OUTSIDE, AnswerModel, SpanScores
+from electra_dist.finetune.models import OUTSIDE, AnswerModel, Network, SpanScores, init_head
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 

@@ -20,18 +20,21 @@ import itertools
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from electra_kernels.operation_types import SpecialIds
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.input_files import NotText, as_name, as_text
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
-from electra_dist.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from electra_kernels.operation_types import SpecialIds
+
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.tokenizer import TextTokenizer
 
 
 class Question(NamedTuple):
@@ -115,12 +118,12 @@ class _LeftOut(Exception):
     """Error: a question of the file cannot be used; the message is the reason, one of a few fixed texts."""
 
 
-def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
+def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bool = False) -> SquadFile:
     """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
 
     `version` is 1 or 2; only in version 2 may a question have no answer. With `unique_ids`, a question whose id has
-    occurred before is left out, because predictions are stored by id. Raises UserError if no question is left, or the
-    file has another format.
+    occurred before is left out, because predictions are stored by id. With `is_marked`, questions of version 2 need
+    no `is_impossible`. Raises UserError if no question is left, or the file has another format.
     """
     try:
         with readable(file):
@@ -129,7 +132,7 @@ def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
     except DamagedJson as error:
         raise _other_format(file, version, str(error)) from None
     result = SquadFile([], [], {})
-    is_marked = False  # whether some question says whether it has an answer, as those of version 2 do
+    # `is_marked`: whether some question says whether it has an answer, as those of version 2 do
     number = 0
     ids: set[str] = set()
     for paragraph in itertools.chain.from_iterable(article["paragraphs"] for article in articles):

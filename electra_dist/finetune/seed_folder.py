@@ -47,17 +47,19 @@ def write_seed_folder(
     settings: FinetuneConfig,
     result: Measured,
     predictions: Sequence[TextFile],
+    data: dict[str, Any] | None = None,
 ) -> None:
     """Write a trained model with its tokenizer, its predictions and the record of its result to `folder`.
 
     In an existing folder, files of the same names are replaced, and others stay. A model with a head of
-    the paper is not written. The names of `predictions` are relative to the folder.
+    the paper is not written. The names of `predictions` are relative to the folder; `data` is `Task.data`.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     record = {
         "model": encoder.name,
         "result": result.numbers(),
         "settings": settings.model_dump(mode="json"),
+        "data": data or {},
         "files": [file.name for file in predictions],
     }
     with writable(folder):

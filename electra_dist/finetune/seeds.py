@@ -1,4 +1,4 @@
-"""Open the tasks of a fine-tuning command by their names, run their seeds, and resume after an interrupt.
+"""Run the seeds of the tasks of a fine-tuning command, and resume after an interrupt.
 
 Guarantee: every finished result is appended to results.jsonl, and the file is synced, before the next seed starts. If
 the file already has a result with the same seed and identity (a digest of weights, vocabulary, task, data and
@@ -32,7 +32,6 @@ from contextlib import closing
 from functools import lru_cache
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -41,64 +40,15 @@ from electra_dist.corpus.build_report import remarks_on_unknown_tokens, unknown_
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.labelled_texts import GLUE, TextSpec
+from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.scores import Measured, ScoreStore
 from electra_dist.finetune.seed_folder import check_folder, copy_best, read_identity, seed_dir
-from electra_dist.finetune.squad_task import SquadTask
-from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
-from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.hf import TowerName
+from electra_dist.pretrained.locate import Step
 from electra_dist.store.atomic_files import make_folder, writable
-
-_SQUAD_VERSIONS = {"squad1": 1, "squad2": 2}
-_TAGGING = ("ner", "tagging")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskRequest:
-    """What `open_task` needs: name of a task, folder of its data, columns. Hashable, and can be sent to a process."""
-
-    name: str  # name of a GLUE task, squad1, squad2, ner or tagging; any other is the name of a custom task
-    data: Path  # folder of the data
-    text_a: str | None = None  # column of the text; the columns and `kind` are used by a custom task only
-    text_b: str | None = None  # column of the second text; None for single texts
-    label: str | None = None  # column of the label
-    kind: Literal["classification", "regression"] = "classification"
-    max_train: int | None = None  # number of training examples of a task on texts, a fixed sample; None: all
-    with_test: bool = False  # whether to read the test sets, too, so that predictions for them are written
-
-
-def open_task(request: TaskRequest) -> Task:
-    """Read the data of a task and return the task; raise UserError if the name is unknown or the data are invalid."""
-    name = request.name
-    if name in _SQUAD_VERSIONS:
-        return SquadTask(_SQUAD_VERSIONS[name], request.data)
-    if name in _TAGGING:
-        return TaggingTask(name, request.data)
-    spec = GLUE[name] if name in GLUE else _custom_spec(request)
-    return TextTask(spec, request.data, request.max_train, request.with_test)
-
-
-def _custom_spec(request: TaskRequest) -> TextSpec:
-    """Describe a task on a user's texts by the columns of the request; raise UserError if it names none."""
-    if request.text_a is None or request.label is None:
-        raise UserError(
-            f"{request.name}: none of the tasks {', '.join([*GLUE, *_SQUAD_VERSIONS, *_TAGGING])}, and a custom task "
-            f"needs columns; correct the name, or give the columns `text_a` and `label` (--text-a COLUMN and --label "
-            f"COLUMN), and `text_b` for pairs"
-        )
-    return TextSpec(
-        name=request.name,
-        text_a=request.text_a,
-        text_b=request.text_b,
-        label=request.label,
-        kind=request.kind,
-        metric="accuracy" if request.kind == "classification" else "spearman",
-    )
-
 
 RESULTS_FILE = "results.jsonl"
 
@@ -231,6 +181,7 @@ class ModelRequest:
     spec: str
     tower: TowerName
     vocab: Path | None
+    step: Step = None
 
 
 class SeedProcesses:
@@ -331,4 +282,4 @@ _open = lru_cache(maxsize=1)(open_task)
 
 @lru_cache(maxsize=1)
 def _load(request: ModelRequest) -> Pretrained:
-    return load_pretrained(request.spec, request.tower, request.vocab)
+    return load_pretrained(request.spec, request.tower, request.vocab, request.step)

@@ -31,15 +31,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from typing_extensions import override
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import find_file
-from electra_dist.finetune.models import StockNetwork, TaskModel, labels_config
-from electra_dist.finetune.paper_heads import PaperSpanModel
 from electra_dist.finetune.passage_windows import (
     AnswerWindow,
     Passage,
@@ -50,12 +47,16 @@ from electra_dist.finetune.passage_windows import (
     read_squad,
     window_target,
 )
-from electra_dist.finetune.span_models import AnswerModel, LinearSpanModel, Span, best_spans
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
-from electra_dist.finetune.training_loop import Examples, Progress, predict
-from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
 
+if TYPE_CHECKING:
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.models import AnswerModel, SpanScores, TaskModel
+    from electra_dist.finetune.training_loop import Examples, Progress
+    from electra_dist.pretrained.encoder import Pretrained
+
+Span = tuple[float, int, int]  # (log-probability, first token, last token), tokens numbered within the passage
 Gold = Mapping[str, Sequence[str]]  # question id -> gold answers; empty for a question without an answer
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -165,6 +166,43 @@ def _best_score(predicted: str, gold: Sequence[str], score: Callable[[str, str],
     return max(score(predicted, answer) for answer in gold)
 
 
+def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
+    """Return the best allowed answer span of each window among its candidate starts and ends; None if there is none.
+
+    A span is allowed if it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and
+    starts at a token that the window owns (no other window has more context for this token). The best span has the
+    highest log p(start) + log p(end | start). `scores` has the candidates of the windows, in the same order.
+    """
+    # Plain lists, because single elements of a tensor are slow to read.
+    start_logps = scores.start_logp_BK.tolist()
+    starts = scores.start_BK.tolist()
+    end_logps = scores.end_logp_BKK.tolist()
+    ends = scores.end_BKK.tolist()
+
+    best: list[Span | None] = []
+    for row, window in enumerate(windows):
+        allowed_spans: list[Span] = []
+        for k, start_position in enumerate(starts[row]):
+            for end_logp, end_position in zip(end_logps[row][k], ends[row][k]):
+                # Positions in the row become numbers of tokens within the window's part of the passage.
+                start = start_position - window.offset
+                end = end_position - window.offset
+                if _is_allowed(window, start, end, max_answer):
+                    logp = start_logps[row][k] + end_logp
+                    allowed_spans.append((logp, window.first + start, window.first + end))
+        best.append(max(allowed_spans, default=None))
+    return best
+
+
+def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
+    """Return whether a span may be the answer; `start` and `end` count from the window's first passage token, 0."""
+    is_inside = 0 <= start <= end < len(window.owned)
+    if not is_inside:
+        return False
+    num_tokens = end - start + 1
+    return window.owned[start] and num_tokens <= max_answer
+
+
 _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files
 
 
@@ -183,6 +221,7 @@ class SquadTask(Task):
         self.dev = read_squad(dev_file, version, unique_ids=True)
         train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
         self.digest = hashlib.sha256(train_bytes + dev_bytes).hexdigest()
+        self.data = {"version": version}
         num_lost = sum(_is_lost(question) for question in self.train.questions)
         self.notes = []
         for file, content in ((train_file, self.train), (dev_file, self.dev)):
@@ -203,6 +242,10 @@ class SquadTask(Task):
         If a question has several gold answers, the first one is the target. Questions whose answer does not occur in
         the passage are left out.
         """
+        import torch
+
+        from electra_dist.finetune.training_loop import Examples
+
         passages, windows = _windows(self.train, encoder, settings)
         ids = []
         targets = []
@@ -222,7 +265,11 @@ class SquadTask(Task):
 
     @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> AnswerModel:
+        from electra_dist.finetune.models import LinearSpanModel, StockNetwork, labels_config
+
         if settings.head == "paper":
+            from electra_dist.finetune.paper_heads import PaperSpanModel
+
             return PaperSpanModel(encoder, settings, seed)
         # Version 5 of transformers has dropout before ModernBERT's head, ELECTRA's class never had.
         config = {"classifier_dropout": 0.0, **labels_config(["START", "END"])}
@@ -233,59 +280,12 @@ class SquadTask(Task):
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        assert isinstance(model, AnswerModel)
-        passages, windows = _windows(self.dev, encoder, settings)
-        device = next(model.parameters()).device
-        best: dict[int, Span] = {}  # number of a question -> its best span so far
-        no_answer: dict[int, float] = {}  # number of a question -> its lowest no-answer logit so far
-        ids = [window.ids for window in windows]
-        for rows, scores in predict(model.search, ids, encoder.special.pad, settings.batch, device, progress):
-            batch_windows = [windows[row] for row in rows]
-            spans = best_spans(batch_windows, scores, settings.max_answer)
-            no_answer_logits = scores.no_answer_B.tolist()
-            for window, span, logit in zip(batch_windows, spans, no_answer_logits):
-                question = window.question
-                no_answer[question] = min(no_answer.get(question, logit), logit)
-                if span is None:
-                    continue
-                # Spans are compared by their log-probability first, then by their tokens.
-                if question not in best or span > best[question]:
-                    best[question] = span
-        return self.score(passages, best, no_answer)
+        answers = find_answers(model, self.dev, encoder, settings, progress)
+        return self.score(answers.passages, answers.best, answers.no_answer)
 
-    def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Compute the official metrics on the development questions from the predicted spans.
-
-        `best` and `no_answer` map a question's number to its best span and its no-answer logit. Without a span the
-        answer is ""; without a logit, as for an empty passage, the logit is 0. The outcome counts as failed if every
-        predicted answer is "" or, in version 2, if no no-answer threshold gives a better F1 than leaving all questions
-        unanswered.
-        """
-        predicted: dict[str, str] = {}
-        no_answer_scores: dict[str, float] = {}
-        gold: dict[str, tuple[str, ...]] = {}
-        for number, question in enumerate(self.dev.questions):
-            predicted[question.id] = ""
-            if number in best:
-                _, first_token, last_token = best[number]
-                predicted[question.id] = passages[question.passage].answer(first_token, last_token)
-            no_answer_scores[question.id] = no_answer.get(number, 0.0)
-            gold[question.id] = question.answers
-
-        failures: tuple[str, ...] = ()
-        if not any(predicted.values()):
-            failures = ("degenerate: no question has an answer",)
-        files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
-        if self.version == 1:
-            return TaskOutcome(squad1_metrics(predicted, gold), failures, files)
-
-        metrics = squad2_metrics(predicted, no_answer_scores, gold)
-        num_unanswerable = sum(not answers for answers in gold.values())
-        score_without_answers = 100.0 * num_unanswerable / len(gold)
-        if metrics["best_f1"] <= score_without_answers:
-            failures = ("degenerate: no threshold beats `no answer` to every question",)
-        files += (TextFile("null_odds.json", _json_text(no_answer_scores)),)
-        return TaskOutcome(metrics, failures, files)
+    def score(self, passages: list[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
+        """Compute the official metrics on the development questions; the arguments are the fields of `Answers`."""
+        return score_answers(self.version, self.dev, Answers(passages, best, no_answer))
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:
@@ -314,3 +314,68 @@ def _windows(
         passage = passages[question.passage]
         windows += make_windows(number, question_ids[number], passage, encoder.special, settings)
     return passages, windows
+
+
+class Answers(NamedTuple):
+    """Answers of a model to the questions of a file, by the number of the question."""
+
+    passages: list[Passage]
+    best: dict[int, Span]  # the best span; none for an empty passage
+    no_answer: dict[int, float]  # the lowest no-answer logit of the windows
+
+    def text(self, number: int, question: Question) -> str:
+        """Return the text of the answer to a question; "" without a span."""
+        if number not in self.best:
+            return ""
+        _, first_token, last_token = self.best[number]
+        return self.passages[question.passage].answer(first_token, last_token)
+
+
+def find_answers(
+    model: TaskModel, file: SquadFile, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+) -> Answers:
+    """Return the best spans that a model finds in the windows of all questions."""
+    from electra_dist.finetune.models import AnswerModel
+    from electra_dist.finetune.training_loop import predict
+
+    assert isinstance(model, AnswerModel)
+    passages, windows = _windows(file, encoder, settings)
+    answers = Answers(passages, {}, {})
+    device = next(model.parameters()).device
+    ids = [window.ids for window in windows]
+    for rows, scores in predict(model.search, ids, encoder.special.pad, settings.batch, device, progress):
+        batch_windows = [windows[row] for row in rows]
+        spans = best_spans(batch_windows, scores, settings.max_answer)
+        for window, span, logit in zip(batch_windows, spans, scores.no_answer_B.tolist(), strict=True):
+            question = window.question
+            answers.no_answer[question] = min(answers.no_answer.get(question, logit), logit)
+            # Spans are compared by their log-probability first, then by their tokens.
+            if span is not None and (question not in answers.best or span > answers.best[question]):
+                answers.best[question] = span
+    return answers
+
+
+def score_answers(version: int, file: SquadFile, answers: Answers) -> TaskOutcome:
+    """Compute the official metrics of SQuAD `version` from the answers to the questions of a file.
+
+    Without a span the answer is ""; without a logit, as for an empty passage, the logit is 0. The outcome counts as
+    failed if every predicted answer is "" or, in version 2, if no no-answer threshold gives a better F1 than leaving
+    all questions unanswered.
+    """
+    predicted = {question.id: answers.text(number, question) for number, question in enumerate(file.questions)}
+    gold = {question.id: question.answers for question in file.questions}
+    failures: tuple[str, ...] = ()
+    if not any(predicted.values()):
+        failures = ("degenerate: no question has an answer",)
+    files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
+    if version == 1:
+        return TaskOutcome(squad1_metrics(predicted, gold), failures, files)
+
+    no_answer = {question.id: answers.no_answer.get(number, 0.0) for number, question in enumerate(file.questions)}
+    metrics = squad2_metrics(predicted, no_answer, gold)
+    num_unanswerable = sum(not answers for answers in gold.values())
+    score_without_answers = 100.0 * num_unanswerable / len(gold)
+    if metrics["best_f1"] <= score_without_answers:
+        failures = ("degenerate: no threshold beats `no answer` to every question",)
+    files += (TextFile("null_odds.json", _json_text(no_answer)),)
+    return TaskOutcome(metrics, failures, files)

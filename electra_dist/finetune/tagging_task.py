@@ -24,19 +24,23 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from typing_extensions import override
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.models import NO_WORD, StockNetwork, Tagger, TaskModel, labels_config
-from electra_dist.finetune.task import Task, TaskOutcome, TextFile
-from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
-from electra_dist.finetune.word_files import TaggedSentence, find_tagged_file, read_tagged_file, tags_of
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.finetune.labelled_texts import held_out_rows
+from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights
+from electra_dist.finetune.word_files import find_tagged_file, read_tagged_file, tags_of
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
+
+if TYPE_CHECKING:
+    import torch
+
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.models import Tagger, TaskModel
+    from electra_dist.finetune.training_loop import Examples, Progress
+    from electra_dist.pretrained.encoder import Pretrained
 
 Span = tuple[str, int, int]  # (type, index of the first word, index of the last word); the last word is included
 
@@ -91,6 +95,25 @@ def entity_metrics(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
     return {"f1": f1, "precision": precision, "recall": recall}
 
 
+def tag_metrics(
+    true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], has_spans: bool
+) -> tuple[dict[str, float], str]:
+    """Return the metrics of predicted tags of sentences, and a description if all predictions are equal, else ""."""
+    num_words = sum(map(len, true))
+    num_right = sum(
+        tag == guess
+        for tags, guesses in zip(true, predicted, strict=True)
+        for tag, guess in zip(tags, guesses, strict=True)
+    )
+    metrics = {"accuracy": num_right / num_words}
+    if has_spans:
+        metrics |= entity_metrics(true, predicted)
+    different_tags = {tag for tags in predicted for tag in tags}
+    if len(different_tags) == 1 and num_words > 1:
+        return metrics, f"degenerate: all {num_words} predictions are `{different_tags.pop()}`"
+    return metrics, ""
+
+
 _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
@@ -105,38 +128,70 @@ class TaggedRow(NamedTuple):
 class TaggingTask(Task):
     """Tagging of words, scored by accuracy (`tagging`) or by the F1 of the spans that BIO tags mark (`ner`)."""
 
-    def __init__(self, name: str, data: Path) -> None:
-        """Read the train and dev files in `data`; `name` is "ner" (needs BIO tags, such as B-PER) or "tagging"."""
+    def __init__(self, name: str, data: Path, dev_share: float = 0.1, split_seed: int = 0) -> None:
+        """Read the train and dev files in `data`; `name` is "ner" (needs BIO tags, such as B-PER) or "tagging".
+
+        Without a dev file, a share of the sentences is held out.
+        """
         train_file = find_tagged_file(data, "train")
+        if train_file is None:
+            raise UserError(
+                f"{data}: no train file; put train.conllu, or train.txt with a word and its tag on each line, there "
+                f"(--data)"
+            )
         dev_file = find_tagged_file(data, "dev")
         self.name = name
         self.metric = "f1" if name == "ner" else "accuracy"
         self.train = read_tagged_file(train_file)
-        self.dev = read_tagged_file(dev_file)
         self.tags = tags_of(self.train)
-        self.has_spans = are_bio_tags(self.tags) and are_bio_tags(tags_of(self.dev))
+        digested = name.encode() + read_regular(train_file, MOST_DATA_BYTES) + b"\0"
+        self.notes = []
+        self.data = {"split": None}
+        if dev_file is not None:
+            self.dev = read_tagged_file(dev_file)
+            digested += read_regular(dev_file, MOST_DATA_BYTES)
+        else:
+            self._hold_out(train_file, dev_share, split_seed)
+            digested += f"{dev_share} {split_seed}".encode()
+        self.has_spans = are_bio_tags(self.tags) and (dev_file is None or are_bio_tags(tags_of(self.dev)))
         if name == "ner" and not self.has_spans:
             raise UserError(
                 f"{train_file}: the tags ({', '.join(self.tags[:4])}, ...) do not mark named entities as B-TYPE, "
                 f"I-TYPE and O; use --task tagging, which is scored by accuracy"
             )
-        train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
-        digested = name.encode() + train_bytes + b"\0" + dev_bytes
         self.digest = hashlib.sha256(digested).hexdigest()
-        self.notes = [
-            f"{file}: {len(sentences)} sentences, {sum(len(sentence.words) for sentence in sentences)} words, "
-            f"{len(tags_of(sentences))} different tags"
-            for file, sentences in ((train_file, self.train), (dev_file, self.dev))
-        ]
+        for file, sentences in ((train_file, self.train), (dev_file or train_file, self.dev)):
+            num_words = sum(len(sentence.words) for sentence in sentences)
+            self.notes.append(
+                f"{file}: {len(sentences)} sentences, {num_words} words, {len(tags_of(sentences))} different tags"
+            )
         unknown_tags = sorted(set(tags_of(self.dev)) - set(self.tags))
         if unknown_tags:
             self.notes.append(
                 f"{dev_file}: tags that the training data lack count as wrong: {', '.join(unknown_tags)}"
             )
 
+    def _hold_out(self, file: Path, share: float, seed: int) -> None:
+        """Move a share of the sentences from `train` to `dev`: of those with one tag, and of those with several."""
+        keys = [str(len(set(sentence.tags)) > 1) for sentence in self.train]
+        rows = held_out_rows(file, keys, share, seed)
+        self.data = {"split": {"dev_share": share, "split_seed": seed, "dev_sentences": rows}}
+        self.notes.append(
+            f"{file}: no development file, so {len(rows)} of {len(self.train)} sentences are held out (--dev-share "
+            f"{share}, --split-seed {seed}); finetune.json has their numbers, from 0"
+        )
+        self.dev = [self.train[row] for row in rows]
+        kept = sorted(set(range(len(keys))) - set(rows))
+        self.train = [self.train[row] for row in kept]
+
     @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        rows = tagged_rows(self.train, encoder, settings.max_length)
+        import torch
+
+        from electra_dist.finetune.models import NO_WORD
+        from electra_dist.finetune.training_loop import Examples, padded
+
+        rows = tagged_rows([sentence.words for sentence in self.train], encoder, settings.max_length)
         number_of = {tag: number for number, tag in enumerate(self.tags)}
         tags_left = [list(reversed(sentence.tags)) for sentence in self.train]
         longest = padded([max((row.ids for row in rows), key=len)], encoder.special.pad).shape[1]
@@ -147,43 +202,34 @@ class TaggingTask(Task):
         return Examples(ids=[row.ids for row in rows], target_NK=target_NK)
 
     @override
+    def check(self, settings: FinetuneConfig) -> None:
+        self._weights(settings)
+
+    def _weights(self, settings: FinetuneConfig) -> list[float] | None:
+        counts = Counter(tag for sentence in self.train for tag in sentence.tags)
+        return label_weights(counts, self.tags, settings.class_weights)
+
+    @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> Tagger:
+        from electra_dist.finetune.models import StockNetwork, Tagger, labels_config
+
         # The default of transformers is a dropout before the head, which the paper does not have.
         config = {"classifier_dropout": 0.0, **labels_config(self.tags)}
-        return Tagger(StockNetwork(encoder, "TokenClassification", config, settings, seed), encoder.special)
+        network = StockNetwork(encoder, "TokenClassification", config, settings, seed)
+        return Tagger(network, encoder.special, self._weights(settings))
 
     @override
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        assert isinstance(model, Tagger)
-        rows = tagged_rows(self.dev, encoder, settings.max_length)
-        device = next(model.parameters()).device
-        predicted_of_row: list[list[str]] = [[] for _ in rows]
-        ids = [row.ids for row in rows]
-        for numbers, logit_BSN in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
-            best_tags = logit_BSN.argmax(-1).tolist()
-            for number, tags_of_tokens in zip(numbers, best_tags, strict=True):
-                predicted_of_row[number] = [self.tags[tags_of_tokens[place]] for place in rows[number].places]
-        predicted: list[list[str]] = [[] for _ in self.dev]
-        for row, tags in zip(rows, predicted_of_row, strict=True):  # the rows of a sentence are in its order
-            predicted[row.sentence] += tags
-        return self.score(predicted)
+        words = [sentence.words for sentence in self.dev]
+        outputs = word_outputs(model, words, encoder, settings, progress)
+        return self.score([[self.tags[number] for number in output_WN.argmax(-1).tolist()] for output_WN in outputs])
 
     def score(self, predicted: Sequence[Sequence[str]]) -> TaskOutcome:
         """Score the predicted tags of all development sentences; the same tag for all words counts as a failure."""
-        true = [sentence.tags for sentence in self.dev]
-        num_right = 0
-        for true_tags, predicted_tags in zip(true, predicted, strict=True):
-            num_right += sum(map(str.__eq__, true_tags, predicted_tags))
-        num_words = sum(map(len, true))
-        metrics = {"accuracy": num_right / num_words}
-        if self.has_spans:
-            metrics |= entity_metrics(true, predicted)
-        different_tags = {tag for tags in predicted for tag in tags}
-        failures: tuple[str, ...] = ()
-        if len(different_tags) == 1 and num_words > 1:
-            failures = (f"degenerate: all {num_words} predictions are `{different_tags.pop()}`",)
+        metrics, failure = tag_metrics([sentence.tags for sentence in self.dev], predicted, self.has_spans)
+        failures = (failure,) if failure else ()
         return TaskOutcome(metrics, failures, (self._predictions_file(predicted),))
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:
@@ -196,18 +242,43 @@ class TaggingTask(Task):
         return TextFile(name="dev_predictions.txt", text="\n".join(lines) + "\n")
 
 
-def tagged_rows(sentences: Sequence[TaggedSentence], encoder: Pretrained, max_length: int) -> list[TaggedRow]:
-    """Encode sentences as rows `[CLS] words [SEP]` of at most `max_length` tokens; a long sentence gives several rows.
+def word_outputs(
+    model: TaskModel,
+    sentences: Sequence[Sequence[str]],
+    encoder: Pretrained,
+    settings: FinetuneConfig,
+    progress: Progress,
+) -> list[torch.Tensor]:
+    """Return a model's outputs at the first pieces of the W words of each sentence, fp32 [W, N] on the host."""
+    import torch
+
+    from electra_dist.finetune.training_loop import predict
+
+    rows = tagged_rows(sentences, encoder, settings.max_length)
+    device = next(model.parameters()).device
+    output_of_row: dict[int, torch.Tensor] = {}
+    ids = [row.ids for row in rows]
+    for numbers, logit_BSN in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
+        for number, logit_SN in zip(numbers, logit_BSN.cpu(), strict=True):
+            output_of_row[number] = logit_SN[rows[number].places]
+    outputs: list[list[torch.Tensor]] = [[] for _ in sentences]
+    for number, row in enumerate(rows):  # the rows of a sentence are in its order
+        outputs[row.sentence].append(output_of_row[number])
+    return [torch.cat(parts) for parts in outputs]
+
+
+def tagged_rows(sentences: Sequence[Sequence[str]], encoder: Pretrained, max_length: int) -> list[TaggedRow]:
+    """Encode words as rows `[CLS] words [SEP]` of at most `max_length` tokens; a long sentence gives several rows.
 
     All words are kept, in their order. A word that the tokenizer drops, such as a control character, becomes [UNK].
     """
     special = encoder.special
     room = max_length - _NUM_SPECIAL
     rows = []
-    for number, sentence in enumerate(sentences):
+    for number, words in enumerate(sentences):
         ids = [special.cls]
         places: list[int] = []
-        for encoded in encoder.tokenizer.encode_words(sentence.words):
+        for encoded in encoder.tokenizer.encode_words(words):
             pieces = (encoded or [special.unk])[:room]
             if len(ids) - 1 + len(pieces) > room:
                 rows.append(TaggedRow(number, [*ids, special.sep], places))

@@ -1,19 +1,22 @@
 """Define the interface of fine-tuning tasks, which the tasks on texts, on questions and on tagged words implement.
 
 A model is trained on one task. Training is the same for all tasks (`training_loop.py`); a task provides the examples,
-the model with its head, and the scores.
+the model with its head, and the scores. A task is made, and its data are checked, without torch.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.models import TaskModel
-from electra_dist.finetune.training_loop import Examples, Progress
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.errors import UserError
+
+if TYPE_CHECKING:
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.models import TaskModel
+    from electra_dist.finetune.training_loop import Examples, Progress
+    from electra_dist.pretrained.encoder import Pretrained
 
 
 class TextFile(NamedTuple):
@@ -44,6 +47,12 @@ class Task(abc.ABC):
     metric: str  # name of the score among the metrics
     digest: str  # sha256 of the data and of how they are read
     notes: list[str]  # remarks about the data for the user, one line each
+    data: dict[str, Any]  # how the data were read, as JSON for finetune.json
+
+    def check(self, settings: FinetuneConfig) -> None:
+        """Raise UserError if the settings do not fit the task."""
+        if settings.class_weights != "none":
+            raise UserError(f"--set class_weights: {self.name} has no classes; leave it out")
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
@@ -67,3 +76,23 @@ class Task(abc.ABC):
     ) -> tuple[TextFile, ...]:
         """Return files with predictions for the task's test sets, which have no labels; empty for most tasks."""
         return ()
+
+
+def label_weights(
+    counts: Mapping[str, int], labels: Sequence[str], setting: str | Mapping[str, float]
+) -> list[float] | None:
+    """Return the factor of each label in the loss, or None for equal ones; `counts` has the examples of each label.
+
+    Raises UserError if the setting `class_weights` names another label.
+    """
+    if setting == "none":
+        return None
+    if isinstance(setting, str):
+        total = sum(counts.values())
+        return [total / (len(labels) * max(1, counts.get(label, 0))) for label in labels]
+    unknown = sorted(set(setting) - set(labels))
+    if unknown:
+        raise UserError(
+            f"--set class_weights: `{unknown[0]}` is none of the labels {', '.join(labels)}; correct the name"
+        )
+    return [setting.get(label, 1.0) for label in labels]

@@ -3,6 +3,8 @@
 Guarantee: with the setting `both_orders` (the default), the pairs (A, B) of MRPC and STS, whose order has no meaning,
 are used in training as (B, A), too. The `digest` of a task covers the bytes of its files and the way in which they are
 read. Labels that the task does not define are those of the whole training file, also if few of its examples are used.
+A pair of texts that is too long loses the last token of its longer text, again and again, until it fits, as in BERT.
+The files are read and checked before torch or transformers is imported.
 
 A label of a classification becomes its number in the list of labels. A label of a regression is scaled linearly, so
 that the lowest possible label becomes 0 and the highest 1; if the task does not define these two, the lowest and the
@@ -11,71 +13,120 @@ highest label of the training data are taken.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
+from collections import Counter
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.input_files import TABLE_SUFFIXES, read_table
 from electra_dist.finetune.labelled_texts import (
     Texts,
     TextSpec,
     UnlabelledSet,
-    encode_texts,
+    find_columns,
     find_file,
+    find_split,
     predictions_file,
     read_test_sets,
     read_texts,
+    split_off,
+    texts_of,
 )
-from electra_dist.finetune.models import Classifier, Network, StockNetwork, TaskModel, labels_config
-from electra_dist.finetune.paper_heads import PaperClassifier
-from electra_dist.finetune.task import Task, TaskOutcome, TextFile, tsv_file
-from electra_dist.finetune.task_metrics import (
-    classification_metrics,
-    degenerate,
-    metric_standard_error,
-    regression_metrics,
-)
-from electra_dist.finetune.training_loop import Examples, Ids, Progress, predict
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights, tsv_file
+
+if TYPE_CHECKING:
+    from electra_kernels.operation_types import SpecialIds
+
+    from electra_dist.finetune.models import Classifier, Network, TaskModel
+    from electra_dist.finetune.training_loop import Examples, Ids, Progress
+    from electra_dist.pretrained.encoder import Pretrained
+    from electra_dist.tokenizer import TextTokenizer
 
 
+def encode_texts(
+    a: Sequence[str], b: Sequence[str] | None, tokenizer: TextTokenizer, special: SpecialIds, max_length: int
+) -> list[list[int]]:
+    """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
+
+    `b` is None for single texts; an empty second text is left out with its [SEP]. `max_length` counts the special
+    tokens. A longer single text is cut at its end, a longer pair by `truncate_pair`.
+    """
+    all_first_ids = tokenizer.encode(a)
+    if b is None:
+        max_text_length = max_length - 2  # without [CLS] and [SEP]
+        return [[special.cls, *ids[:max_text_length], special.sep] for ids in all_first_ids]
+    max_pair_length = max_length - 3  # without [CLS] and two [SEP]
+    all_second_ids = tokenizer.encode(b)
+    rows = []
+    for first_ids, second_ids in zip(all_first_ids, all_second_ids, strict=True):
+        first_kept, second_kept = truncate_pair(first_ids, second_ids, max_pair_length)
+        row = [special.cls, *first_kept, special.sep]
+        if second_kept:
+            row += [*second_kept, special.sep]
+        rows.append(row)
+    return rows
+
+
+def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
+    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
+
+    As long as they have more, the longer text loses its last id; if both are equally long, the second one does.
+    """
+    first_length = len(first)
+    second_length = len(second)
+    while first_length + second_length > max_total:
+        if first_length > second_length:
+            first_length -= 1
+        else:
+            second_length -= 1
+    return first[:first_length], second[:second_length]
+
+
+@dataclasses.dataclass(frozen=True)
 class LabelTargets:
     """Conversion of a task's labels into training targets, and of a model's outputs back into labels."""
 
-    def __init__(self, spec: TextSpec, train: Texts) -> None:
-        """Take the labels (of a regression, their range) from `spec` or else from the whole training file `train`."""
-        self.labels: tuple[str, ...] = ()  # in the order of their numbers; empty for a regression
-        self.span = (0.0, 1.0)  # labels of a regression that become the targets 0 and 1
-        if spec.kind == "classification":
-            self.labels = spec.labels or _labels_of(train)
-            if len(self.labels) == 1:
-                raise UserError(
-                    f"{train.file}: every example has the label `{self.labels[0]}`; a classification needs two labels "
-                    f"or more: add examples of another label"
-                )
-        else:
-            self.span = spec.span or _range_of(_label_values(train))
-        self.num_outputs = len(self.labels) or 1  # of the head: one per label, or 1 for a regression
-        self._has_limits = spec.span is not None
+    labels: tuple[str, ...] = ()  # in the order of their numbers; empty for a regression
+    span: tuple[float, float] = (0.0, 1.0)  # labels of a regression that become the targets 0 and 1
+    has_limits: bool = False  # whether no label of the regression may lie outside of `span`
 
-    def targets(self, texts: Texts) -> torch.Tensor:
+    @classmethod
+    def of(cls, spec: TextSpec, train: Texts) -> LabelTargets:
+        """Take the labels (of a regression, their range) from `spec` or else from the whole training file `train`."""
+        if spec.kind == "regression":
+            return cls((), spec.span or _range_of(label_values(train)), spec.span is not None)
+        labels = spec.labels or _labels_of(train)
+        if len(labels) == 1:
+            raise UserError(
+                f"{train.file}: every example has the label `{labels[0]}`; a classification needs two labels or more: "
+                f"add examples of another label"
+            )
+        return cls(labels)
+
+    @property
+    def num_outputs(self) -> int:
+        """Return the number of outputs of a head: one per label, or 1 for a regression."""
+        return len(self.labels) or 1
+
+    def targets(self, texts: Texts) -> np.ndarray:
         """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
         If the range of a regression was taken from the training file, targets of other files may lie outside [0, 1].
         """
         if self.labels:
-            number_N = torch.tensor(_label_numbers(texts, self.labels))
-            return number_N[:, None]
-        value_N = torch.tensor(_label_values(texts), dtype=torch.float64)  # fp32 cannot tell large labels apart
+            return np.array(_label_numbers(texts, self.labels))[:, None]
+        value_N = np.array(label_values(texts))  # fp32 cannot tell large labels apart
         low, high = self.span
-        scaled_N = (value_N - low) / (high - low)
-        return scaled_N[:, None].float()
+        return ((value_N - low) / (high - low))[:, None].astype(np.float32)
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
         """Return a prediction for each row of outputs [N, L]: the best label's number, or a regression's value."""
@@ -91,7 +142,7 @@ class LabelTargets:
             return [self.labels[number] for number in predicted_N]
         low, high = self.span
         value_N = low + (high - low) * predicted_N.astype(np.float64)
-        if self._has_limits:
+        if self.has_limits:
             value_N = value_N.clip(low, high)
         return [f"{value:.6g}" for value in value_N]
 
@@ -137,7 +188,8 @@ def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
     return numbers
 
 
-def _label_values(texts: Texts) -> list[float]:
+def label_values(texts: Texts) -> list[float]:
+    """Return the labels of a regression as numbers; raise UserError if one is not a finite number."""
     values = []
     for label, line in zip(texts.label, texts.line, strict=True):
         try:
@@ -165,23 +217,57 @@ def _range_of(values: list[float]) -> tuple[float, float]:
 class TextTask(Task):
     """Classification or regression task on single texts or pairs, read from files as its `TextSpec` describes."""
 
-    def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None, with_test: bool = False) -> None:
-        """Read the task's files in the folder `data`; `max_train` limits the training examples to a fixed sample."""
-        self.spec = spec
+    def __init__(
+        self,
+        spec: TextSpec,
+        data: Path,
+        max_train: int | None = None,
+        with_test: bool = False,
+        dev: Path | None = None,
+        delimiter: str | None = None,
+        dev_share: float = 0.1,
+        split_seed: int = 0,
+    ) -> None:
+        """Read the task's files in the folder `data`; `max_train` limits the training examples to a fixed sample.
+
+        For the user's own files, `data` may be the training file itself, and the columns of `spec` may be "". `dev`
+        is the development file; without one, a share of the training examples is held out.
+        """
         self.name = spec.name
         self.metric = spec.metric
-        self.train = self._read(data, "train")
-        self.dev = {prefix: self._read(data, stem) for prefix, stem in spec.dev_files}
-        self.test_sets: list[UnlabelledSet] = []
-        if with_test:
-            self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b)
-        files = [self.train, *self.dev.values()]
+        self.notes = []
+        split: dict[str, Any] | None = None
+        if spec.folder:
+            self.train = _read_glue(spec, data, "train")
+            self.dev = {prefix: _read_glue(spec, data, stem) for prefix, stem in spec.dev_files}
+            files = [self.train, *self.dev.values()]
+        else:
+            spec, self.train = self._read_own(spec, data, delimiter)
+            dev = dev or find_split(data, "dev")
+            files = [self.train]
+            if dev is not None:
+                self.dev = {"": read_texts(dev, *spec.columns, delimiter=delimiter)}
+                files += self.dev.values()
+        self.spec = spec
 
-        self._label_targets = LabelTargets(spec, self.train)
+        self._label_targets = LabelTargets.of(spec, self.train)
         self.labels = self._label_targets.labels  # empty for a regression
 
         # The digest covers the bytes of the files and the way in which they are read.
         digested = "".join(texts.sha256 for texts in files) + repr(spec)
+        if not spec.folder and dev is None:
+            self.train, held_out = split_off(self.train, dev_share, split_seed, not self.labels)
+            self.dev = {"": held_out}
+            split = {"dev_share": dev_share, "split_seed": split_seed, "dev_lines": held_out.line}
+            digested += f", {dev_share} held out by the seed {split_seed}"
+            self.notes.append(
+                f"{self.train.file}: no development file, so {len(held_out.a)} of "
+                f"{len(self.train.a) + len(held_out.a)} examples are held out, of every label alike (--dev-share "
+                f"{dev_share}, --split-seed {split_seed}); finetune.json has their lines"
+            )
+        self.test_sets: list[UnlabelledSet] = []
+        if with_test:
+            self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b)
         if max_train is not None:
             self.train = self.train.sample(max_train)
             digested += f", {max_train} training examples"
@@ -189,7 +275,11 @@ class TextTask(Task):
             digested += ", test sets " + "".join(test_set.texts.sha256 for test_set in self.test_sets)
         self.digest = hashlib.sha256(digested.encode()).hexdigest()
 
-        self.notes = []
+        self.data = {
+            "columns": {"text_a": spec.text_a, "text_b": spec.text_b, "label": spec.label},
+            "limits": spec.span,
+            "split": split,
+        }
         for texts in files:
             if texts.skipped > 0:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
@@ -197,20 +287,39 @@ class TextTask(Task):
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 
+    def _read_own(self, spec: TextSpec, data: Path, delimiter: str | None) -> tuple[TextSpec, Texts]:
+        """Return the user's training examples, and `spec` with the columns that it leaves open."""
+        file = find_split(data, "train")
+        if file is None:
+            raise UserError(
+                f"{data}: no table for training; name a {', '.join(TABLE_SUFFIXES)} file with --data, or a folder "
+                f"with train{TABLE_SUFFIXES[0]} and so on, or one of datasets.save_to_disk"
+            )
+        table = read_table(file, delimiter)
+        if "" in (spec.text_a, spec.label):
+            text_a, label = find_columns(table, *spec.columns, is_regression=spec.kind == "regression")
+            spec = dataclasses.replace(spec, text_a=text_a, label=label)
+            self.notes.append(f"{file}: the text is the column `{text_a}`, and the label `{label}`")
+        return spec, texts_of(table, *spec.columns)
+
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.
 
         If each of N pairs (A, B) is also used as (B, A), rows i and i + N are the two orders of pair i.
         """
+        import torch
+
+        from electra_dist.finetune.training_loop import Examples
+
         first_texts = self.train.a
         second_texts = self.train.b
         target_N1 = self.train_target
         if second_texts is not None and self.spec.symmetric and settings.both_orders:
             first_texts = [*self.train.a, *second_texts]
             second_texts = [*second_texts, *self.train.a]
-            target_N1 = torch.cat([target_N1, target_N1])
+            target_N1 = np.concatenate([target_N1, target_N1])
         ids = encode_texts(first_texts, second_texts, encoder.tokenizer, encoder.special, settings.max_length)
-        return Examples(ids=ids, target_NK=target_N1)
+        return Examples(ids=ids, target_NK=torch.from_numpy(target_N1))
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
         """Return a development file's examples as rows of token ids; `prefix` ("mismatched_" or "") names the file."""
@@ -218,8 +327,22 @@ class TextTask(Task):
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
     @override
+    def check(self, settings: FinetuneConfig) -> None:
+        if self.labels:
+            self._weights(settings)
+        else:
+            super().check(settings)
+
+    def _weights(self, settings: FinetuneConfig) -> list[float] | None:
+        return label_weights(Counter(self.train.label), self.labels, settings.class_weights)
+
+    @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> Classifier:
+        from electra_dist.finetune.models import Classifier, StockNetwork, labels_config
+
         if settings.head == "paper":
+            from electra_dist.finetune.paper_heads import PaperClassifier
+
             network: Network = PaperClassifier(encoder, self._label_targets.num_outputs, settings, seed)
         else:
             config = {
@@ -230,7 +353,8 @@ class TextTask(Task):
             if encoder.model.architecture == "modern":
                 config["classifier_pooling"] = "cls"
             network = StockNetwork(encoder, "SequenceClassification", config, settings, seed)
-        return Classifier(network, encoder.special, None if self.labels else self._label_targets.span)
+        span = None if self.labels else self._label_targets.span
+        return Classifier(network, encoder.special, span, self._weights(settings))
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
@@ -239,7 +363,7 @@ class TextTask(Task):
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
-            outputs[prefix] = self._outputs(model, ids, encoder, settings, progress)
+            outputs[prefix] = text_outputs(model, ids, self._label_targets, settings.batch, progress)
         return self.score(outputs)._replace(predictions=self._dev_predictions(outputs))
 
     @override
@@ -250,21 +374,9 @@ class TextTask(Task):
         for test_set in self.test_sets:
             texts = test_set.texts
             ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
-            output_NL = self._outputs(model, ids, encoder, settings, progress)
+            output_NL = text_outputs(model, ids, self._label_targets, settings.batch, progress)
             files.append(predictions_file(test_set, self._label_targets.predicted_labels(output_NL)))
         return tuple(files)
-
-    def _outputs(
-        self, model: TaskModel, ids: Ids, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
-    ) -> np.ndarray:
-        """Return a model's outputs for rows of token ids, fp32 [N, L] in the order of the rows."""
-        assert isinstance(model, Classifier)
-        device = next(model.parameters()).device
-        output_NL = np.zeros((len(ids), self._label_targets.num_outputs), np.float32)
-        # Batches come in order of length; the row numbers put their outputs back in the order of the file.
-        for rows, output_BL in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
-            output_NL[rows] = output_BL.cpu().numpy()
-        return output_NL
 
     def _dev_predictions(self, outputs: dict[str, np.ndarray]) -> tuple[TextFile, ...]:
         """Return a table of predictions and labels for each development file, such as dev_predictions.tsv."""
@@ -286,32 +398,47 @@ class TextTask(Task):
         metrics: dict[str, float] = {}
         failures = []
         for prefix, output_NL in outputs.items():
-            true_N = self.dev_target[prefix][:, 0].numpy()
-            predicted_N = self._label_targets.predictions(output_NL)
-            if self.labels:
-                file_metrics = classification_metrics(predicted_N, true_N, len(self.labels))
-            else:
-                file_metrics = regression_metrics(predicted_N, true_N)
+            file_metrics, file_failure = text_metrics(self._label_targets, output_NL, self.dev_target[prefix])
             for name, value in file_metrics.items():
                 metrics[f"{prefix}{name}"] = value
-            file_failure = degenerate(predicted_N, self.labels)
             if file_failure:
                 failures.append(file_failure)
         return TaskOutcome(metrics=metrics, failures=tuple(failures))
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
         """Return the score's standard error over the choice of development examples; for MNLI, of the matched ones."""
+        from electra_dist.finetune.task_metrics import metric_standard_error
+
         predicted_N = self._label_targets.predictions(outputs[""])
-        true_N = self.dev_target[""][:, 0].numpy()
+        true_N = self.dev_target[""][:, 0]
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
-    def _read(self, data: Path, stem: str) -> Texts:
-        """Read the task's file `stem`, such as "train"; GLUE tasks have their folders in `data` or in `data`/glue."""
-        spec = self.spec
-        is_glue = spec.folder != ""
-        if is_glue:
-            candidates = [data / spec.folder / f"{stem}.tsv", data / "glue" / spec.folder / f"{stem}.tsv"]
-        else:
-            candidates = [data / f"{stem}.tsv", data / f"{stem}.jsonl"]
-        file = find_file(candidates)
-        return read_texts(file, spec.text_a, spec.text_b, spec.label)
+
+def _read_glue(spec: TextSpec, data: Path, stem: str) -> Texts:
+    """Read a file of the benchmark, whose folders are in `data` or in `data`/glue."""
+    file = find_file([folder / spec.folder / f"{stem}.tsv" for folder in (data, data / "glue")])
+    return read_texts(file, *spec.columns)
+
+
+def text_outputs(model: TaskModel, ids: Ids, targets: LabelTargets, batch: int, progress: Progress) -> np.ndarray:
+    """Return a model's outputs for rows of token ids, fp32 [N, L] in the order of the rows."""
+    from electra_dist.finetune.training_loop import predict
+
+    device = next(model.parameters()).device
+    output_NL = np.zeros((len(ids), targets.num_outputs), np.float32)
+    # Batches come in order of length; the row numbers put their outputs back in the order of the file.
+    for rows, output_BL in predict(model.predict, ids, model.special.pad, batch, device, progress):
+        output_NL[rows] = output_BL.cpu().numpy()
+    return output_NL
+
+
+def text_metrics(targets: LabelTargets, output_NL: np.ndarray, target_N1: np.ndarray) -> tuple[dict[str, float], str]:
+    """Return the metrics of outputs, and a description if all predictions are equal, else ""."""
+    from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
+
+    predicted_N = targets.predictions(output_NL)
+    if targets.labels:
+        metrics = classification_metrics(predicted_N, target_N1[:, 0], len(targets.labels))
+    else:
+        metrics = regression_metrics(predicted_N, target_N1[:, 0])
+    return metrics, degenerate(predicted_N, targets.labels)

@@ -159,6 +159,7 @@ def fit(
     settings: FinetuneConfig,
     seed: int,
     progress: Progress = quiet,
+    score: Callable[[], float] | None = None,
 ) -> float:
     """Train `model` in place, on the device of its parameters; return the mean loss over the last tenth of the steps.
 
@@ -166,7 +167,12 @@ def fit(
     global generator is the same afterwards as before. `num_layers` is the number of the encoder's layers. `progress`
     is called every 16 steps, and after the last, with ("train", steps done, steps in total). Raises Diverged if the
     loss became NaN or infinite; it is checked every 16 steps only, because each check waits for the device.
+
+    With the setting `early_stopping`, `score` is called after each epoch, with the model in evaluation mode, and the
+    model ends with the weights of the highest score, the first of equal ones.
     """
+    best = None if score is None or settings.early_stopping == 0 else _BestWeights(model, score)
+    steps_per_epoch = max(1, len(examples.ids) // settings.batch)
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     optimizer = layerwise_adamw(model, num_layers, settings)
@@ -189,8 +195,39 @@ def fit(
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
                 progress("train", step + 1, num_steps)
+            if best is not None and ((step + 1) % steps_per_epoch == 0 or is_last):
+                _check_finite(losses)
+                best.update()
+                if best.num_worse >= settings.early_stopping:
+                    break
+    if best is not None:
+        best.restore()
     num_averaged = max(1, num_steps // 10)
     return float(torch.stack(losses[-num_averaged:]).mean())
+
+
+class _BestWeights:
+    """Copy of the weights, on the host, with which a model had its highest score."""
+
+    def __init__(self, model: TaskModel, score: Callable[[], float]) -> None:
+        self._model = model
+        self._score = score
+        self._highest = -math.inf
+        self._weights: dict[str, torch.Tensor] = {}
+        self.num_worse = 0  # evaluations since the highest score
+
+    def update(self) -> None:
+        self._model.eval()
+        score = self._score()
+        self._model.train()
+        self.num_worse += 1
+        if score > self._highest or not self._weights:
+            self._highest = score
+            self._weights = {name: value.cpu().clone() for name, value in self._model.state_dict().items()}
+            self.num_worse = 0
+
+    def restore(self) -> None:
+        self._model.load_state_dict(self._weights)
 
 
 @torch.no_grad()

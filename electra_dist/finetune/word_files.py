@@ -171,8 +171,8 @@ class _Line(NamedTuple):
         return cls(number, text, columns, has_tabs)
 
 
-def find_tagged_file(folder: Path, split: str) -> Path:
-    """Return a folder's only file for `split`, "train" or "dev"; raise UserError if there is none or several.
+def find_tagged_file(folder: Path, split: str) -> Path | None:
+    """Return a folder's only file for `split`, "train" or "dev", or None; raise UserError if there are several.
 
     A training file is named train, a development file dev, valid, validation or testa, with the suffix .conllu, .txt,
     .conll, .tsv, .bio or .iob2. Names of treebank files, such as en_ewt-ud-train.conllu, are found, too.
@@ -180,16 +180,11 @@ def find_tagged_file(folder: Path, split: str) -> Path:
     suffixes = (".conllu", *_COLUMN_SUFFIXES)
     files = [folder / f"{name}{suffix}" for name in _NAMES_OF_SPLIT[split] for suffix in suffixes]
     found = [file for file in files if file.is_file()] + sorted(folder.glob(f"*-{split}.conllu"))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         raise UserError(
             f"{folder}: {' and '.join(file.name for file in found)} are both {split} files; keep one of them"
         )
-    raise UserError(
-        f"{folder}: no {split} file; put {split}.conllu, or {split}.txt with a word and its tag on each line, there "
-        f"(--data)"
-    )
+    return found[0] if found else None
 
 
 def read_tagged_file(file: Path) -> list[TaggedSentence]:
@@ -285,3 +280,18 @@ def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None
         )
     if len(set(words)) == 1:
         raise UserError(f"{file}: every word is `{words[0]}`; put the words into the first column")
+
+
+def read_words(file: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]] | None]:
+    """Read sentences with or without tags, and return their words and their tags.
+
+    A file without tags has one word on each line and no tab or space; the tags are None then.
+    """
+    lines = [line.strip(" ") for line in split_lines(read_regular(file, MOST_DATA_BYTES), file)]
+    if file.suffix == ".conllu" or any("\t" in line or " " in line for line in lines):
+        sentences = read_tagged_file(file)
+        return [sentence.words for sentence in sentences], [sentence.tags for sentence in sentences]
+    blocks = [tuple(block.split("\n")) for block in re.split(r"\n{2,}", "\n".join(lines).strip("\n")) if block]
+    if not blocks:
+        raise UserError(f"{file}: no sentences; write a word on each line, and an empty line between sentences")
+    return blocks, None

@@ -20,7 +20,7 @@ import sys
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from electra_kernels.operation_types import SpecialIds
@@ -46,6 +46,7 @@ from electra_dist.pretrained.hf_folders import (
 )
 from electra_dist.pretrained.hf_settings import is_of_a_task
 from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
+from electra_dist.pretrained.locate import RANDOM, Step, locate_model
 from electra_dist.pretrained.weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
 from electra_dist.run.folder import is_run_folder
@@ -55,7 +56,6 @@ from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_to
 
 # Beginning of the names of a layer's weights in Hugging Face's ELECTRA and ModernBERT, with the number of the layer.
 _LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")
-_RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
 
 
 class Backbone(nn.Module):
@@ -250,29 +250,25 @@ def load_pretrained(
     spec: str,
     tower: TowerName = "discriminator",
     vocab: Path | None = None,
-    step: int | Literal["best"] | None = None,
+    step: Step = None,
 ) -> Pretrained:
     """Load one tower of the model that `spec` names, with its vocabulary.
 
-    `spec` is a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
-    with that config starts from. A Hugging Face folder holds one tower, which "discriminator" loads even if it is a
-    generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise. `step` is the number
-    of steps after which a run's checkpoint was taken, "best" on held-out rows, or None for the newest; for other
-    sources it must be None.
+    `spec` is a run's folder, that of its export, a local Hugging Face folder, or `random:CONFIG.yaml` for the random
+    weights that a run with that config starts from. A Hugging Face folder holds one tower, which "discriminator" loads
+    even if it is a generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise.
+    `step` is the number of steps after which a run's checkpoint was taken, "best" on held-out rows, or None for the
+    newest; for other sources it must be None.
     """
+    spec = locate_model(spec, tower)
     folder = Path(spec)
-    if not spec.startswith(_RANDOM) and is_run_folder(folder):
+    if not spec.startswith(RANDOM) and is_run_folder(folder):
         return _from_run(folder, tower, step)
     if step is not None:
         raise UserError(f"{spec}: step is {step!r}, but only a run has checkpoints to choose from; leave the step out")
-    if spec.startswith(_RANDOM):
-        return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
-    if (folder / "config.json").exists():
-        return _from_hugging_face(folder, tower)
-    raise UserError(
-        f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
-        f"of a run or of a Hugging Face model, or random:CONFIG.yaml"
-    )
+    if spec.startswith(RANDOM):
+        return _random(Path(spec.removeprefix(RANDOM)), tower, vocab)
+    return _from_hugging_face(folder, tower)
 
 
 def device_of_choice() -> torch.device:
@@ -307,7 +303,7 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
     config = load_config(file)
     return Pretrained.from_state(
-        name=f"{_RANDOM}{file}",
+        name=f"{RANDOM}{file}",
         state=build_towers(config.model, config.seed, config.objective).state_dict(),
         model=config.model,
         vocabulary=Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file),
@@ -341,7 +337,7 @@ def _gives_energies(objective_name: str, tower: TowerName) -> bool:
     return tower == "discriminator" and objective_name == "electric"
 
 
-def _from_run(run_dir: Path, tower: TowerName, step: int | Literal["best"] | None) -> Pretrained:
+def _from_run(run_dir: Path, tower: TowerName, step: Step) -> Pretrained:
     """Return a tower of a run's checkpoint; one line on stderr names each damaged checkpoint that was skipped."""
     run = load_run_weights(run_dir, "newest" if step is None else step)
     for line in run.damaged:

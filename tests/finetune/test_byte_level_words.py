@@ -107,7 +107,7 @@ def test_the_pipeline_of_a_written_folder_gives_the_dev_predictions_of_named_ent
 
 def test_rows_of_tagged_words_are_the_rows_of_their_text(encoder: Pretrained) -> None:
     tagged = [TaggedSentence(tuple(sentence), ("O",) * len(sentence)) for sentence in sentences(20)]
-    rows = tagged_rows(tagged, encoder, max_length=128)
+    rows = tagged_rows([sentence.words for sentence in tagged], encoder, max_length=128)
     for row, sentence in zip(rows, tagged, strict=True):
         (ids,) = encoder.tokenizer.encode([" ".join(sentence.words)])
         assert row.ids == [encoder.special.cls, *ids, encoder.special.sep]
@@ -121,7 +121,7 @@ def test_states_of_words_are_those_of_their_text(encoder: Pretrained) -> None:
     sentence = sentences(1)[0]
     treebank = Sentence(words=tuple(sentence), tags=("X",) * len(sentence), heads=(0,) * len(sentence))
     states = compute_word_states(encoder, [treebank], CPU, lambda *_: None)
-    (row,) = tagged_rows([TaggedSentence(tuple(sentence), treebank.tags)], encoder, 128)
+    (row,) = tagged_rows([tuple(sentence)], encoder, 128)
     expected = torch.stack(encoder.backbone().eval().layer_states(torch.tensor([row.ids])))[:, 0, [0, *row.places]]
     torch.testing.assert_close(states.state_LTH, expected, atol=1e-5, rtol=1e-5)
 

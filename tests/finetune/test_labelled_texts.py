@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import encode_texts, read_texts, truncate_pair
+from electra_dist.finetune.labelled_texts import read_texts
+from electra_dist.finetune.text_task import encode_texts, truncate_pair
 from electra_dist.pretrained.encoder import Pretrained
 
 

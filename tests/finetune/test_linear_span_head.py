@@ -8,8 +8,7 @@ import torch
 from support.small_encoder import head_parameters
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.models import StockNetwork
-from electra_dist.finetune.span_models import LinearSpanModel
+from electra_dist.finetune.models import LinearSpanModel, StockNetwork
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from electra_dist.finetune.models import SpanScores
 from electra_dist.finetune.passage_windows import AnswerWindow
-from electra_dist.finetune.span_models import Span, SpanScores, best_spans
+from electra_dist.finetune.squad_task import Span, best_spans
 
 
 def test_a_span_is_an_answer_only_if_it_is_short_lies_in_the_passage_and_starts_at_an_owned_token() -> None:

@@ -58,7 +58,7 @@ def test_columns_are_separated_by_tabs_or_spaces_and_the_first_and_the_last_coun
         "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\r\nrejects VBZ B-VP O\n\n\nNew York\tX\tB-LOC\n#\tO"
     )
 
-    sentences = read_tagged_file(find_tagged_file(tmp_path, "train"))
+    sentences = read_tagged_file(tmp_path / "train.txt")
 
     assert sentences == [
         TaggedSentence(("EU", "rejects"), ("B-ORG", "O")),
@@ -72,7 +72,7 @@ def test_columns_are_separated_by_tabs_or_spaces_and_the_first_and_the_last_coun
         ("dev.txt", b"the O\n\nalone\n", r"dev\.txt:3: `alone` has no tag; write the word, a tab and its tag"),
         ("dev.txt", b"\n\n", r"dev\.txt: no sentences"),
         ("dev.conll", b"\xff O\n", r"dev\.conll: not UTF-8 \(byte 0\)"),
-        ("other.txt", b"the O\n", r"no dev file; put dev\.conllu, or dev\.txt"),
+        ("other.txt", b"the O\n", r"train\.txt: 1 examples are too few to hold out 10% of them for development"),
         ("dev.txt", b"the NOUN\n", r"do not mark named entities as B-TYPE.*use --task tagging"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_long_sentence_is_cut_between_words_and_every_word_is_predicted_once(
     (pieces_of_word,) = encoder.tokenizer.encode(["xyz"])
     assert len(pieces_of_word) == 3
 
-    rows = tagged_rows([TaggedSentence(words, ("X",) * 8)], encoder, max_length=8)
+    rows = tagged_rows([words], encoder, max_length=8)
 
     the, dog, saw, bird = (encoder.tokenizer.encode([word])[0][0] for word in ("the", "dog", "saw", "bird"))
     assert rows[0].ids == [special.cls, the, *pieces_of_word, dog, special.sep]

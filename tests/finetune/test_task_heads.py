@@ -16,7 +16,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import Classifier, Network, StockNetwork, labels_config
 from electra_dist.finetune.paper_heads import PaperClassifier, PaperSpanModel, SpanHead
 from electra_dist.finetune.passage_windows import AnswerWindow
-from electra_dist.finetune.span_models import best_spans
+from electra_dist.finetune.squad_task import best_spans
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -144,7 +143,7 @@ def test_a_classification_with_one_label_is_refused(tmp_path: Path) -> None:
 def test_large_labels_of_a_regression_that_differ_little_keep_their_distances(tmp_path: Path) -> None:
     write_train_and_dev(tmp_path, "text\tkind\nA.\t1700000000\nB.\t1700000050\nC.\t1700000100\n")
     task = TextTask(REGRESSION, tmp_path)
-    assert task.train_target.dtype == torch.float32
+    assert task.train_target.dtype == np.float32
     assert task.train_target[:, 0].tolist() == [0.0, 0.5, 1.0]
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from electra_dist.errors import UserError
 from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.task import TaskOutcome
-from electra_dist.finetune.training_loop import Diverged, count_steps, predict, row_sequence
+from electra_dist.finetune.models import Classifier, StockNetwork, labels_config
+from electra_dist.finetune.task import TaskOutcome, label_weights
+from electra_dist.finetune.training_loop import Diverged, Examples, count_steps, fit, predict, row_sequence
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.scoring.token_scores import score_places, sentence_log_probs
 
@@ -96,3 +98,42 @@ def test_a_model_that_diverges_after_its_last_checked_loss_has_no_metrics(
     assert not (tmp_path / "m").exists()
     assert (result.score, result.train_loss, result.metrics) == (None, None, {})
     assert result.failures[0].startswith("diverged: outputs of the model are not finite")
+
+
+def test_early_stopping_keeps_the_weights_of_the_best_epoch(encoder: Pretrained) -> None:
+    settings = FinetuneConfig(lr=1e-2, epochs=10.0, batch=2, early_stopping=2)
+    network = StockNetwork(encoder, "SequenceClassification", labels_config("ab"), settings, seed=1)
+    model = Classifier(network, encoder.special)
+    examples = Examples(ids=[[2, 7, 3], [2, 8, 3], [2, 9, 3], [2, 6, 3]], target_NK=torch.tensor([[0], [1], [0], [1]]))
+    weights: list[dict[str, torch.Tensor]] = []
+    scores = iter([0.1, 0.5, 0.5, 0.3, 0.9])
+
+    def score() -> float:
+        assert not model.training
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        return next(scores)
+
+    fit(model, 2, examples, settings, 0, score=score)
+
+    assert len(weights) == 4  # two epochs after the best one, of which an equal score is none that is better
+    assert any(not torch.equal(weights[1][name], weights[3][name]) for name in weights[1])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[1][name])
+
+
+def test_weights_of_labels_are_factors_of_their_losses(encoder: Pretrained) -> None:
+    """The balanced weight of a label is N / (labels * N of the label), as in scikit-learn."""
+    assert label_weights({"a": 6, "b": 2}, "ab", "balanced") == pytest.approx([8 / 12, 8 / 4])
+    assert label_weights({"a": 6, "b": 2}, "ab", {"b": 3.0}) == [1.0, 3.0]
+    assert label_weights({"a": 6, "b": 2}, "ab", "none") is None
+    with pytest.raises(UserError, match="`c` is none of the labels a, b"):
+        label_weights({"a": 6, "b": 2}, "ab", {"c": 3.0})
+    settings = FinetuneConfig(hidden_dropout=0.0, attention_dropout=0.0, head_dropout=0.0)
+    network = StockNetwork(encoder, "SequenceClassification", labels_config("ab"), settings, seed=1).eval()
+    ids, target = torch.tensor([[2, 7, 3], [2, 8, 3]]), torch.tensor([[0], [1]])
+    keys: Any = None  # a class of transformers takes none
+    losses = [Classifier(network, encoder.special)(ids[row : row + 1], target[row : row + 1], keys) for row in (0, 1)]
+
+    weighted = Classifier(network, encoder.special, weights=[1.0, 3.0])(ids, target, keys)
+
+    torch.testing.assert_close(weighted, (losses[0] + 3 * losses[1]) / 4)

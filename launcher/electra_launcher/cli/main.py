@@ -33,7 +33,8 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
     },
     "After a run": {
         "export": ("electra_launcher.cli.runs", "export"),
-        "finetune": ("electra_launcher.cli.models", "finetune"),
+        "finetune": ("electra_launcher.cli.finetune", "finetune"),
+        "predict": ("electra_launcher.cli.predict", "predict"),
         "report": ("electra_launcher.cli.runs", "report"),
         "verify": ("electra_launcher.cli.runs", "verify"),
         "checkpoint": ("electra_launcher.cli.checkpoint", "app"),

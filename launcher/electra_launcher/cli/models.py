@@ -1,13 +1,11 @@
-"""Commands about models: `finetune`, `minimal-pairs`, `compare` and `score`.
+"""Commands about pretrained models: `minimal-pairs`, `compare` and `score`.
 
 Modules that a command needs are imported when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -26,21 +24,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
-    from electra_dist.finetune.finetune_config import FinetuneConfig
-    from electra_dist.finetune.scores import SeedSummary
-    from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.scoring.text_scores import TextLine, TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
-SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
 _STDIN = "-"
-
-
-class Kind(StrEnum):
-    """Kind of label in the user's own files: a class (scored by accuracy) or a number (by Spearman's correlation)."""
-
-    classification = "classification"
-    regression = "regression"
 
 
 class Tower(StrEnum):
@@ -54,122 +41,11 @@ class Tower(StrEnum):
     generator = "generator"
 
 
-Model = Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")]
 OptionalModel = Annotated[
     str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
 ]
 Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
 TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
-
-
-def finetune(
-    task: Annotated[
-        str,
-        typer.Option(
-            help="cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner (named entities), tagging "
-            "(any label per word) or custom; several are separated by commas"
-        ),
-    ],
-    model: Model,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="folder with CoLA/train.tsv and so on, and squad/*.json; for custom, ner and tagging, with train and "
-            "dev files"
-        ),
-    ],
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
-    probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
-            "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
-        ),
-    ] = None,
-    save: Annotated[
-        bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
-    ] = True,
-    parallel: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
-    ] = 1,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
-    ] = None,
-    text_a: Annotated[str | None, typer.Option(help="custom: column of the text")] = None,
-    text_b: Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")] = None,
-    label: Annotated[str | None, typer.Option(help="custom: column of the label")] = None,
-    kind: Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")] = Kind.classification,
-    tower: TowerOption = Tower.discriminator,
-    vocab: Vocab = None,
-) -> None:
-    """Fine-tune a pretrained model on GLUE, SQuAD or your own files, or fit a linear probe to its frozen states.
-
-    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. The tuned model
-    of each seed, and of the best one, is written for transformers. A seed whose result is in the output folder already
-    is not run again.
-    """
-    import torch
-
-    from electra_dist.finetune.finetune_config import settings_for
-    from electra_dist.finetune.scores import summarize
-    from electra_dist.finetune.seeds import (
-        ModelRequest,
-        SeedProcesses,
-        TaskRequest,
-        advice_on_threads,
-        open_task,
-        run_all,
-    )
-    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-
-    if probe and parallel > 1:
-        raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
-    task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
-    writes_models = save and not probe
-    request_of_any = TaskRequest(
-        name="", data=data, text_a=text_a, text_b=text_b, label=label, kind=kind.value, with_test=writes_models
-    )
-    requests = {name: dataclasses.replace(request_of_any, name=name) for name in task_names}
-    tasks = {name: open_task(request) for name, request in requests.items()}
-    encoder = load_pretrained(model, tower.value, vocab)
-    settings = {
-        name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
-        for name in task_names
-    }
-    folder = output or _default_output(model)
-    has_one_task_folder = output is not None and len(task_names) == 1
-    model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
-    device = device_of_choice()
-    out = open_console()
-    out.print(f"{encoder.name} on {device.type}, results in {folder}")
-    if device.type == "cpu":
-        advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        if advice:
-            out.print(advice)
-    with progress_bar(Console(stderr=True)) as progress:
-        processes = SeedProcesses(
-            parallel,
-            ModelRequest(spec=model, tower=tower.value, vocab=vocab),
-            {name: (requests[name], settings[name]) for name in task_names},
-            progress,
-        )
-        results = run_all(
-            encoder,
-            work=[(tasks[name], settings[name]) for name in task_names],
-            seeds=range(seeds),
-            output=folder,
-            device=device,
-            probe=probe,
-            progress=progress,
-            note=out.print,
-            save_to=model_dirs if writes_models else None,
-            compute_jobs=processes if parallel > 1 else None,
-        )
-    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
-    _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
-    _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
 
 
 def minimal_pairs(
@@ -230,46 +106,11 @@ def minimal_pairs(
         table.add_row(score.phenomenon, str(score.pairs), accuracy, standard_error, score.example)
     out.print(table)
     if output:
-        _write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
+        write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
 
 
-def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
-    """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
-    from electra_dist.finetune.scores import results_table
-
-    out.print(results_table(title, summaries))
-    for summary in summaries:
-        for seed, reason in summary.failed.items():
-            out.print(f"failed: {summary.task} seed {seed}: {reason}")
-
-
-def _default_output(model: str) -> Path:
-    """Return MODEL/finetune or, for the untrained model random:CONFIG.yaml, runs/finetune_random_CONFIG."""
-    if model.startswith("random:"):
-        config_name = Path(model.removeprefix("random:")).stem
-        return Path("runs") / f"finetune_random_{config_name}"
-    return Path(model) / "finetune"
-
-
-def _write_summary(
-    path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
-) -> None:
-    """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
-    from electra_dist.finetune.scores import glue_average
-
-    _write_json(
-        path,
-        {
-            "model": encoder.name,
-            "digest": encoder.digest,
-            "settings": {name: task_settings.model_dump(mode="json") for name, task_settings in settings.items()},
-            "tasks": [dataclasses.asdict(summary) for summary in summaries],
-            "glue_average": glue_average(summaries),
-        },
-    )
-
-
-def _write_json(path: Path, tree: dict[str, object]) -> None:
+def write_json(path: Path, tree: dict[str, object]) -> None:
+    """Write JSON for other programs to read; make the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
 

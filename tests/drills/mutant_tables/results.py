@@ -90,7 +90,7 @@ RESULTS = (
     ),
     Mutant(
         name="finetune: an answer may be one token too long",
-        file="electra_dist/finetune/span_models.py",
+        file="electra_dist/finetune/squad_task.py",
         original="num_tokens <= max_answer",
         mutated="num_tokens <= max_answer + 1",
         test="tests/finetune/test_squad_task.py::"

@@ -89,7 +89,10 @@ def test_several_tasks_have_a_folder_each_and_no_save_writes_scores_only(
     ("arguments", "message"),
     [
         (["--task", "colla"], "colla: none of the tasks cola, sst2"),
-        (["--task", "custom"], "(--text-a COLUMN and --label COLUMN)"),
+        (["--task", "custom"], "no table for training; name a .tsv, .csv, .jsonl, .parquet file with --data"),
+        (["--task", "mine"], "(--text-a COLUMN and --label COLUMN, in a comparison"),
+        (["--task", "rte", "--set", "learning_rate=1"], "unknown key `learning_rate`"),
+        (["--task", "rte", "--checkpoint", "best"], "RTE/train.tsv: no such file"),
         (["--task", "squad2"], "train-v2.0.json: no such file"),
         (["--task", "ner"], "no train file; put train.conllu, or train.txt"),
         (["--task", "rte", "--probe", "--parallel", "2"], "--parallel: a probe has no seeds"),

@@ -1,0 +1,54 @@
+"""Find the model that a user names, and the checkpoint of a run, before torch is imported.
+
+A model is the folder of a run, of an export with its two towers, of one of these towers, or any Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder
+
+RANDOM = "random:"  # begins the name of a model with the random weights that a run with a config starts from
+Step = int | Literal["best"] | None  # checkpoint of a run: the one after these steps, the best, or the newest
+
+
+def locate_model(spec: str, tower: str = "discriminator") -> str:
+    """Return the name of the model that holds `tower`: `spec`, or a folder in it if `spec` is that of an export.
+
+    Raises UserError if `spec` is no model.
+    """
+    folder = Path(spec)
+    if spec.startswith(RANDOM) or is_run_folder(folder) or (folder / "config.json").exists():
+        return spec
+    if (folder / tower / "config.json").exists():
+        return str(folder / tower)
+    raise UserError(
+        f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
+        f"of a run, of its export or of a Hugging Face model, or random:CONFIG.yaml"
+    )
+
+
+def choose_step(spec: str, checkpoint: str | None) -> Step:
+    """Read the option --checkpoint of a run `spec`: newest (also None), best, a number of steps, or a folder."""
+    if checkpoint in (None, "newest"):
+        return None
+    if not is_run_folder(Path(spec)):
+        raise UserError(f"{spec}: only a run has checkpoints to choose from; leave out --checkpoint {checkpoint}")
+    if checkpoint == "best":
+        return "best"
+    digits = checkpoint.replace(",", "")
+    if digits.isascii() and digits.isdigit():
+        return int(digits)
+    from electra_dist.checkpoint.checkpoint import parse_folder
+
+    step_and_attempt = parse_folder(Path(checkpoint).name)
+    if step_and_attempt is None:
+        raise UserError(
+            f"--checkpoint {checkpoint}: not a checkpoint; give best, the number of a step, or the folder of one"
+        )
+    if not Path(checkpoint).resolve().is_relative_to(Path(spec).resolve()):
+        raise UserError(f"--checkpoint {checkpoint}: not in the run {spec}; pass its own run with --model")
+    return step_and_attempt[0]

@@ -1,0 +1,275 @@
+"""Predict with a tuned model in Hugging Face's format: classes or numbers of texts, tags of words, answers.
+
+Guarantee: the predictions are those that fine-tuning writes for the same examples, and a class of transformers
+computes them, so they are those of its pipelines, too: probabilities are the softmax of the outputs. Texts are cut to
+the `max_length` of the training or, for a model of another program, to its number of positions, at most 512. Model and
+file are read and checked before torch or transformers is imported.
+
+Predictions are JSON objects, one for each text, sentence or question, or rows of a table, one for each text, word or
+question. Where the file has labels that the model knows, they are scored with the metrics of fine-tuning.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
+from electra_dist.finetune.input_files import TABLE_SUFFIXES, Table, read_table
+from electra_dist.finetune.labelled_texts import Texts, find_text_column, texts_of
+from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
+from electra_dist.finetune.squad_task import find_answers, score_answers
+from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
+from electra_dist.finetune.text_task import LabelTargets, encode_texts, text_metrics, text_outputs
+from electra_dist.finetune.word_files import read_words
+from electra_dist.store.atomic_files import read_regular, readable
+from electra_dist.store.json_file import DamagedJson, parse_json_object
+
+if TYPE_CHECKING:
+    from electra_dist.finetune.models import TaskModel
+    from electra_dist.finetune.training_loop import Progress
+    from electra_dist.pretrained.encoder import Pretrained
+
+Row = dict[str, Any]
+_KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+
+
+class Predictions(NamedTuple):
+    """Predictions for a file, in two forms, and their metrics."""
+
+    objects: list[Row]  # one for each text, sentence or question
+    rows: list[Row]  # one for each text, word or question, of plain values
+    metrics: dict[str, float]  # empty without labels
+
+    def text(self, suffix: str) -> str:
+        """Return the content of a file of predictions: a table for .csv and .tsv, otherwise JSON lines."""
+        if suffix not in (".csv", ".tsv"):
+            return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in self.objects)
+        out = io.StringIO()
+        columns = list(dict.fromkeys(column for row in self.rows for column in row))
+        writer = csv.DictWriter(out, columns, delimiter="," if suffix == ".csv" else "\t", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+
+class TunedModel:
+    """Folder of a model for a task, whose weights are loaded by `predict`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what the folder says about itself; for the output folder of fine-tuning, that of its best seed."""
+        if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
+            folder = folder / "best"
+        self.folder = folder
+        self.config = _read_json(folder / "config.json")
+        architecture = str((self.config.get("architectures") or [""])[0])
+        kinds = [kind for kind in _KINDS if architecture.endswith(f"For{kind}")]
+        if not kinds or self.config.get("problem_type") == "multi_label_classification":
+            raise UserError(
+                f"{folder}: not a model for a task that is predicted ({architecture or 'no architecture'}); name a "
+                f"model that `electra-dist finetune` has written, or one of transformers for {', '.join(_KINDS)}"
+            )
+        self.kind = kinds[0]
+        names = self.config.get("id2label") or {}
+        self.labels = tuple(str(names[number]) for number in sorted(names, key=int)) or ("LABEL_0", "LABEL_1")
+        record_file = folder / "finetune.json"
+        record = _read_json(record_file) if record_file.exists() else {}
+        self.data: Mapping[str, Any] = record.get("data") or {}
+        self._settings: Mapping[str, Any] | None = record.get("settings")
+
+    def load(self) -> tuple[Pretrained, TaskModel, FinetuneConfig]:
+        """Load the tokenizer and the model in evaluation mode on the device of choice, and its settings."""
+        from electra_dist.extras import missing_packages
+
+        try:
+            import transformers
+        except ImportError:
+            raise missing_packages("predicting", "finetune") from None
+        from electra_dist.finetune.models import Classifier, HuggingFaceNetwork, LinearSpanModel, Tagger
+        from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+        from electra_dist.pretrained.hf import family_of
+
+        transformers.utils.logging.disable_progress_bar()
+        encoder = load_pretrained(str(self.folder))
+        most = encoder.model.max_positions
+        if self._settings is None:
+            settings = settings_for("", encoder.tower.hidden_size, most, [f"max_length={min(most, 512)}"])
+        else:
+            settings = check_overrides((), self._settings)
+        hf_model = getattr(transformers, f"AutoModelFor{self.kind}").from_pretrained(self.folder).float()
+        network = HuggingFaceNetwork(hf_model, encoder.special, family_of(encoder.model))
+        model: TaskModel
+        if self.kind == "QuestionAnswering":
+            model = LinearSpanModel(network, encoder.special, settings.beam)
+        else:
+            model = (Classifier if self.kind == "SequenceClassification" else Tagger)(network, encoder.special)
+        return encoder, model.to(device_of_choice()).eval(), settings
+
+
+Predict = Callable[["Progress"], Predictions]
+
+
+def open_predictions(
+    model: TunedModel,
+    file: Path,
+    text_a: str | None = None,
+    text_b: str | None = None,
+    label: str | None = None,
+    delimiter: str | None = None,
+) -> Predict:
+    """Read a file for a model, and return the function that predicts; the columns are those of a table.
+
+    A column that is None is that of the training data if the file has it; otherwise that of the text is found.
+    """
+    is_table = file.suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
+    if model.kind == "QuestionAnswering":
+        questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
+        return lambda progress: _predict_answers(model, questions, progress)
+    if model.kind == "TokenClassification" and (not is_table or file.suffix == ".tsv"):
+        with readable(file):
+            words, tags = read_words(file)
+        return lambda progress: _predict_tags(model, words, tags, progress)
+    table = read_table(file, delimiter) if is_table else _read_lines(file)
+    columns = model.data.get("columns") or {}
+    known = {name: column for name, column in columns.items() if column in table.columns}
+    text_a = text_a or known.get("text_a")
+    text_b = text_b or known.get("text_b")
+    label = label or known.get("label")
+    text_a = text_a or str(find_text_column(table, [column for column in (text_b, label) if column]))
+    texts = texts_of(table, text_a, text_b, label or text_a)
+    if texts.skipped:
+        raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
+    if model.kind == "TokenClassification":
+        words = [tuple(text.split()) for text in texts.a]
+        return lambda progress: _predict_tags(model, words, None, progress)
+    targets = _label_targets(model)
+    target_N1: np.ndarray | None = None
+    if label and (not targets.labels or set(texts.label) & set(targets.labels)):
+        target_N1 = targets.targets(texts)
+    return lambda progress: _predict_texts(model, texts, targets, target_N1, progress)
+
+
+def _label_targets(model: TunedModel) -> LabelTargets:
+    is_regression = model.config.get("problem_type") == "regression" or len(model.labels) == 1
+    return LabelTargets() if is_regression else LabelTargets(model.labels)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        with readable(file, "name the folder of a tuned model"):
+            return parse_json_object(read_regular(file))
+    except DamagedJson as error:
+        raise UserError(f"{file}: not JSON ({error}); copy or write the model again") from None
+
+
+def _read_lines(file: Path) -> Table:
+    """Return a file with one text on each line as a table with the column `text`."""
+    table = read_table(file, has_header=False)
+
+    def lines() -> Any:
+        for number, line in table.lines():
+            yield number, line._replace(record={"text": "\t".join(line.record.values())})
+
+    return table._replace(columns=["text"], lines=lines)
+
+
+def _read_questions(file: Path, delimiter: str | None) -> SquadFile:
+    """Return the questions of a table with the columns question and context and, if there is one, id."""
+    table = read_table(file, delimiter)
+    missing = [column for column in ("question", "context") if column not in table.columns]
+    if missing:
+        raise UserError(f"{file}: no column `{missing[0]}`; it has {', '.join(table.columns)}: rename one, or add it")
+    questions = SquadFile([], [], {})
+    for number, line in table.lines():
+        question_id = line.name("id") if "id" in line.record else str(number)
+        questions.passages.append(line.text("context"))
+        questions.questions.append(
+            Question(question_id, line.text("question"), len(questions.questions), answers=(), start=-1)
+        )
+    return questions
+
+
+def _probabilities(output_NL: np.ndarray) -> np.ndarray:
+    power_NL = np.exp(output_NL - output_NL.max(-1, keepdims=True))
+    result: np.ndarray = power_NL / power_NL.sum(-1, keepdims=True)
+    return result
+
+
+def _predict_texts(
+    model: TunedModel, texts: Texts, targets: LabelTargets, target_N1: np.ndarray | None, progress: Progress
+) -> Predictions:
+    encoder, task_model, settings = model.load()
+    ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
+    output_NL = text_outputs(task_model, ids, targets, settings.batch, progress)
+    limits = model.data.get("limits")
+    if limits and not targets.labels:
+        output_NL = output_NL.clip(*limits)
+    objects: list[Row] = []
+    rows: list[Row] = []
+    probability_NL = _probabilities(output_NL).tolist()
+    for index, prediction in enumerate(targets.predicted_labels(output_NL)):
+        one: Row = {"index": index, "prediction": prediction if targets.labels else float(prediction)}
+        if target_N1 is not None:
+            one["label"] = texts.label[index]
+        probabilities = dict(zip(targets.labels, probability_NL[index], strict=False))
+        objects.append({**one, "probabilities": probabilities} if targets.labels else one)
+        rows.append({**one, **{f"p({name})": value for name, value in probabilities.items()}})
+    metrics = {} if target_N1 is None else text_metrics(targets, output_NL, target_N1)[0]
+    return Predictions(objects, rows, metrics)
+
+
+def _predict_tags(
+    model: TunedModel,
+    sentences: Sequence[Sequence[str]],
+    true: Sequence[Sequence[str]] | None,
+    progress: Progress,
+) -> Predictions:
+    encoder, task_model, settings = model.load()
+    has_spans = are_bio_tags(model.labels)
+    objects: list[Row] = []
+    rows: list[Row] = []
+    outputs = word_outputs(task_model, sentences, encoder, settings, progress)
+    for index, (words, output) in enumerate(zip(sentences, outputs, strict=True)):
+        probability_WN = _probabilities(output.numpy())
+        tags = [model.labels[number] for number in probability_WN.argmax(-1)]
+        best = probability_WN.max(-1).tolist()
+        one: Row = {"index": index, "words": list(words), "prediction": tags, "probabilities": best}
+        if has_spans:
+            one["spans"] = [
+                {"type": kind, "text": " ".join(words[first : last + 1]), "first": first, "last": last}
+                for kind, first, last in spans_of(tags)
+            ]
+        if true is not None:
+            one["label"] = list(true[index])
+        objects.append(one)
+        for place, word in enumerate(words):
+            row: Row = {"sentence": index, "word": word, "prediction": tags[place], "probability": best[place]}
+            rows.append(row if true is None else {**row, "label": true[index][place]})
+    predicted = [one["prediction"] for one in objects]
+    metrics = {} if true is None else tag_metrics(true, predicted, has_spans)[0]
+    return Predictions(objects, rows, metrics)
+
+
+def _predict_answers(model: TunedModel, file: SquadFile, progress: Progress) -> Predictions:
+    encoder, task_model, settings = model.load()
+    answers = find_answers(task_model, file, encoder, settings, progress)
+    rows: list[Row] = []
+    for number, question in enumerate(file.questions):
+        text = answers.text(number, question)
+        row: Row = {"id": question.id, "prediction": text, "start": None, "end": None}
+        if number in answers.best:
+            _, first, _ = answers.best[number]
+            row["start"], _ = answers.passages[question.passage].offsets[first]
+            row["end"] = row["start"] + len(text)
+        rows.append({**row, "no_answer": answers.no_answer.get(number, 0.0)})
+    has_answers = any(question.answers for question in file.questions)
+    version = int(model.data.get("version") or 2)
+    metrics = score_answers(version, file, answers).metrics if has_answers else {}
+    return Predictions(rows, rows, metrics)

@@ -1,0 +1,217 @@
+"""The command `finetune`.
+
+Everything that can be wrong in the command line or the data is checked before torch and transformers are imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from electra_dist.console import Console
+from electra_dist.errors import UserError
+from electra_launcher.cli.console import open_console, progress_bar
+from electra_launcher.cli.models import Tower, TowerOption, Vocab, write_json
+
+if TYPE_CHECKING:
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.scores import SeedSummary
+    from electra_dist.pretrained.encoder import Pretrained
+
+SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
+
+
+class Kind(StrEnum):
+    """Kind of label in the user's own files: a class (scored by accuracy) or a number (by Spearman's correlation)."""
+
+    classification = "classification"
+    regression = "regression"
+
+
+Delimiter = Annotated[
+    str | None,
+    typer.Option(metavar="CHAR", help="what separates columns of .csv; default: found in the header"),
+]
+
+
+def finetune(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="folder of a run, of its export, or of a Hugging Face model, or random:CONFIG.yaml", metavar="FOLDER"
+        ),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH",
+            help="a table with your texts and labels (.csv, .tsv, .jsonl, .parquet, or a folder of "
+            "datasets.save_to_disk), or a folder with train and dev tables; for other tasks, the folder with their "
+            "files, such as CoLA/train.tsv or squad/*.json",
+        ),
+    ],
+    task: Annotated[
+        str,
+        typer.Option(
+            help="custom (your own texts), cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner "
+            "(named entities) or tagging (any label per word); several are separated by commas"
+        ),
+    ] = "custom",
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
+    probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
+            "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
+        ),
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
+    ] = True,
+    parallel: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
+    ] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
+    ] = None,
+    text_a: Annotated[str | None, typer.Option(help="custom: column of the text; found if only one fits")] = None,
+    text_b: Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")] = None,
+    label: Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")] = None,
+    kind: Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")] = Kind.classification,
+    dev: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="custom: table of development examples; default: in --data"),
+    ] = None,
+    dev_share: Annotated[
+        float, typer.Option(min=0.001, max=0.5, help="custom, ner, tagging: share held out without a dev file")
+    ] = 0.1,
+    split_seed: Annotated[int, typer.Option(min=0, help="custom, ner, tagging: seed that chooses them")] = 0,
+    delimiter: Delimiter = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="of a run: best, the number of its step, or its folder; default: the newest"),
+    ] = None,
+    tower: TowerOption = Tower.discriminator,
+    vocab: Vocab = None,
+) -> None:
+    """Fine-tune a pretrained model on your own files, GLUE or SQuAD, or fit a linear probe to its frozen states.
+
+    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. The tuned model
+    of each seed, and of the best one, is written for transformers. A seed whose result is in the output folder already
+    is not run again.
+    """
+    from electra_dist.finetune.finetune_config import check_overrides, settings_for
+    from electra_dist.finetune.open_task import TaskRequest, open_task
+    from electra_dist.pretrained.locate import choose_step, locate_model
+
+    if probe and parallel > 1:
+        raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
+    task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
+    writes_models = save and not probe
+    request_of_any = TaskRequest(
+        name="",
+        data=data,
+        text_a=text_a,
+        text_b=text_b,
+        label=label,
+        kind=kind.value,
+        dev=dev,
+        delimiter=delimiter,
+        dev_share=dev_share,
+        split_seed=split_seed,
+        with_test=writes_models,
+    )
+    checked = check_overrides(overrides or ())
+    requests = {name: dataclasses.replace(request_of_any, name=name) for name in task_names}
+    tasks = {name: open_task(request) for name, request in requests.items()}
+    for opened in tasks.values():
+        opened.check(checked)
+    step = choose_step(model, checkpoint)
+    located = locate_model(model, tower.value)
+
+    import torch
+
+    from electra_dist.finetune.scores import summarize
+    from electra_dist.finetune.seeds import ModelRequest, SeedProcesses, advice_on_threads, run_all
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+
+    encoder = load_pretrained(located, tower.value, vocab, step)
+    settings = {
+        name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
+        for name in task_names
+    }
+    folder = output or _default_output(model)
+    has_one_task_folder = output is not None and len(task_names) == 1
+    model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
+    device = device_of_choice()
+    out = open_console()
+    out.print(f"{encoder.name} on {device.type}, results in {folder}")
+    if device.type == "cpu":
+        advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if advice:
+            out.print(advice)
+    with progress_bar(Console(stderr=True)) as progress:
+        processes = SeedProcesses(
+            parallel,
+            ModelRequest(spec=located, tower=tower.value, vocab=vocab, step=step),
+            {name: (requests[name], settings[name]) for name in task_names},
+            progress,
+        )
+        results = run_all(
+            encoder,
+            work=[(tasks[name], settings[name]) for name in task_names],
+            seeds=range(seeds),
+            output=folder,
+            device=device,
+            probe=probe,
+            progress=progress,
+            note=out.print,
+            save_to=model_dirs if writes_models else None,
+            compute_jobs=processes if parallel > 1 else None,
+        )
+    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
+    _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
+    _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
+
+
+def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
+    """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
+    from electra_dist.finetune.scores import results_table
+
+    out.print(results_table(title, summaries))
+    for summary in summaries:
+        for seed, reason in summary.failed.items():
+            out.print(f"failed: {summary.task} seed {seed}: {reason}")
+
+
+def _default_output(model: str) -> Path:
+    """Return MODEL/finetune or, for the untrained model random:CONFIG.yaml, runs/finetune_random_CONFIG."""
+    if model.startswith("random:"):
+        config_name = Path(model.removeprefix("random:")).stem
+        return Path("runs") / f"finetune_random_{config_name}"
+    return Path(model) / "finetune"
+
+
+def _write_summary(
+    path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
+) -> None:
+    """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
+    from electra_dist.finetune.scores import glue_average
+
+    write_json(
+        path,
+        {
+            "model": encoder.name,
+            "digest": encoder.digest,
+            "settings": {name: task_settings.model_dump(mode="json") for name, task_settings in settings.items()},
+            "tasks": [dataclasses.asdict(summary) for summary in summaries],
+            "glue_average": glue_average(summaries),
+        },
+    )

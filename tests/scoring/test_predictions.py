@@ -1,0 +1,235 @@
+"""`electra-dist predict`: equal to the development predictions of fine-tuning and to transformers, for each task."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from electra_launcher.cli.main import app
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, pipeline
+from typer.testing import CliRunner
+
+from electra_dist.config import ModelConfig
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_and_probe import finetune_task
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.open_task import TaskRequest, open_task
+from electra_dist.finetune.scores import Measured
+from electra_dist.model.towers import build_towers
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.export import export_tower
+from electra_dist.scoring.predictions import TunedModel, open_predictions
+from electra_dist.tokenizer import Vocabulary
+
+CPU = torch.device("cpu")
+SETTINGS = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=3, batch=16, max_length=48)
+NUM_ROWS = 200
+WORDS = ["the", "old", "dog", "saw", "a", "bird", "near", "that", "house", "who", "knew", "many", "trees"]
+TAGS = {"dog": "B-ANIMAL", "bird": "B-ANIMAL", "old": "O", "house": "B-PLACE", "trees": "I-PLACE"}
+
+
+def sentences(seed: int, number: int) -> list[list[str]]:
+    rng = random.Random(seed)
+    return [[rng.choice(WORDS) for _ in range(rng.randint(3, 9))] for _ in range(number)]
+
+
+def tune(encoder: Pretrained, folder: Path, **request: Any) -> Measured:
+    task = open_task(TaskRequest(**request))
+    return finetune_task(encoder, task, SETTINGS, 0, CPU, folder=folder / "best")
+
+
+def predict(model: Path, file: Path, **columns: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    predictions = open_predictions(TunedModel(model), file, **columns)(lambda *_: None)
+    return [json.loads(line) for line in predictions.text(".jsonl").splitlines()], predictions.metrics
+
+
+def write_texts(file: Path, seed: int, number: int, is_regression: bool = False) -> list[str]:
+    texts = [" ".join(words) for words in sentences(seed, number)]
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["text", "label"])
+        for text in texts:
+            writer.writerow([text, text.count("the") / 4 if is_regression else "animal" if "dog" in text else "none"])
+    return texts
+
+
+def test_classes_are_those_of_the_development_predictions_and_of_a_pipeline(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "train.csv", 0, 200)
+    texts = write_texts(tmp_path / "dev.csv", 1, NUM_ROWS)
+    result = tune(encoder, tmp_path, name="custom", data=tmp_path)
+
+    rows, metrics = predict(tmp_path, tmp_path / "dev.csv")
+
+    assert metrics == pytest.approx(result.metrics, abs=0)
+    with (tmp_path / "best" / "dev_predictions.tsv").open() as file:
+        dev = list(csv.DictReader(file, delimiter="\t"))
+    assert [(str(row["index"]), row["prediction"], row["label"]) for row in rows] == [
+        tuple(row.values()) for row in dev
+    ]
+    assert len({row["prediction"] for row in rows}) == 2
+    theirs = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu", top_k=None)(texts)
+    for row, scores in zip(rows, theirs, strict=True):
+        assert row["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=1e-5)
+
+    # The same texts, one on each line and without labels.
+    (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
+    new, no_metrics = predict(tmp_path, tmp_path / "new.txt")
+    assert [row["prediction"] for row in new] == [row["prediction"] for row in rows]
+    assert no_metrics == {} and "label" not in new[0]
+
+
+def test_numbers_are_those_of_the_development_predictions_and_of_a_pipeline(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "train.csv", 0, 100, is_regression=True)
+    texts = write_texts(tmp_path / "dev.csv", 1, NUM_ROWS, is_regression=True)
+    result = tune(encoder, tmp_path, name="custom", data=tmp_path, kind="regression")
+
+    rows, metrics = predict(tmp_path, tmp_path / "dev.csv")
+
+    assert metrics == pytest.approx(result.metrics, abs=1e-4)
+    with (tmp_path / "best" / "dev_predictions.tsv").open() as file:
+        dev = [float(row["prediction"]) for row in csv.DictReader(file, delimiter="\t")]
+    assert [row["prediction"] for row in rows] == pytest.approx(dev, abs=2e-5)
+    theirs = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu", function_to_apply="none")(
+        texts
+    )
+    assert [row["prediction"] for row in rows] == pytest.approx([one["score"] for one in theirs], abs=2e-5)
+
+
+def test_tags_and_spans_are_those_of_the_development_predictions_and_of_a_pipeline(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    dev = sentences(1, NUM_ROWS)
+    for stem, content in (("train", sentences(0, 200)), ("dev", dev)):
+        blocks = ["\n".join(f"{word} {TAGS.get(word, 'O')}" for word in words) for words in content]
+        (tmp_path / f"{stem}.txt").write_text("\n\n".join(blocks) + "\n")
+    result = tune(encoder, tmp_path, name="ner", data=tmp_path)
+
+    rows, metrics = predict(tmp_path, tmp_path / "dev.txt")
+
+    assert metrics == result.metrics
+    lines = (tmp_path / "best" / "dev_predictions.txt").read_text().split("\n\n")
+    assert [row["prediction"] for row in rows] == [
+        [line.split()[2] for line in block.splitlines()] for block in lines[:-1]
+    ]
+    assert any(row["spans"] for row in rows)
+    theirs = pipeline(
+        "token-classification", model=str(tmp_path / "best"), device="cpu", aggregation_strategy="first"
+    )([" ".join(words) for words in dev])
+    for row, entities in zip(rows, theirs, strict=True):
+        assert [(span["type"], span["text"]) for span in row["spans"]] == [
+            (entity["entity_group"], entity["word"]) for entity in entities
+        ]
+    # The same words without their tags, one on each line.
+    (tmp_path / "new.txt").write_text("\n\n".join("\n".join(words) for words in dev) + "\n")
+    new, no_metrics = predict(tmp_path, tmp_path / "new.txt")
+    assert [row["prediction"] for row in new] == [row["prediction"] for row in rows] and no_metrics == {}
+
+
+@torch.no_grad()
+def test_answers_are_those_of_the_development_predictions_and_the_best_span_of_transformers(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    def articles(seed: int, number: int) -> dict[str, Any]:
+        paragraphs = []
+        for index, words in enumerate(sentences(seed, number)):
+            answer = {"text": words[1], "answer_start": len(words[0]) + 1}
+            question = {"id": f"q{index}", "question": f"who saw the {words[0]}", "answers": [answer]}
+            paragraphs.append({"context": " ".join(words), "qas": [question]})
+        return {"data": [{"paragraphs": paragraphs}]}
+
+    dev = articles(1, NUM_ROWS)
+    (tmp_path / "train-v1.1.json").write_text(json.dumps(articles(0, 64)))
+    (tmp_path / "dev-v1.1.json").write_text(json.dumps(dev))
+    with torch.enable_grad():
+        result = tune(encoder, tmp_path, name="squad1", data=tmp_path)
+
+    rows, metrics = predict(tmp_path, tmp_path / "dev-v1.1.json")
+
+    assert metrics == result.metrics
+    assert {row["id"]: row["prediction"] for row in rows} == json.loads(
+        (tmp_path / "best" / "predictions.json").read_text()
+    )
+    model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "best").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "best")
+    table = ["id,question,context"]
+    for row, paragraph in zip(rows, dev["data"][0]["paragraphs"], strict=True):
+        context, question = paragraph["context"], paragraph["qas"][0]["question"]
+        table.append(f"{row['id']},{question},{context}")
+        assert context[row["start"] : row["end"]] == row["prediction"]
+        inputs = tokenizer(question, context, return_tensors="pt")
+        output = model(**inputs)
+        tokens = [place for place, sequence in enumerate(inputs.sequence_ids()) if sequence == 1]
+        score = {
+            (start, end): float(output.start_logits[0, start] + output.end_logits[0, end])
+            for start in tokens
+            for end in tokens
+            if start <= end
+        }
+        ends = {inputs.token_to_chars(end).end: end for end in tokens}
+        starts = {inputs.token_to_chars(start).start: start for start in tokens}
+        assert score[starts[row["start"]], ends[row["end"]]] == pytest.approx(max(score.values()), abs=1e-4)
+
+    # The same questions as a table, without answers.
+    (tmp_path / "new.csv").write_text("\n".join(table) + "\n")
+    new, no_metrics = predict(tmp_path, tmp_path / "new.csv")
+    assert new == rows and no_metrics == {}
+
+
+def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_wrong(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "train.csv", 0, 40)
+    tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv")
+    arguments = ["predict", str(tmp_path), str(tmp_path / "train.csv")]
+
+    printed = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    written = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "p.tsv")], catch_exceptions=False)
+
+    objects = [json.loads(line) for line in printed.stdout.splitlines() if line.startswith("{")]
+    with (tmp_path / "p.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert [row["prediction"] for row in rows] == [one["prediction"] for one in objects]
+    assert float(rows[0]["p(animal)"]) == objects[0]["probabilities"]["animal"]
+    assert "accuracy" in written.output and "p.tsv: 40 predictions" in written.output
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    for model, data, message in (
+        (tmp_path / "best", "other.csv", "no column is clearly the text; name one of a, b with --text-a"),
+        (tmp_path / "best", "nowhere.csv", "nowhere.csv: no such file"),
+        (tmp_path / "nowhere", "other.csv", "no such file; name the folder of a tuned model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_predictions(TunedModel(model), tmp_path / data)
+
+
+def test_the_commands_at_the_top_of_the_page_run(
+    model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    commands = page.split("```bash\n")[1].split("```")[0].splitlines()
+    monkeypatch.chdir(tmp_path)
+    Path("vocab.txt").write_text(vocabulary.text)
+    state = build_towers(model, 3).state_dict()
+    export_tower(state, model, "discriminator", Vocabulary.read(Path("vocab.txt")), True, Path("runs/small"))
+    write_texts(Path("reviews.csv"), 0, 40)
+    write_texts(Path("new.csv"), 1, 5)
+
+    for command in commands:
+        run = CliRunner().invoke(app, shlex.split(command)[1:], catch_exceptions=False)
+        assert run.exit_code == 0, run.output
+
+    with Path("predictions.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 5
+    assert pipeline("text-classification", model="tuned/best", device="cpu")("the dog")[0]["label"] in (
+        "animal",
+        "none",
+    )
