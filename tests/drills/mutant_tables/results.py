@@ -295,8 +295,8 @@ RESULTS = (
     Mutant(
         name="report: names of runs are written into the page as HTML",
         file="electra_dist/report/templates/parts.html",
-        original="<td>{{ cell }}</td>",
-        mutated="<td>{{ cell|safe }}</td>",
+        original=">{{ cell }}</td>",
+        mutated=">{{ cell|safe }}</td>",
         test="tests/corpus/stats/test_stats_page.py::test_the_page_needs_no_other_file_and_escapes_names",
     ),
     Mutant(
