@@ -191,7 +191,8 @@ CLASSES = (
         restart="as it is",
         next_step="look at the cards that the line names (`ibstat`, `ip link`), and at docs/cluster.md on NCCL",
         patterns=r"Got completion from peer .* with (status|error)|ibv_\w+ failed|IBV_WC_\w+|Call to ibv|NET/\w+ : .*"
-        r"(async event|port error|local catastrophic)|No route to host|Network is unreachable",
+        r"(async event|port error|local catastrophic)|No route to host|Network is unreachable"
+        r"|EndpointConnectionError|ConnectTimeout|ReadTimeout|^([\w.]+\.)?(ConnectionError|TimeoutError)\b",
     ),
     ErrorClass(
         name="nccl-timeout",
@@ -200,7 +201,8 @@ CLASSES = (
         restart="as it is",
         next_step="look for the rank that did not arrive: hangs/ in the run folder has the stacks of all ranks",
         patterns=r"Watchdog caught collective operation timeout|Timed out waiting \d+ms|collective.* timed? ?out"
-        r"|ran for \d+ milliseconds before timing out|wait timeout after \d+ms",
+        r"|ran for \d+ milliseconds before timing out|wait timeout after \d+ms"
+        r"|socket has timed out",
         is_consequence=True,
     ),
     ErrorClass(
@@ -210,7 +212,9 @@ CLASSES = (
         restart="as it is",
         next_step="look at the rank that ended first, on this or another node",
         patterns=r"[Cc]onnection (reset|closed|aborted) by (remote )?peer|ncclRemoteError|remote process exited"
-        r"|NCCL communicator was aborted|Broken pipe|Socket closed|failed to recv, got 0 bytes",
+        r"|NCCL communicator was aborted|Broken pipe|Socket closed|failed to recv, got 0 bytes"
+        r"|Connection refused|DistNetworkError|DistStoreError|DistBackendError|ncclSystemError"
+        r"|ncclInternalError|gloo/transport",
         is_consequence=True,
     ),
     ErrorClass(

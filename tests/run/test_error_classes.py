@@ -261,6 +261,20 @@ def test_the_rank_that_failed_first_explains_the_end_of_all() -> None:
     assert decisive([]) is None
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms connecting to (n0, 1)",
+        "torch.distributed.DistBackendError: NCCL error in: Utils.hpp:328, unhandled system error, ncclSystemError",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:144] no error",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "botocore.exceptions.EndpointConnectionError: Could not connect to the endpoint URL",
+    ],
+)
+def test_a_failed_connection_is_no_fault_of_the_code_however_often_it_comes_back(line: str) -> None:
+    assert not classify(1, f"{TRACEBACK}{line}").error.repeats_are_final
+
+
 def test_faults_are_the_same_if_only_numbers_differ() -> None:
     assert is_same_fault("ValueError: row 7 at 0x7f12ab", "ValueError: row 12 at 0x7f99cd")
     assert not is_same_fault("ValueError: row 7", "KeyError: 7")
