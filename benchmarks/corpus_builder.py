@@ -47,8 +47,14 @@ from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.plan.corpus_plan import plan_corpus, workload_of_tokens
-from electra_dist.corpus.plan.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
-from electra_dist.corpus.plan.prepare_rates import measure_preparation
+from electra_dist.corpus.plan.corpus_rates import (
+    SAMPLE_BYTES,
+    STEPS,
+    CorpusRates,
+    measure_preparation,
+    measure_rates,
+    smallest_files,
+)
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.vocabulary import train_vocabulary

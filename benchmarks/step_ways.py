@@ -21,7 +21,7 @@ from hugging_face import HuggingFace
 from measure import Json
 
 from electra_dist.config import Config
-from electra_dist.corpus.builder.row_packing import make_rows
+from electra_dist.corpus.builder.examples import make_rows
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums, loss_counts

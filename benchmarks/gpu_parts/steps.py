@@ -38,7 +38,7 @@ from torch._dynamo.utils import counters
 from electra_dist.collectives import Choice
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.corpus.builder.row_packing import make_rows
+from electra_dist.corpus.builder.examples import make_rows
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers

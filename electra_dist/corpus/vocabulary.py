@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 import zstandard
 
-from electra_dist.corpus.builder.document_order import document_key
+from electra_dist.corpus.builder.shuffle import document_key
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import open_regular
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary

@@ -14,7 +14,7 @@ import pytest
 
 from electra_dist.corpus.build_console import length_line, remarks
 from electra_dist.corpus.build_report import read_report
-from electra_dist.corpus.builder import bucket_rows, join_parts
+from electra_dist.corpus.builder import join_parts, worker_stages
 from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
@@ -138,17 +138,17 @@ def test_the_report_is_equal_for_two_workers_and_for_a_build_that_was_cut_twice(
     cut = request_of(mixed, "cut")
     build_corpus(whole)
     build_corpus(of_two_workers)
-    make = bucket_rows._RowMaker.make
+    make = worker_stages._RowMaker.make
 
     for number_of_cut in (1, 2):
 
-        def stop(self: bucket_rows._RowMaker, bucket: int, last: int = number_of_cut) -> Any:
+        def stop(self: worker_stages._RowMaker, bucket: int, last: int = number_of_cut) -> Any:
             if bucket == last:
                 raise BuildStopped
             return make(self, bucket)
 
         with monkeypatch.context() as patch:
-            patch.setattr(bucket_rows._RowMaker, "make", stop)
+            patch.setattr(worker_stages._RowMaker, "make", stop)
             with pytest.raises(BuildStopped):
                 build_corpus(cut)
     result = build_corpus(cut)

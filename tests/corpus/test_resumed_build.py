@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from support.folder_contents import file_contents, modification_times
 
-from electra_dist.corpus.builder import bucket_rows, read_group
+from electra_dist.corpus.builder import worker_stages
 from electra_dist.corpus.builder.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.errors import ManifestMismatch, UserError
@@ -52,7 +52,7 @@ class BuildStopped(Exception):
 def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
     """The request of a build that ended after its first two shards; its output folder holds them."""
     request = build_request(inputs, heldout_fraction=0.1)
-    make = bucket_rows._RowMaker.make
+    make = worker_stages._RowMaker.make
 
     def make_two_shards(self, bucket):  # type: ignore[no-untyped-def]
         if bucket == 2:
@@ -60,7 +60,7 @@ def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: p
         return make(self, bucket)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket_rows._RowMaker, "make", make_two_shards)
+        patch.setattr(worker_stages._RowMaker, "make", make_two_shards)
         with pytest.raises(BuildStopped):
             build_corpus(request)
     return request
@@ -265,7 +265,7 @@ def test_an_interrupted_build_that_has_read_nothing_leaves_its_output(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(read_group, "write_spill", interrupt)
+        patch.setattr(worker_stages, "write_spill", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build_corpus(build_request(tables, text_field="body"))
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.corpus.builder.row_packing import make_rows, pack, row_dtype
+from electra_dist.corpus.builder.examples import make_rows, pack, row_dtype
 
 PAD = 0
 CLS = 1
@@ -49,7 +49,7 @@ def test_rows_hold_all_examples_and_only_them_with_padding_at_the_end(lengths: l
     seq_len = 20
     examples = [[CLS] + [10 + number] * (length - 1) for number, length in enumerate(lengths)]
 
-    rows = make_rows(examples, seq_len, PAD, np.uint16, packing)  # type: ignore[arg-type]
+    rows, _ = make_rows(examples, seq_len, PAD, np.uint16, packing)  # type: ignore[arg-type]
 
     assert rows.dtype == np.uint16
     assert rows.shape[1] == seq_len
@@ -79,7 +79,9 @@ def test_less_than_one_percent_is_padding_if_four_examples_in_five_are_full() ->
 
 
 def test_no_examples_make_no_rows() -> None:
-    assert make_rows([], 16, PAD, np.uint16, "rows").shape == (0, 16)
+    rows, places = make_rows([], 16, PAD, np.uint16, "rows")
+    assert rows.shape == (0, 16)
+    assert places.shape == (0, 3)
 
 
 def test_ids_take_two_bytes_up_to_65536_entries_and_then_four() -> None:

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from electra_dist.corpus.inputs import formats
+from electra_dist.corpus.inputs import text_readers
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import RawDocument, SkippedDocument, decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
@@ -101,8 +101,8 @@ def test_documents_of_a_txt_file_end_at_blank_lines_whatever_the_size_of_the_blo
             lines_of_document = []
 
     for block_bytes in (1, 3, 1 << 20):
-        monkeypatch.setattr(formats, "READ_BYTES", block_bytes)
-        documents = formats._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
+        monkeypatch.setattr(text_readers, "READ_BYTES", block_bytes)
+        documents = text_readers._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
         assert [document.data for document in documents] == expected_documents
 
 

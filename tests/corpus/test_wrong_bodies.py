@@ -16,9 +16,8 @@ from support.wrong_answers import ERROR_DOCUMENT
 from electra_dist.corpus.build_report import find_preparations
 from electra_dist.corpus.builder.build_corpus import WHOLE, build_corpus, build_part
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.document_order import NUM_CELLS
 from electra_dist.corpus.builder.join_parts import join_parts
-from electra_dist.corpus.builder.spill_file import open_spills
+from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills
 from electra_dist.corpus.origins import open_origins
 from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import ManifestMismatch

@@ -25,9 +25,8 @@ from electra_dist.api import open_corpus
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import load_config, load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildRecords
-from electra_dist.corpus.builder.document_order import NUM_CELLS
 from electra_dist.corpus.builder.join_parts import join_parts
-from electra_dist.corpus.builder.spill_file import open_spills
+from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills
 from electra_dist.corpus.prepare.preparation import check, finished_report
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import write_plan

@@ -19,7 +19,7 @@ from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tin
 from electra_dist.checkpoint.manifest import Manifest
 from electra_dist.config.load import load_section
 from electra_dist.corpus.builder.build_records import BuildNotes, BuildOrder, BuildRecords, FinishedBucket, ReadGroup
-from electra_dist.corpus.builder.spill_file import write_spill
+from electra_dist.corpus.builder.shuffle import write_spill
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument
 from electra_dist.corpus.origins import Origin, put_origins, table_of_examples, write_origins

@@ -6,9 +6,9 @@ written last: a folder without it holds no finished corpus. Every document that 
 or skipped. A corpus that is already finished is not changed.
 
 How: the build has three stages.
-1. Workers read groups of input files and write their documents to spill files, sorted by a key (`read_group.py`).
+1. Workers read groups of input files and write their documents to spill files, sorted by a key (`worker_stages.py`).
 2. Workers take buckets, which are ranges of keys: they collect the documents of a bucket from all spill files, turn
-   them into rows and write shards (`bucket_rows.py`). The documents of all sources are thereby shuffled.
+   them into rows and write shards (`worker_stages.py`). The documents of all sources are thereby shuffled.
 3. One process joins the records: held-out corpus, build.json, corpus.json (`join_parts.py`). No shard is rewritten.
 Part i of n does stages 1 and 2 for its share of the groups and buckets. After its own groups it also reads the groups
 of other parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
@@ -28,14 +28,19 @@ from functools import partial
 
 from electra_dist.corpus.build_console import BuildConsole
 from electra_dist.corpus.build_report import remarks_on_unknown_tokens
-from electra_dist.corpus.builder.bucket_rows import sample_rows, start_making_rows
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.document_order import NUM_CELLS, refuse_unknown_sources, source_epochs
+from electra_dist.corpus.builder.examples import MIN_SEQ_LEN
 from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, read_joined
-from electra_dist.corpus.builder.read_group import InputGroup, ReadTask, group_inputs, start_reading
-from electra_dist.corpus.builder.sentence_pairs import MIN_SEQ_LEN
-from electra_dist.corpus.builder.spill_file import open_spills
+from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills, refuse_unknown_sources, source_epochs
+from electra_dist.corpus.builder.worker_stages import (
+    InputGroup,
+    ReadTask,
+    group_inputs,
+    sample_rows,
+    start_making_rows,
+    start_reading,
+)
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
@@ -304,10 +309,11 @@ def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int
 
     A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several shards in each, because
     every bucket reads a piece of every intermediate file, and more buckets would make these pieces smaller. A worker
-    holds the documents of a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096.
+    holds the documents of a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096, with
+    fewer shards in each.
     `total_bytes` is the size of all documents; a document that the corpus uses twice counts twice.
     """
-    shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
+    most_shards = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)
-    num_buckets = max(math.ceil(num_shards / shards_per_bucket), for_memory, 1)
-    return min(num_buckets, NUM_CELLS), shards_per_bucket
+    num_buckets = min(max(math.ceil(num_shards / most_shards), for_memory, 1), NUM_CELLS)
+    return num_buckets, math.ceil(num_shards / num_buckets) or 1

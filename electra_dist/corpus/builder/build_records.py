@@ -34,7 +34,7 @@ from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Section, canonical_json
 from electra_dist.corpus.build_report import SourceNotes
-from electra_dist.corpus.builder.document_order import NUM_CELLS
+from electra_dist.corpus.builder.shuffle import NUM_CELLS
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.origins import ORIGINS_FOLDER, OriginFile, table_from_bytes, table_to_bytes
 from electra_dist.data.manifest import (

@@ -6,7 +6,7 @@ A chunk is a group of consecutive documents of the corpus's order. The documents
 Guarantee: the rows depend on the chunk and the request alone. Every document of the chunk is counted once: as used,
 held out or one kind of skipped. Every token of a used or held-out document is in exactly one row.
 
-How: a chunk's seeds follow from its place in the corpus (`bucket_rows.py`), so the number of workers cannot
+How: a chunk's seeds follow from its place in the corpus (`worker_stages.py`), so the number of workers cannot
 change the rows. Examples of different chunks never share a row. A worker process imports this module, which does not
 import torch.
 """
@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.row_packing import fill_rows, group_examples, places_of_examples, row_dtype
-from electra_dist.corpus.builder.sentence_pairs import ExampleBuilder
+from electra_dist.corpus.builder.examples import ExampleBuilder, make_rows, row_dtype
 from electra_dist.corpus.counts import Counts, skipped_documents
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument, SkippedDocument, decode_counted
 from electra_dist.tokenizer import new_tokenizer
@@ -171,12 +170,9 @@ class _RowCollector:
     def finish(self) -> tuple[Rows, Counter[str]]:
         """Pack the examples of all added documents into rows, and return the rows with their counts."""
         pad_id = self._special["[PAD]"]
-        seq_len = self._request.seq_len
-        lengths = [len(example) for example in self._examples]
-        groups = group_examples(lengths, seq_len, self._request.corpus.packing)
-        places = places_of_examples(lengths, groups)
         dtype = row_dtype(self._request.vocabulary.size)
-        block = fill_rows(self._examples, places, len(groups), seq_len, pad_id, dtype)
+        packing = self._request.corpus.packing
+        block, places = make_rows(self._examples, self._request.seq_len, pad_id, dtype, packing)
         counts = self._counts
         counts["examples"] = len(self._examples)
         counts["rows"] = len(block)

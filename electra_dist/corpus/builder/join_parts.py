@@ -23,7 +23,6 @@ from electra_dist.corpus.build_report import (
     unknown_tokens_of_report,
     write_report,
 )
-from electra_dist.corpus.builder.bucket_rows import put_shard
 from electra_dist.corpus.builder.build_records import (
     BuildOrder,
     BuildRecords,
@@ -31,7 +30,8 @@ from electra_dist.corpus.builder.build_records import (
     read_output_vocabulary,
 )
 from electra_dist.corpus.builder.build_request import tokenizer_entry
-from electra_dist.corpus.builder.row_packing import row_dtype
+from electra_dist.corpus.builder.examples import row_dtype
+from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import SKIPPED, Counts
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins

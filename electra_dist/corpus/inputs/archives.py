@@ -1,6 +1,6 @@
-"""Read the texts in tar and zip archives, among them WebDataset shards that others wrote.
+"""Find the members with texts in tar and zip archives, among them WebDataset shards that others wrote.
 
-Guarantee: each member of known kind is read once, in the order of the archive; every other one is counted with the
+Guarantee: each member of known kind is yielded once, in the order of the archive; every other one is counted with the
 reason why it is left out. A tar that was cut off or has a damaged header is an error, even where Python's tarfile
 takes the damage for the end of the archive.
 
@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from electra_dist.corpus.counts import Counts
-from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, decompressed, read_whole
-from electra_dist.corpus.inputs.file_kinds import FileKind, ending_of, kind_of
-from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
-from electra_dist.corpus.inputs.table_files import NoTextColumn
-from electra_dist.corpus.inputs.text_decoding import RawDocument
+from electra_dist.corpus.inputs.file_kinds import (
+    MOST_DOCUMENT_BYTES,
+    FileKind,
+    kind_of,
+)
 from electra_dist.data.shard_format import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
@@ -47,33 +47,30 @@ class _Member(NamedTuple):
     read: Callable[[], bytes]
 
 
+class TextMember(NamedTuple):
+    """A member of an archive that holds documents, with its whole content; it may be compressed."""
+
+    name: str  # in the archive
+    kind: FileKind
+    data: bytes
+
+
 class ArchiveReader:
-    """Reader of the documents in one tar or zip archive, which counts the members that it reads and leaves out."""
+    """Reader of the members with texts in one tar or zip archive, which counts the members that it leaves out."""
 
-    def __init__(
-        self,
-        name: str,
-        text_field: str,
-        counts: Counts,
-        *,
-        with_fields: bool = False,
-    ) -> None:
-        """Store where to count the members that are read and those that are left out.
+    def __init__(self, name: str, text_field: str, counts: Counts) -> None:
+        """Take the archive's name in the report, and where to count the members that are left out.
 
-        `text_field` has two meanings. In a JSON or table member it names the field or column that holds the text. It
-        is also a file ending: with "caption", each member *.caption is read as one document of plain text.
-        `with_fields` adds the other cells of a table's row to its document. `name` is the archive's name in the
-        report.
+        `text_field` is also a file ending: with "caption", each member *.caption is one document of plain text.
         """
         self._name = name
         self._text_field = text_field
-        self._with_fields = with_fields
         self._counts = counts
 
-    def documents(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
-        """Yield the undecoded documents of a decompressed archive, "tar" or "zip"; a zip stream must be seekable.
+    def members(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[TextMember]:
+        """Yield the members with texts of a decompressed archive, "tar" or "zip"; a zip stream must be seekable.
 
-        Raises one of `DAMAGED_FILE_ERRORS` (`formats.py`) if the archive is damaged, cut off or encrypted.
+        Raises an error of `DAMAGED_FILE_ERRORS` (`text_readers.py`) if the archive is damaged, cut off or encrypted.
         """
         from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
 
@@ -86,7 +83,7 @@ class ArchiveReader:
                 raise OSError(str(error.args[0])) from None
             if sample is None:
                 return
-            yield from self._documents_of_sample(sample)
+            yield from self._members_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
         """Yield name and content of each member of known kind, as a dict for webdataset; count the other members."""
@@ -97,14 +94,14 @@ class ArchiveReader:
             parts = name.split("/")
             _, ending = base_plus_ext(name)
             if parts[0] == "__MACOSX" or any(part.startswith(".") for part in parts):
-                self._skip("hidden", name)
+                self.skip("hidden", name)
             elif ending is None or self._kind_of_member(ending.lower()) is None:
-                self._skip("unknown_kind", name)
+                self.skip("unknown_kind", name)
             else:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
-    def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of a WebDataset sample, a dict of lower-case ending -> content and `__key__` -> name."""
+    def _members_of_sample(self, sample: dict[str, Any]) -> Iterator[TextMember]:
+        """Yield the texts of a WebDataset sample, a dict of lower-case ending -> content and `__key__` -> name."""
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -114,33 +111,9 @@ class ArchiveReader:
             assert kind is not None
             name = f"{sample['__key__']}.{ending}"
             if chosen_endings and ending not in chosen_endings and kind.format in (_ONE_TEXT.format, "json"):
-                self._skip("metadata", name)
-                continue
-            try:
-                yield from self._documents_of_member(sample[ending], kind, name)
-            except NoTextColumn:
-                self._skip("no_text_column", name)
-                continue
-            except DAMAGED_FILE_ERRORS as error:
-                raise OSError(f"member {name}: {error}") from None
-            self._counts.members[ending_of(name)] += 1
-
-    def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
-        """Yield the documents of one file in the archive.
-
-        A .json member that cannot be parsed gives one document with its whole content. The decoding of that document
-        then fails, and the build counts the document as broken JSON.
-        """
-        stream = decompressed(io.BytesIO(data), kind.compression)
-        if kind.format != "json":
-            yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
-            return
-        text = read_whole(stream)
-        try:
-            values = list(read_format("json", io.BytesIO(text), self._text_field))
-        except (EOFError, OSError):
-            values = [RawDocument(text, is_json=True)]
-        yield from values
+                self.skip("metadata", name)
+            else:
+                yield TextMember(name, kind, sample[ending])
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
         """Return the kind of a member by its lower-case ending, such as "2.json.gz"; None if it is left out."""
@@ -160,7 +133,8 @@ class ArchiveReader:
     def _is_text_field_ending(self, ending: str) -> bool:
         return ending == self._text_field.lower()
 
-    def _skip(self, reason: str, member_name: str) -> None:
+    def skip(self, reason: str, member_name: str) -> None:
+        """Count a member that is left out, under a key of `SKIP_REASONS`."""
         self._counts.skip_input(reason, f"{self._name}: {member_name}")
 
     def _tar_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
@@ -175,7 +149,7 @@ class ArchiveReader:
                     assert content is not None
                     yield _Member(member.name, functools.partial(_read_tar_member, content, member))
                 elif not member.isdir():
-                    self._skip("not_a_file", member.name)
+                    self.skip("not_a_file", member.name)
             watched.check_end(tar.offset)
 
     def _zip_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:

@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, READ_BYTES, lines_of
+from electra_dist.corpus.inputs.file_kinds import MOST_DOCUMENT_BYTES, READ_BYTES, lines_of
 
 _REST_OF_NUMBER = re.compile(r"[0-9.eE+-]*")
 _WHITE_SPACE = " \t\r\n"

@@ -25,7 +25,7 @@ import pyarrow.compute
 import pyarrow.ipc
 import pyarrow.parquet
 
-from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, lines_of
+from electra_dist.corpus.inputs.file_kinds import MOST_DOCUMENT_BYTES, lines_of
 from electra_dist.corpus.inputs.text_decoding import RawDocument, name_of_value
 from electra_dist.escapes import printable
 

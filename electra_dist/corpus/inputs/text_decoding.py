@@ -39,7 +39,7 @@ class RawDocument:
     fields: dict[str, Any] | None = None  # other cells of a table's row, by column; None unless asked for
     file: int = 0  # position of its file among the inputs
     number: int = 0  # position in its file
-    key: int = 0  # place in the order of the corpus (`document_order.py`)
+    key: int = 0  # place in the order of the corpus (`shuffle.py`)
 
     @property
     def size(self) -> int:

@@ -18,10 +18,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from electra_dist.corpus.builder.bucket_rows import SAMPLE_BYTES
 from electra_dist.corpus.builder.build_corpus import divide_into_buckets
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.document_order import NUM_CELLS
+from electra_dist.corpus.builder.shuffle import NUM_CELLS
+from electra_dist.corpus.builder.worker_stages import SAMPLE_BYTES
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES
 from electra_dist.corpus.plan.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates

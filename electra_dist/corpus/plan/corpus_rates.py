@@ -1,37 +1,51 @@
-"""Measure what each step of a corpus build costs on this machine, for `electra-dist corpus plan` and the benchmark.
+"""Measure what each step of a corpus build and of a preparation costs on this machine, for `electra-dist corpus plan`.
 
-Guarantee: the timed functions are those of a build: readers of the inputs, writer and reader of spill files, making
-of rows, and writer of shards. CPU time of this process is measured, which other load on the machine changes less than
-it changes wall-clock time.
+Guarantee: the timed functions are those of a build (readers of the inputs, writer and reader of spill files, making of
+rows, and writer of shards) and the stages of a preparation. CPU time of this process is measured, which other load on
+the machine changes less than it changes wall-clock time.
 
 How: one process passes a sample of documents through the steps one after another, in memory and in a temporary folder.
-`corpus_plan.py` turns the measured costs into a plan for a corpus of any size.
+`corpus_plan.py` turns the measured costs into a plan for a corpus of any size. Of a preparation, the filters run on
+the files of the sample, then the deduplication on all its documents, also on those that the filters drop: to
+deduplicate the few kept documents would take little more than the fixed costs. A plan multiplies its cost per byte by
+the size of the text that the filters keep.
 
-Limits: waiting for a disk or for S3 is not CPU time and is not measured. A text with few different words is tokenized
-faster than the text of a large corpus.
+Limits: waiting for a disk or for S3 is not CPU time and is not measured, and neither is the memory of the search for
+duplicates. That search sorts, so its time grows a little faster than the text; the plan does not extrapolate this. A
+text with few different words is tokenized faster than the text of a large corpus.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter, field_validator
 
 from electra_dist.config.sections.base import Section
-from electra_dist.corpus.builder.bucket_rows import cut_chunks, put_shard
 from electra_dist.corpus.builder.build_records import BuildRecords, FinishedBucket
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.chunk_processor import ChunkProcessor
-from electra_dist.corpus.builder.document_order import NUM_CELLS, document_key
-from electra_dist.corpus.builder.spill_file import SpillFile, write_spill
+from electra_dist.corpus.builder.shuffle import NUM_CELLS, SpillFile, document_key, write_spill
+from electra_dist.corpus.builder.worker_stages import cut_chunks, put_shard
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.corpus.inputs.text_readers import DocumentStream
+from electra_dist.corpus.prepare.prepare_config import (
+    DeduplicationSection,
+    ExecutorSection,
+    PrepareConfig,
+    SourceSection,
+)
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
@@ -230,3 +244,75 @@ def smallest_files(files: Sequence[InputFile], num_bytes: int) -> list[InputFile
             chosen.add(file.location)
             size += file.size
     return [file for file in files if file.location in chosen]
+
+
+def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
+    """Run the stages of `corpus prepare` on local files and return the CPU time of each stage.
+
+    `files` replace the sources of `config`, temporary folders its folders, and the default executor its executor.
+    Raises UserError if a file that the filters need is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="prepare-rates-") as name:
+        folder = Path(name)
+        filters = config.model_copy(update={"deduplication": DeduplicationSection()})
+        rates = _run_stages(filters, folder / "filters", files, text_field)
+        has_deduplication = any(method is not None for method in config.deduplication.__dict__.values())
+        if has_deduplication:
+            without_filters = {"filters": type(config.filters)(), "formatting": type(config.formatting)()}
+            duplicates = config.model_copy(update=without_filters)
+            # The first stage reads and filters; its cost is known from the run above.
+            rates += _run_stages(duplicates, folder / "duplicates", files, text_field)[1:]
+        return rates
+
+
+def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
+    """Run all stages of a preparation except the report at the end, in this process, and return their CPU times."""
+    from datatrove.utils.logging import logger
+
+    from electra_dist.corpus.prepare.preparation import check
+    from electra_dist.corpus.prepare.source_plan import write_plan
+
+    logger.remove()  # datatrove's messages would appear on the console
+    sources = tuple(
+        SourceSection(name=f"file-{number}", path=file.location, text_field=text_field)
+        for number, file in enumerate(files)
+    )
+    changes = {
+        "output": str(folder / "output"),
+        "work": str(folder / "work"),
+        "sources": sources,
+        "executor": ExecutorSection(),
+        "samples_per_filter": 0,
+    }
+    preparation = check(config.model_copy(update=changes))
+    work = folder / "work"
+    work.mkdir(parents=True)
+    write_plan(preparation.plan, work)
+    rates: list[PrepareRate] = []
+    sizes: list[int] = []
+    for stage in preparation.stages[:-1]:
+        is_first = not rates
+        begin = _cpu_seconds()
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of datatrove
+            for task in range(stage.num_tasks):
+                documents = None
+                for number, step in enumerate(stage.steps):
+                    documents = step.run(documents, task, stage.num_tasks)
+                    if is_first and number == 0:  # the reader of the sources
+                        documents = _noting_sizes(documents, sizes)
+                deque(documents or (), maxlen=0)  # The steps are generators, which run when they are read.
+        cpu_s = _cpu_seconds() - begin
+        rates.append(PrepareRate(stage=stage.name, cpu_s=cpu_s, text_bytes=max(1, sum(sizes))))
+    return rates
+
+
+def _noting_sizes(documents: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
+    for document in documents:
+        sizes.append(len(document.text.encode()))
+        yield document
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its ended child processes, such as those that extract HTML."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime

@@ -35,8 +35,14 @@ from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.plan import corpus_rates
-from electra_dist.corpus.plan.corpus_rates import CorpusRates, PrepareRate, measure_rates, read_rates, smallest_files
-from electra_dist.corpus.plan.prepare_rates import measure_preparation
+from electra_dist.corpus.plan.corpus_rates import (
+    CorpusRates,
+    PrepareRate,
+    measure_preparation,
+    measure_rates,
+    read_rates,
+    smallest_files,
+)
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError

@@ -1,21 +1,30 @@
-"""Make datatrove's filters and formatters from the config of a preparation, in the order of FineWeb.
+"""Make the steps of datatrove that extract, filter and format text, from the config of a preparation.
 
 Guarantee: nothing is downloaded. datatrove fetches the fastText model for languages, the list of bad words and the
 list of domain suffixes when they are first used, and spaCy's models for words; the classes of this module take local
-files and regular expressions instead.
+files and regular expressions instead. An HTML page becomes text, by trafilatura in a process of its own with a time
+limit, or is counted with its reason: `no_text`, `timeout`, `crash` (the process died, as for lack of memory) or
+`error`. The text depends on the page alone: the deduplication of trafilatura, which remembers earlier pages, is off.
 
-Limits: `words: plain` is for languages that separate words by spaces. A word with an apostrophe or a hyphen is one
-word, where spaCy, datatrove's default, makes two or three of it, so the n-grams of the two tokenizers differ slightly.
-An abbreviation ends a sentence.
+Limits: which pages exceed the time limit depends on the machine and its load. Only then may a repetition differ.
+`words: plain` is for languages that separate words by spaces. A word with an apostrophe or a hyphen is one word, where
+spaCy, datatrove's default, makes two or three of it, so the n-grams of the two tokenizers differ slightly. An
+abbreviation ends a sentence.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.filters import (
     C4BadWordsFilter,
     C4QualityFilter,
@@ -31,20 +40,94 @@ from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLin
 from datatrove.utils.lid import FT176LID
 from datatrove.utils.word_tokenizers import WordTokenizer
 from tldextract import TLDExtract
+from trafilatura import extract
 from typing_extensions import override
 
 from electra_dist.corpus.prepare.document_files import DropRecorder
-from electra_dist.corpus.prepare.filter_sections import (
+from electra_dist.corpus.prepare.prepare_config import (
     C4BadWordsSection,
     ClassifierSection,
+    ExtractionSection,
     FiltersSection,
+    FormattingSection,
     GopherRepetitionSection,
     LanguageSection,
+    PrepareConfig,
     UrlFilterSection,
 )
-from electra_dist.corpus.prepare.prepare_config import FormattingSection, PrepareConfig
+from electra_dist.corpus.prepare.read_sources import IS_HTML
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import check_regular, read_regular
+
+_STEP = "extraction"
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class ExtractText(PipelineStep):
+    """Extractor of the main text of HTML pages; documents that are text already pass unchanged."""
+
+    name = "trafilatura"
+    type = "EXTRACTOR"
+
+    def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
+        """Store the settings. The process that extracts text starts with the first page."""
+        super().__init__()
+        self._settings = settings
+        self._recorder = recorder
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of `data` with HTML replaced by its text; drop and count pages that give no text."""
+        with ExtractorSandbox(self._settings.timeout_s) as sandbox:
+            for document in data:
+                if not document.metadata.pop(IS_HTML, False):
+                    yield document
+                    continue
+                text, reason = self._extract(sandbox, document.text)
+                if reason is not None:
+                    self._recorder.drop(_STEP, reason, document)
+                    continue
+                document.text = text
+                yield document
+
+    def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
+        """Return (text, None) for a page, or ("", reason) if the page is dropped."""
+        try:
+            text = sandbox.process_document(html, self.extract)
+        except TimeoutError:
+            return "", "timeout"
+        except EOFError:
+            return "", "crash"
+        if text is None:
+            return "", "error"
+        return (text, None) if text.strip() else ("", "no_text")
+
+    def extract(self, html: str) -> str | None:
+        """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in a child process.
+
+        datatrove first calls this with an empty page. The child process then asks the kernel to kill it when its
+        parent ends.
+        """
+        if not html:
+            _die_with_parent()
+            return ""
+        try:
+            text = extract(
+                html,
+                favor_precision=self._settings.favor == "precision",
+                favor_recall=self._settings.favor == "recall",
+                include_comments=False,
+                deduplicate=False,
+            )
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError, AssertionError):
+            return None  # a fault of the extractor on a broken page; the page is counted
+        return text or ""
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends; this works on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 # A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line. Of several

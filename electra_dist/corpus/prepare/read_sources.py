@@ -24,10 +24,8 @@ from trafilatura.utils import decode_file
 from warcio.archiveiterator import ArchiveIterator
 from warcio.exceptions import ArchiveLoadFailed
 
-from electra_dist.corpus.inputs.decompression import decompressed, read_whole
-from electra_dist.corpus.inputs.file_kinds import encodable, kind_of
+from electra_dist.corpus.inputs.file_kinds import decompressed, encodable, kind_of, read_whole
 from electra_dist.corpus.inputs.find_inputs import InputFile
-from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS
 from electra_dist.corpus.inputs.text_decoding import (
     DecodedText,
     RawDocument,
@@ -35,7 +33,7 @@ from electra_dist.corpus.inputs.text_decoding import (
     decode_counted,
     name_of_value,
 )
-from electra_dist.corpus.inputs.text_readers import DocumentStream, local_path
+from electra_dist.corpus.inputs.text_readers import DAMAGED_FILE_ERRORS, DocumentStream, local_path
 from electra_dist.corpus.prepare.document_files import DropRecorder
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
 from electra_dist.corpus.prepare.source_plan import read_plan

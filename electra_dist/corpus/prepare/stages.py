@@ -39,8 +39,7 @@ from datatrove.pipeline.dedup import (
 from datatrove.utils.hashing import HashConfig
 
 from electra_dist.corpus.prepare.document_files import DropRecorder, ReadDocuments, WriteDocuments
-from electra_dist.corpus.prepare.extract_text import ExtractText
-from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps, word_tokenizer
+from electra_dist.corpus.prepare.filter_steps import ExtractText, filter_steps, formatting_steps, word_tokenizer
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import WriteReport
 from electra_dist.corpus.prepare.read_sources import ReadSources

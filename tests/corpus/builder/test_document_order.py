@@ -14,18 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.corpus.builder import bucket_rows, document_order
-from electra_dist.corpus.builder.build_corpus import build_corpus
+from electra_dist.corpus.builder import shuffle, worker_stages
+from electra_dist.corpus.builder.build_corpus import build_corpus, divide_into_buckets
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.document_order import (
+from electra_dist.corpus.builder.shuffle import (
     NUM_CELLS,
+    SPILLS_FOLDER,
+    SpillFile,
     cell_of,
     cell_of_original,
     cells_of_bucket,
     copy_key,
+    open_spills,
     source_epochs,
+    write_spill,
 )
-from electra_dist.corpus.builder.spill_file import SPILLS_FOLDER, SpillFile, open_spills, write_spill
 from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
@@ -114,7 +117,7 @@ def test_every_stretch_of_the_order_has_each_sources_share_within_three_standard
     """Two files, of 2,000 and 98,000 documents: 100 windows of 1,000 documents; the share is 0.02."""
     sizes = (2_000, 98_000)
     documents = [(file, number) for file, size in enumerate(sizes) for number in range(size)]
-    keys = sorted((document_order.document_key(5, file, number), file) for file, number in documents)
+    keys = sorted((shuffle.document_key(5, file, number), file) for file, number in documents)
     files = np.array([file for _, file in keys]).reshape(100, 1000)
     shares = (files == 0).mean(axis=1)
 
@@ -126,8 +129,8 @@ def test_every_stretch_of_the_order_has_each_sources_share_within_three_standard
 
 @pytest.mark.parametrize("epochs", [0.0, 0.3, 1.0, 2.5])
 def test_documents_are_used_as_often_as_asked_on_average(epochs: float) -> None:
-    keys = [document_order.document_key(1, 0, number) for number in range(20_000)]
-    copies = [document_order.num_copies(key, epochs) for key in keys]
+    keys = [shuffle.document_key(1, 0, number) for number in range(20_000)]
+    copies = [shuffle.num_copies(key, epochs) for key in keys]
     assert set(copies) <= {math.floor(epochs), math.ceil(epochs)}
     assert np.mean(copies) == pytest.approx(epochs, abs=0.015)
 
@@ -162,9 +165,9 @@ def test_the_sample_that_sets_the_number_of_shards_is_bounded_and_the_same_for_a
             write_spill(store, name, documents[number::num_files])
         spills = open_spills(store, names)
         with monkeypatch.context() as patch:
-            patch.setattr(bucket_rows, "SAMPLE_BYTES", 10 * len(text))
-            samples.append(bucket_rows.sample_rows(spills, request))
-        assert bucket_rows.sample_rows(spills, request).unknown.tokens == 60 * 200 + 1
+            patch.setattr(worker_stages, "SAMPLE_BYTES", 10 * len(text))
+            samples.append(worker_stages.sample_rows(spills, request))
+        assert worker_stages.sample_rows(spills, request).unknown.tokens == 60 * 200 + 1
     assert samples[0] == samples[1]
     assert samples[0].unknown.tokens == 10 * 200
 
@@ -240,3 +243,20 @@ def test_a_source_that_does_not_exist_or_has_no_share_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         source_epochs({"a": 1, "b": 1}, epochs, shares)
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "num_shards", "expected"),
+    [
+        (0, 0, (1, 1)),
+        (1e9, 3.2, (4, 1)),
+        (1e9, 1024, (1024, 1)),
+        (100e9, 2000, (1000, 2)),
+        (512e9, 2000, (2000, 1)),  # memory asks for 2,000 buckets, in which one shard each is enough
+        (2000e9, 16_000, (4096, 4)),
+    ],
+)
+def test_shards_keep_their_size_if_memory_asks_for_more_buckets(
+    total_bytes: float, num_shards: float, expected: tuple[int, int]
+) -> None:
+    assert divide_into_buckets(total_bytes, num_shards) == expected

@@ -14,7 +14,7 @@ from electra_dist.corpus.builder.build_corpus import WHOLE, build_corpus, build_
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.join_parts import join_parts
-from electra_dist.corpus.builder.read_group import group_inputs
+from electra_dist.corpus.builder.worker_stages import group_inputs
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.store.interface import REQUEST_THREADS

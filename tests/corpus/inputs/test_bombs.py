@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from electra_dist.corpus.inputs import archives, decompression, formats, json_values, table_files
+from electra_dist.corpus.inputs import archives, file_kinds, json_values, table_files, text_readers
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.errors import UserError
@@ -48,7 +48,7 @@ def refusal(path: Path) -> str:
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limit of a document in every module that has it."""
-    for module in (archives, decompression, formats, json_values, table_files):
+    for module in (archives, file_kinds, json_values, table_files, text_readers):
         monkeypatch.setattr(module, "MOST_DOCUMENT_BYTES", LIMIT)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from electra_dist.corpus.inputs.find_inputs import search_inputs
-from electra_dist.corpus.plan.prepare_rates import measure_preparation
+from electra_dist.corpus.plan.corpus_rates import measure_preparation
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 
 

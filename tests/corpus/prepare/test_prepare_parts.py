@@ -34,7 +34,7 @@ def test_the_example_is_a_valid_file():
 def test_thresholds_that_a_file_leaves_out_are_those_of_datatrove():
     from datatrove.pipeline import filters
 
-    from electra_dist.corpus.prepare import filter_sections as sections
+    from electra_dist.corpus.prepare import prepare_config as sections
 
     pairs = (
         (sections.GopherQualitySection, filters.GopherQualityFilter),
@@ -163,8 +163,8 @@ def test_counts_that_do_not_add_up_are_an_error():
 def test_lists_of_addresses(tmp_path: Path):
     from datatrove.data import Document
 
-    from electra_dist.corpus.prepare.filter_sections import UrlFilterSection
     from electra_dist.corpus.prepare.filter_steps import OfflineUrlFilter
+    from electra_dist.corpus.prepare.prepare_config import UrlFilterSection
 
     (tmp_path / "domains").write_text("# comment\n\nbad.co.uk\nsub.half.org\n")
     (tmp_path / "words").write_text("casino\n")

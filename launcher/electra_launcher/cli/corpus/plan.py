@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from electra_dist.console import Console
 from electra_launcher.cli.console import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
-
-if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
-    pass
 
 DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus
 

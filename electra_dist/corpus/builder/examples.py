@@ -1,4 +1,4 @@
-"""Build examples `[CLS] A [SEP] B [SEP]` from the sentences of documents, by the rules of the ELECTRA reference.
+"""Build examples `[CLS] A [SEP] B [SEP]` of documents by the rules of the ELECTRA reference, and pack them into rows.
 
 The rules are those of class ExampleBuilder in google-research/electra, build_pretraining_dataset.py, each with its
 order of random draws:
@@ -17,12 +17,22 @@ No token is ever lost.
 
 Randomness: one generator per chunk of documents, seeded by the caller. Only `random.Random.random()` is used, whose
 sequence Python promises to keep.
+
+Packing: an example has at most seq_len ids; a row, which is what the model gets as one sequence, has exactly seq_len.
+Every example is whole in one row, once, with its ids unchanged; [PAD] occurs only at the end of a row. The examples'
+lengths and order alone decide which examples share a row. The packing "rows" works by best fit decreasing: it takes
+the longest example first, and puts each example into the row with the least free space that is still enough for it.
+The packing "none" gives each example a row of its own, as in the paper. In both, the rows are in the order of their
+first example.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
 
 Ids = list[int]
 MIN_TARGET = 5  # shortest target length of an example, in tokens
@@ -127,3 +137,78 @@ class ExampleBuilder:
         if self._random.random() < self._short_target_prob:
             num_targets = self._seq_len - MIN_TARGET + 1
             self._target = MIN_TARGET + int(self._random.random() * num_targets)
+
+
+def row_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """Return the smallest type that holds all ids of a vocabulary: uint16 up to 65,536 entries, uint32 for more."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def make_rows(
+    examples: Sequence[Sequence[int]],
+    seq_len: int,
+    pad_id: int,
+    dtype: type[np.uint16] | type[np.uint32],
+    packing: Literal["rows", "none"],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pack examples (lists of token ids) into rows; return the rows, [num_rows, seq_len], and the examples' places.
+
+    `packing` "rows" puts as many examples into a row as fit, "none" only one. `dtype` must hold every id. The places
+    are int64 [examples, 3]: row, position of the first token in the row, index of the example; they are ordered by
+    row, and within a row from left to right.
+    """
+    if packing == "rows":
+        groups = pack([len(example) for example in examples], seq_len)
+    else:
+        groups = [[index] for index in range(len(examples))]
+    rows = np.full((len(groups), seq_len), pad_id, dtype)
+    places = []
+    for row, group in enumerate(groups):
+        start = 0
+        for index in group:
+            end = start + len(examples[index])
+            rows[row, start:end] = examples[index]
+            places.append((row, start, index))
+            start = end
+    return rows, np.array(places, np.int64).reshape(-1, 3)
+
+
+def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Group examples so that each group fits a row, by best fit decreasing; return groups of indices into `lengths`.
+
+    For example, lengths [6, 5, 4, 3] in rows of 10 give [[0, 2], [1, 3]]: 6 and 5 begin groups with 4 and 5 ids of
+    free space, 4 fills the first group, and 3 goes to the second. The indices of a group ascend; the groups are in the
+    order of their first index. Each example takes constant time, because a bit set of the free spaces finds the best
+    group.
+    """
+    groups: list[list[int]] = []
+    groups_with_space: list[list[int]] = [[] for _ in range(seq_len + 1)]  # free space -> numbers of groups
+    space_bits = 0  # set of free spaces: bit s is 1 if groups_with_space[s] is not empty
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    for index in longest_first:
+        length = lengths[index]
+        # Shifting out the bits below `length` leaves the spaces that hold the example; bit 0 now stands for `length`.
+        fitting_bits = space_bits >> length
+        if fitting_bits:
+            # The lowest bit is the least sufficient space. Take a group with this space out of its list.
+            lowest_bit = fitting_bits & -fitting_bits
+            space = length + (lowest_bit.bit_length() - 1)
+            group_number = groups_with_space[space].pop()
+            if not groups_with_space[space]:
+                space_bits ^= 1 << space
+        else:
+            # No group holds the example: begin one.
+            space = seq_len
+            group_number = len(groups)
+            groups.append([])
+        # Place the example, and file the group under the space that is left.
+        groups[group_number].append(index)
+        space_left = space - length
+        groups_with_space[space_left].append(group_number)
+        space_bits |= 1 << space_left
+
+    # Restore the order of the text: within a group, and of the groups by their first example.
+    for group in groups:
+        group.sort()
+    groups.sort(key=lambda group: group[0])
+    return groups
