@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from electra_dist.console import Console
-from electra_dist.corpus.build_report import BuildReport
+from electra_dist.corpus.build_report import BuildReport, SkippedDocuments
 from electra_dist.corpus.counts import SKIP_REASONS
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 
@@ -209,8 +209,8 @@ def length_line(report: BuildReport) -> str:
 def remarks(report: BuildReport) -> list[str]:
     """Return one line for each finding that a user may want to correct; [] if there is none.
 
-    Findings are broken links, empty files and tables without the text column, each with the first ten names, and bytes
-    that are not UTF-8.
+    Findings are broken links, empty files and tables without the text column, each with the first ten names, and
+    documents that are left out, with the files that have most of them.
     """
     lines = []
     for reason in _NAMED_REASONS:
@@ -220,12 +220,20 @@ def remarks(report: BuildReport) -> list[str]:
             shown = ", ".join(names[:_NAMES_SHOWN])
             more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
             lines.append(f"left out, {SKIP_REASONS[reason]}: {shown}{more}")
+    lines += [
+        f"left out {plural(skipped.documents, 'document')}, {SKIPPED_KINDS[kind]}: {_worst_files(skipped)}"
+        for kind, skipped in report.documents_skipped.items()
+        if skipped.documents and kind != "undecodable"
+    ]
+    if report.other_fields:
+        lines.append(f"fields with text in records without the text's field: {', '.join(report.other_fields)}")
     undecodable = report.undecodable
     if undecodable.documents and undecodable.policy == "skip":
         lost_bytes = report.documents_skipped["undecodable"].bytes
         lines.append(
             f"left out {plural(undecodable.documents, 'document')} of {lost_bytes:,} bytes for "
-            f"{plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them"
+            f"{plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them; "
+            f"in {_worst_files(report.documents_skipped['undecodable'])}"
         )
     elif undecodable.documents:
         lines.append(
@@ -233,6 +241,13 @@ def remarks(report: BuildReport) -> list[str]:
             f"{plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
         )
     return lines
+
+
+def _worst_files(skipped: SkippedDocuments) -> str:
+    """Return the files with most skipped documents: "in/a.jsonl 1,024, in/b.jsonl 1 and 3 files more"."""
+    shown = ", ".join(f"{file} {number:,}" for file, number in skipped.worst_files.items())
+    more = skipped.files - len(skipped.worst_files)
+    return f"{shown} and {plural(more, 'file')} more" if more else shown
 
 
 def plural(number: int, noun: str) -> str:

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from electra_dist.config import Section
-from electra_dist.corpus.counts import LENGTH, SKIP_REASONS, SKIPPED, SKIPPED_BYTES, Counts, skipped_documents
+from electra_dist.corpus.counts import (
+    LENGTH,
+    MAX_FIELDS,
+    SKIP_REASONS,
+    SKIPPED,
+    SKIPPED_BYTES,
+    Counts,
+    most_frequent,
+    skipped_documents,
+)
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
@@ -33,6 +42,7 @@ from electra_dist.store.open_store import open_store
 REPORT_KEY = "build.json"
 NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
 _PREPARE_KEY = "prepare.json"
+_WORST_FILES = 10  # files that are named for each kind of skipped document
 _DOCUMENTS_FOLDER = "documents"  # in the output of a preparation
 
 
@@ -48,6 +58,10 @@ class SkippedDocuments(Section):
 
     documents: int = Field(description="number of documents")
     bytes: int = Field(description="their size before decoding")
+    files: int = Field(default=0, description="number of files with such documents")
+    worst_files: dict[str, int] = Field(
+        default={}, description="the ten of these files with most such documents -> documents"
+    )
 
 
 class UndecodableText(Section):
@@ -94,6 +108,9 @@ class BuildReport(Section):
     documents_used: int = Field(description="documents in the training corpus")
     documents_heldout: int = Field(description="documents in the held-out corpus")
     documents_skipped: dict[str, SkippedDocuments] = Field(description="documents left out, by reason")
+    other_fields: dict[str, int] = Field(
+        default={}, description="fields with text of records without the text's field -> number of such records"
+    )
     undecodable: UndecodableText = Field(description="bytes that are not UTF-8")
     text: TokenCounts = Field(description="the documents in the corpus and their tokens, over all sources")
     document_lengths: dict[str, int] = Field(
@@ -119,9 +136,9 @@ def make_report(counts: Counts, undecodable: Undecodable, notes: SourceNotes) ->
         documents_used=totals["used"],
         documents_heldout=totals["heldout"],
         documents_skipped={
-            kind: SkippedDocuments(documents=totals[SKIPPED + kind], bytes=totals[SKIPPED_BYTES + kind])
-            for kind in SKIPPED_KINDS
+            kind: _skipped_documents(totals, kind, counts.losses.get(kind, Counter())) for kind in SKIPPED_KINDS
         },
+        other_fields=dict(most_frequent(counts.other_fields, MAX_FIELDS)),
         undecodable=UndecodableText(
             policy=undecodable, documents=totals["undecodable_documents"], bytes=totals["undecodable_bytes"]
         ),
@@ -129,6 +146,15 @@ def make_report(counts: Counts, undecodable: Undecodable, notes: SourceNotes) ->
         document_lengths=_lengths(totals),
         sources={source: _source_report(source, numbers, notes) for source, numbers in sorted(counts.sources.items())},
         prepared=dict(sorted(notes.prepared.items())),
+    )
+
+
+def _skipped_documents(totals: Counter[str], kind: str, files: Counter[str]) -> SkippedDocuments:
+    return SkippedDocuments(
+        documents=totals[SKIPPED + kind],
+        bytes=totals[SKIPPED_BYTES + kind],
+        files=len(files),
+        worst_files=dict(most_frequent(files, _WORST_FILES)),
     )
 
 

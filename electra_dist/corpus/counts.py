@@ -20,6 +20,7 @@ from electra_dist.corpus.inputs.file_kinds import encodable, ending_of
 # Reason for which a file, a folder or a member of an archive is not read -> explanation for the user.
 SKIP_REASONS = {
     "unknown_kind": "no known ending",
+    "page": "web pages, which `electra-dist corpus prepare` reads",
     "hidden": "hidden: the name begins with a dot",
     "no_data": "named as Spark names what is no data: _temporary, _delta_log, or a table with _ before its name",
     "broken_link": "a link to nothing",
@@ -30,6 +31,7 @@ SKIP_REASONS = {
     "metadata": "JSON or another text beside the text of a WebDataset sample",
 }
 MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
+MAX_FIELDS = 20  # names of fields that are kept of records without the text's field
 # Prefixes of counts of a source that end in a kind of skipped document, or in a number of tokens.
 SKIPPED = "skipped/"
 SKIPPED_BYTES = "skipped_bytes/"
@@ -51,6 +53,10 @@ class Counts(Section):
     skipped: Table = Field(default={}, description="reason -> ending -> files, links, folders, members left out")
     skipped_names: dict[str, list[str]] = Field(default={}, description="reason -> names of the first of these")
     sources: Table = Field(default={}, description="source -> counts of its files and documents")
+    losses: Table = Field(default={}, description="kind of skipped document -> file -> documents left out")
+    other_fields: Counter[str] = Field(
+        default=Counter(), description="field with text of a record without the text's field -> such records"
+    )
     rows: Table = Field(default={}, description="train, heldout -> text_bytes, text_tokens, examples, rows, tokens")
 
     @classmethod
@@ -58,11 +64,12 @@ class Counts(Section):
         """Return the sum of several counts; of the names of skipped inputs, the first `MAX_NAMES` for each reason."""
         total = cls()
         for part in parts:
-            for name in ("files", "skipped", "sources", "rows"):
+            for name in ("files", "skipped", "sources", "losses", "rows"):
                 table: Table = getattr(total, name)
                 for key, numbers in getattr(part, name).items():
                     table.setdefault(key, Counter()).update(numbers)
             total.members.update(part.members)
+            total.other_fields.update(part.other_fields)
             for reason, names in part.skipped_names.items():
                 kept = total.skipped_names.setdefault(reason, [])
                 kept.extend(names[: MAX_NAMES - len(kept)])
@@ -92,11 +99,20 @@ class Counts(Section):
         """Return the counts of a source, to be changed in place."""
         return self.sources.setdefault(source, Counter())
 
-    def skip_document(self, source: str, kind: str, num_bytes: int) -> None:
+    def skip_document(self, source: str, file: str, kind: str, num_bytes: int) -> None:
         """Count a document that is left out, under its kind (a key of `SKIPPED_KINDS`)."""
+        self.losses.setdefault(kind, Counter())[file] += 1
         numbers = self.of_source(source)
         numbers[SKIPPED + kind] += 1
         numbers[SKIPPED_BYTES + kind] += num_bytes
+
+    def forget_small_losses(self) -> None:
+        """Keep for each kind of skipped document the `MAX_NAMES` files with most of them: a record stays small."""
+        limits = [(files, MAX_NAMES) for files in self.losses.values()]
+        for counts, limit in [*limits, (self.other_fields, MAX_FIELDS)]:
+            kept = dict(most_frequent(counts, limit))
+            counts.clear()
+            counts.update(kept)
 
     def add_undecodable(self, source: str, num_bytes: int) -> None:
         """Count a document's bytes that are not UTF-8, whether the document is left out or the bytes are replaced."""
@@ -136,6 +152,11 @@ class Counts(Section):
             counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())
             parts.append(f"{counts} ({SKIP_REASONS[reason]})")
         return "; ".join(parts)
+
+
+def most_frequent(counts: Counter[str], number: int) -> list[tuple[str, int]]:
+    """Return the names with the highest counts, the highest first; of equal counts, in the order of the names."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:number]
 
 
 def skipped_documents(counts: Counter[str]) -> int:

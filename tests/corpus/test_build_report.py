@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from electra_dist.corpus.build_console import length_line, remarks
@@ -118,12 +120,17 @@ def test_the_report_counts_every_file_document_and_token(
     }
     assert report["bytes_in"] == sum(sizes.values()) - sizes["page.html"]
     assert report["members_read"] == {".txt": 30}
-    assert report["inputs_skipped"] == {"unknown_kind": {".cls": 30, ".html": 1}, "broken_link": {".txt": 1}}
+    assert report["inputs_skipped"] == {"unknown_kind": {".cls": 30}, "page": {".html": 1}, "broken_link": {".txt": 1}}
     assert report["skipped_names"]["broken_link"] == ["gone.txt"]
 
     skipped = {kind: counts["documents"] for kind, counts in report["documents_skipped"].items()}
     assert skipped == result.manifest.totals["documents_skipped"]
     assert skipped == {"undecodable": 1, "broken_json": 1, "no_text": 1, "empty": 1, "no_tokens": 1}
+    for kind, counts in report["documents_skipped"].items():
+        name = "books/one.txt" if kind == "undecodable" else "wiki/a.jsonl"
+        assert counts["files"] == 1
+        assert counts["worst_files"] == {f"{mixed}/{name}": 1}, kind
+    assert report["other_fields"] == {"title": 1}
     assert report["documents_skipped"]["undecodable"]["bytes"] == len(b"caf\xe9 and so on")
     assert report["undecodable"] == {"policy": "skip", "documents": 1, "bytes": 1}
     assert report["documents_in"] == report["documents_used"] + report["documents_heldout"] + 5
@@ -245,7 +252,7 @@ def test_a_name_that_is_not_utf8_can_be_reported(request_of: RequestFactory, pro
     report = build_corpus(request_of(folder)).report
 
     assert report is not None
-    assert report.skipped_names == {"unknown_kind": ["\\udcff\n.html"]}
+    assert report.skipped_names == {"page": ["\\udcff\n.html"]}
     assert report.sources[f"{folder}/caf\\udce9"].documents == 5
 
 
@@ -272,3 +279,51 @@ def test_a_damaged_report_is_an_error_of_one_line(tmp_path: Path) -> None:
         read_report(open_store(str(tmp_path)))
 
     assert "\n" not in str(error.value)
+
+
+def test_the_ten_files_with_most_losses_are_named_for_each_reason(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    good = [json.dumps({"text": text}) for text in prose(40, 1)]
+    for number in range(13):
+        broken = ["{"] * (number + 1) + ['{"data": {"text": "x"}, "title": "y", "id": 1}'] * (number == 12)
+        (folder / f"{number:02d}.jsonl").write_text("\n".join(good + broken))
+
+    report = build_corpus(build_request(folder, num_workers=2)).report
+
+    assert report is not None
+    broken_json = report.documents_skipped["broken_json"]
+    assert list(broken_json.worst_files.items()) == [
+        (f"{folder}/{number:02d}.jsonl", number + 1) for number in range(12, 2, -1)
+    ]
+    assert broken_json.files == 13
+    [line] = [line for line in remarks(report) if "not a JSON object" in line]
+    assert line.startswith("left out 91 documents")
+    assert f"{folder}/12.jsonl 13, {folder}/11.jsonl 12," in line
+    assert line.endswith(f"{folder}/03.jsonl 4 and 3 files more")
+    assert report.other_fields == {"data.text": 1, "title": 1}
+
+
+def test_text_in_a_nested_field_is_used_and_a_wrong_field_is_answered_with_those_that_exist(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path
+) -> None:
+    texts = prose(60, 1)
+    records = [{"id": number, "data": {"text": text, "n": 1}} for number, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    flat = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "flat.jsonl").write_text("\n".join(flat))
+
+    expected = build_corpus(build_request(tmp_path / "flat.jsonl", "flat"))
+    for name in ("a.jsonl", "a.parquet"):
+        found = build_corpus(build_request(tmp_path / name, f"of-{name}", text_field="data.text"))
+        assert found.manifest.totals == expected.manifest.totals
+        assert [entry.sha256 for entry in found.manifest.shards] == [
+            entry.sha256 for entry in expected.manifest.shards
+        ]
+    with pytest.raises(UserError, match=r"--text-field to a field with text \(data\.text\)"):
+        build_corpus(build_request(tmp_path / "a.jsonl", "no", text_field="data"))
+    with pytest.raises(UserError, match=r"no column `data\.body` of text; .*: id, data\.text, data\.n"):
+        build_corpus(build_request(tmp_path / "a.parquet", "no2", text_field="data.body"))

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,7 +228,7 @@ def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_the
     (tmp_path / "page.html").write_text("x")
     cases = [
         (tmp_path / "missing", "no such file or folder"),
-        (tmp_path / "page.html", r"unknown kind of file; known: \.txt, \.jsonl"),
+        (tmp_path / "page.html", r"holds web pages, not text; extract the text with"),
         (tmp_path, "no file with a known ending"),
         ("gs://bucket/x.txt", "unknown kind of storage"),
     ]
@@ -237,3 +238,36 @@ def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_the
             find_inputs([path])
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_text_with_a_byte_order_mark_gives_the_documents_of_the_same_text_in_utf8(
+    tmp_path: Path, encoding: str
+) -> None:
+    text = "Z\u00fcrich \U0001d11e\n\nsecond \u4e2d"
+    contents = {
+        "a.txt": text,
+        "b.md": text,
+        "c.jsonl": '{"text": "\u4e2d"}\n{"text": "b"}\n',
+        "d.json": '[{"text": "\u4e2d"}, {"text": "b"}]',
+        "e.csv": 'text,n\n"one\u4e2d, two",1\n',
+        "f.tsv": "text\tn\none\u4e2d\t1\n",
+    }
+    folders = {name: tmp_path / name for name in ("utf8", "utf16")}
+    for folder in folders.values():
+        folder.mkdir()
+    for name, content in contents.items():
+        (folders["utf8"] / name).write_bytes(content.encode())
+        (folders["utf16"] / name).write_bytes(f"\ufeff{content}".encode(encoding))
+    (folders["utf8"] / "g.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (folders["utf16"] / "g.txt.gz").write_bytes(gzip.compress(f"\ufeff{text}".encode(encoding)))
+    for folder in folders.values():
+        with zipfile.ZipFile(folder / "h.zip", "w") as archive:
+            archive.write(folder / "a.txt", "a.txt")
+
+    found = {name: [decode(document) for document in DocumentStream(find_inputs([folders[name]]))] for name in folders}
+
+    assert found["utf16"] == found["utf8"]
+    (folders["utf16"] / "a.txt").write_bytes("\ufefftext".encode(encoding)[:-1])
+    with pytest.raises(UserError, match=r"a\.txt: cannot be read to its end \(the UTF-16 text is cut off"):
+        list(DocumentStream(find_inputs([folders["utf16"] / "a.txt"])))

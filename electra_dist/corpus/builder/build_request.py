@@ -18,7 +18,7 @@ from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.build_report import PreparedText, SourceNotes
 from electra_dist.corpus.builder.build_records import NO_PARAMETERS, BuildNotes
 from electra_dist.corpus.counts import Counts
-from electra_dist.corpus.inputs.find_inputs import InputFile
+from electra_dist.corpus.inputs.find_inputs import InputFile, num_with_content
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
@@ -93,7 +93,7 @@ class BuildRequest:
         return BuildNotes(with_origins=self.corpus.origins, sources=sources, max_unk_rate=self.corpus.max_unk_rate)
 
     def input_names(self) -> dict[str, Any]:
-        """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
+        """Return the number of inputs that are not empty, and a digest of all names and sizes, as in corpus.json.
 
         By the digest a later call recognizes a corpus of the same files, without reading the files. The names are
         relative to the given input folder, so the folder may be moved. A file that changed but kept its size is not
@@ -101,7 +101,7 @@ class BuildRequest:
         """
         names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
         digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
-        return {"num_inputs": len(self.inputs), "inputs_sha256": digest}
+        return {"num_inputs": num_with_content(self.inputs), "inputs_sha256": digest}
 
     @property
     def example_seed(self) -> int:

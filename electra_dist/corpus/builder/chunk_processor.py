@@ -89,6 +89,10 @@ class ChunkProcessor:
         heldout_rows, counts.rows["heldout"] = heldout.finish()
         return ChunkRows(train_rows, heldout_rows, counts, names)
 
+    def _skip(self, document: RawDocument, kind: str, counts: Counts) -> None:
+        file = self._request.inputs[document.file]
+        counts.skip_document(file.source, file.given_path, kind, document.size)
+
     def _source_of(self, document: RawDocument) -> str:
         return self._request.inputs[document.file].source
 
@@ -105,7 +109,8 @@ class ChunkProcessor:
             try:
                 decoded = decode_counted(document, request.text_field, request.corpus.undecodable)
             except SkippedDocument as skipped:
-                counts.skip_document(source, skipped.kind, document.size)
+                self._skip(document, skipped.kind, counts)
+                counts.other_fields.update(skipped.other_fields)
                 counts.add_undecodable(source, skipped.undecodable_bytes)
                 continue
             counts.add_undecodable(source, decoded.replaced_bytes)
@@ -129,7 +134,7 @@ class ChunkProcessor:
                 if sentences:
                     yield text, sentences
                 else:
-                    counts.skip_document(self._source_of(text.document), "no_tokens", text.document.size)
+                    self._skip(text.document, "no_tokens", counts)
 
     def _is_heldout(self, text: str) -> bool:
         """Return whether a text is held out; a keyed hash of it decides, so that equal texts go to the same corpus."""

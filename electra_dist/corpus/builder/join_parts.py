@@ -32,11 +32,12 @@ from electra_dist.corpus.builder.build_records import (
 from electra_dist.corpus.builder.build_request import tokenizer_entry
 from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
-from electra_dist.corpus.counts import SKIPPED, Counts
+from electra_dist.corpus.counts import MAX_FIELDS, SKIPPED, Counts, most_frequent
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, heldout_of, read_manifest, write_manifest
 from electra_dist.errors import UserError
+from electra_dist.escapes import printable
 from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE
@@ -243,7 +244,10 @@ class _Join:
             reasons.append("the inputs are empty")
         if left_out:
             reasons.append(f"left out: {left_out}")
+        next_step = "correct --input, --text-field or corpus.heldout_fraction"
+        if self._counts.other_fields:
+            fields = ", ".join(field for field, _ in most_frequent(self._counts.other_fields, MAX_FIELDS))
+            next_step = f"set --text-field to a field with text ({printable(fields)}), or {next_step}"
         return UserError(
-            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
-            "correct --input, --text-field or corpus.heldout_fraction"
+            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); {next_step}"
         )

@@ -222,12 +222,9 @@ class _RowMaker:
                 heldout_origins.append(table_of_examples(chunk.heldout.places, origins))
         entries, origin_files = self._write_shards(bucket, [chunk.train for chunk in chunks], train_origins)
         heldout = [chunk.heldout for chunk in chunks]
-        record = FinishedBucket(
-            number=bucket,
-            entries=entries,
-            origins=origin_files,
-            counts=Counts.total(chunk.counts for chunk in chunks),
-        )
+        counts = Counts.total(chunk.counts for chunk in chunks)
+        counts.forget_small_losses()
+        record = FinishedBucket(number=bucket, entries=entries, origins=origin_files, counts=counts)
         heldout_table = _join_origins(heldout, heldout_origins) if with_origins else None
         self._records.record_bucket(record, self._join_rows(rows.block for rows in heldout), heldout_table)
         return record

@@ -76,6 +76,11 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
     return FileKind(file_format, compression)
 
 
+def is_page(name: str) -> bool:
+    """Return whether a file holds HTML, which `corpus prepare` reads and a corpus build does not."""
+    return kind_of(name) is None and kind_of(name, with_pages=True) is not None
+
+
 def is_no_data(name: str) -> bool:
     """Return whether a file's name marks it as no data, so that a search of its folder leaves it out.
 

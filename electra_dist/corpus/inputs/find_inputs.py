@@ -12,17 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import braceexpand
 
 from electra_dist.corpus.counts import Counts
-from electra_dist.corpus.inputs.file_kinds import FileKind, encodable, is_no_data, kind_of, known_endings
+from electra_dist.corpus.inputs.file_kinds import FileKind, encodable, is_no_data, is_page, kind_of, known_endings
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+
+_PREPARE_PAGES = "extract the text with `electra-dist corpus prepare` first (docs/corpus_prepare.md)"
 
 
 class InputFile(NamedTuple):
@@ -44,12 +46,27 @@ class InputFile(NamedTuple):
         """Return whether the file is on S3."""
         return self.location.startswith("s3://")
 
+    @property
+    def given_path(self) -> str:
+        """Return the file's path as the user gave it or its folder, for reports."""
+        name = encodable(self.name)
+        if self.is_given:
+            return self.source if self.source.endswith(name) else name
+        folder, separator, _ = name.partition("/")
+        given = self.source.removesuffix(f"/{folder}") if separator else self.source
+        return f"{given}/{name}"
+
 
 class FoundInputs(NamedTuple):
     """Result of a search for inputs: the files to read, in reading order, and counts of what is left out."""
 
     files: list[InputFile]
     skipped: Counts
+
+
+def num_with_content(files: Iterable[InputFile]) -> int:
+    """Return how many files are not empty; an empty file is counted as left out."""
+    return sum(file.size > 0 for file in files)
 
 
 def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:
@@ -74,10 +91,10 @@ def search_inputs(
         all_paths = " ".join(str(path) for path in paths)
         left_out = search.skipped.summary_of_skipped()
         found = f" (left out: {left_out})" if left_out else ""
-        raise UserError(
-            f"--input {all_paths}: no file with a known ending{found}; give files or folders with "
-            f"{known_endings(with_pages=with_pages)}"
-        )
+        next_step = f"give files or folders with {known_endings(with_pages=with_pages)}"
+        if "page" in search.skipped.skipped:
+            next_step = f"{_PREPARE_PAGES}, or {next_step}"
+        raise UserError(f"--input {all_paths}: no file with a known ending{found}; {next_step}")
     files = sorted(search.file_of_identity.values(), key=lambda file: (file.name, file.location))
     return FoundInputs(files, search.skipped)
 
@@ -120,6 +137,8 @@ class _Search:
                 self._add_file(name, file, _source_of(source, name), is_given=False)
             return
         if self._kind_of(root.name) is None:
+            if is_page(root.name):
+                raise UserError(f"--input {path}: holds web pages, not text; {_PREPARE_PAGES}")
             known = known_endings(with_pages=self._with_pages)
             raise UserError(f"--input {path}: unknown kind of file; known: {known}; convert or rename it")
         if root.is_file():
@@ -137,8 +156,7 @@ class _Search:
             return
         if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise UserError(f"{path}: the file may not be read; give read permission, or move it out of the input")
-        size = path.stat().st_size
-        self.file_of_identity[identity] = InputFile(name, str(path), kind.format, size, source, is_given)
+        self._add(identity, InputFile(name, str(path), kind.format, path.stat().st_size, source, is_given))
 
     def _add_remote(self, url: str, source: str) -> None:
         """Add an object on S3, or all objects below the URL.
@@ -160,7 +178,7 @@ class _Search:
             if _is_hidden(key):
                 self.skipped.skip_input("hidden", key)
             elif self._kind_of(key) is None:
-                self.skipped.skip_input("unknown_kind", key)
+                self.skipped.skip_input("page" if is_page(key) else "unknown_kind", key)
             elif is_no_data(key):
                 self.skipped.skip_input("no_data", key)
             else:
@@ -180,7 +198,13 @@ class _Search:
         if identity in self.file_of_identity:
             self.skipped.skip_input("read_before", key)
             return
-        self.file_of_identity[identity] = InputFile(key, identity, kind.format, size, source, is_given)
+        self._add(identity, InputFile(key, identity, kind.format, size, source, is_given))
+
+    def _add(self, identity: str, file: InputFile) -> None:
+        """Add a file. An empty one is counted as left out, but keeps its place in the order of the files."""
+        self.file_of_identity[identity] = file
+        if file.size == 0:
+            self.skipped.skip_input("empty_file", file.name)
 
     def _kind_of(self, name: str) -> FileKind | None:
         return kind_of(name, with_pages=self._with_pages)
@@ -222,7 +246,7 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
             f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
         ) from None
     if kind_of(path.name, with_pages=with_pages) is None:
-        return "unknown_kind"
+        return "page" if is_page(name) else "unknown_kind"
     return "no_data" if is_no_data(name) else None
 
 

@@ -5,7 +5,8 @@ has no quotes (IANA, text/tab-separated-values): a quote is a character like any
 the columns.
 
 A column holds text if its values are strings or bytes, in any form of pyarrow: with 32-bit or 64-bit offsets, as
-views, dictionary-encoded or run-end-encoded. A column that has only nulls gives documents without text.
+views, dictionary-encoded or run-end-encoded. A column that has only nulls gives documents without text. In parquet and
+Arrow files, "data.text" names the field text within the column data.
 
 Arrow reads its own memory or a file that it opens itself, and uses no threads where that can be chosen. Otherwise a
 thread of Arrow that holds a Python object when the interpreter ends would abort the process.
@@ -17,7 +18,7 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
@@ -26,7 +27,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from electra_dist.corpus.inputs.file_kinds import MOST_DOCUMENT_BYTES, lines_of
-from electra_dist.corpus.inputs.text_decoding import RawDocument, name_of_value
+from electra_dist.corpus.inputs.text_decoding import RawDocument, name_of_value, path_of_field
 from electra_dist.escapes import printable
 
 _ARROW_FILE_MARK = b"ARROW1"
@@ -104,13 +105,13 @@ def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False
     """Yield the cells of column `text_field` of a parquet file as undecoded documents; a null cell has `data` None."""
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
-    _check_text_column(schema, text_field)
+    path = _check_text_column(schema, text_field)
     text_columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
     columns = None if with_fields else text_columns
     # Cells stay in the dictionary of their column, which has each text once, however often it is used.
     table = pyarrow.parquet.ParquetFile(source, pre_buffer=False, read_dictionary=text_columns)
     for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns, use_threads=False):
-        yield from _documents(batch, text_field, with_fields)
+        yield from _documents(batch, path, with_fields)
 
 
 def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
@@ -123,10 +124,10 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
     options = pyarrow.ipc.IpcReadOptions(use_threads=False)
     open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
     reader = open_reader(source, options=options)
-    _check_text_column(reader.schema, text_field)
+    path = _check_text_column(reader.schema, text_field)
     batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
-        yield from _documents(batch, text_field, with_fields)
+        yield from _documents(batch, path, with_fields)
 
 
 def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
@@ -138,20 +139,37 @@ def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
     return pyarrow.BufferReader(memory.getvalue())
 
 
-def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -> Iterator[RawDocument]:
-    """Yield a document for each row of a batch: its text cell as bytes, its id and, `with_fields`, the other cells."""
+def _documents(batch: pyarrow.RecordBatch, path: list[str], with_fields: bool) -> Iterator[RawDocument]:
+    """Yield a document for each row of a batch: its text cell as bytes, its id and, `with_fields`, the other cells.
+
+    `path` has the name of the text's column, and those of the fields in which the text lies if it is nested.
+    """
     ids = _ids(batch.column(_ID_COLUMN)) if _has_ids(batch.schema) else itertools.repeat(None)
-    fields = _fields(batch, text_field) if with_fields else itertools.repeat(None)
-    for cell, document_id, fields_of_row in zip(_cells(batch.column(text_field)), ids, fields, strict=False):
+    fields = _fields(batch, path) if with_fields else itertools.repeat(None)
+    for cell, document_id, fields_of_row in zip(_cells(_text_column(batch, path)), ids, fields, strict=False):
         yield RawDocument(cell, is_json=False, id=document_id, fields=fields_of_row)
 
 
-def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
+def _text_column(batch: pyarrow.RecordBatch, path: list[str]) -> pyarrow.Array:
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column.validate()  # a damaged file may have fewer cells of the field than rows
+        column = pyarrow.compute.struct_field(column, name)
+    return column
+
+
+def _fields(batch: pyarrow.RecordBatch, path: list[str]) -> Iterator[dict[str, Any]]:
     """Yield for each row a dict of its cells without the text: name of the column -> value."""
-    places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
+    is_nested = len(path) > 1
+    places = {name: place for place, name in enumerate(batch.schema.names) if is_nested or name != path[0]}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
     for row in range(len(batch)):
-        yield {name: values[row] for name, values in columns.items()}
+        fields = {name: values[row] for name, values in columns.items()}
+        inner = fields
+        for name in path[:-1]:
+            inner = inner[name] or {}
+        inner.pop(path[-1], None)
+        yield fields
 
 
 def _values(column: pyarrow.Array) -> list[Any]:
@@ -200,17 +218,47 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
     return pyarrow.types.is_integer(column_type) or _is_text(column_type)
 
 
-def _check_text_column(schema: pyarrow.Schema, text_field: str) -> None:
-    """Raise NoTextColumn unless exactly one column is named `text_field`, and this column holds text."""
-    number = schema.names.count(text_field)
-    if number == 1 and _is_text(schema.field(text_field).type):
-        return
+def _check_text_column(schema: pyarrow.Schema, text_field: str) -> list[str]:
+    """Return the path of the text's column; NoTextColumn unless exactly one column is there, and it holds text."""
+    path = path_of_field(text_field, schema.names)
+    found_type = _type_at(schema, path)
+    if found_type is not None and _is_text(found_type):
+        return path
     found = None
-    if number == 1:
-        found = f"of type {schema.field(text_field).type}"
-    elif number > 1:
-        found = f"the name of {number} columns"
-    raise NoTextColumn(text_field, schema.names, found)
+    if found_type is not None:
+        found = f"of type {found_type}"
+    elif schema.names.count(text_field) > 1:
+        found = f"the name of {schema.names.count(text_field)} columns"
+    raise NoTextColumn(text_field, list(_names_of_columns(schema)), found)
+
+
+def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None:
+    """Return the type of a column or of a field within one; None unless there is exactly one of this name."""
+    found: Any = None
+    fields: Iterable[pyarrow.Field] = schema
+    for name in path:
+        named = [field for field in fields if field.name == name]
+        if len(named) != 1:
+            return None
+        found = named[0].type
+        fields = _fields_within(found)
+    return found
+
+
+def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iterator[str]:
+    """Yield the names of columns, and in place of one with fields the names of these, such as data.text."""
+    for field in fields:
+        inner = _fields_within(field.type)
+        if inner:
+            yield from _names_of_columns(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _fields_within(column_type: pyarrow.DataType) -> list[pyarrow.Field]:
+    if not pyarrow.types.is_struct(column_type):
+        return []
+    return [column_type.field(index) for index in range(column_type.num_fields)]
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:

@@ -9,8 +9,10 @@ This module imports nothing heavy; `text_readers.py` reads the bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +27,8 @@ SKIPPED_KINDS = {
     "no_tokens": "text of which the tokenizer keeps nothing",
 }
 DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty ones fill a spill file or a chunk, too
+_MOST_FIELDS = 20  # fields of a record that are named
+_MOST_NESTED = 4  # objects within one another in which fields are looked for
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
 
@@ -55,12 +59,16 @@ class RawDocument:
 class SkippedDocument(Exception):
     """Exception for a document that is left out of the corpus for a reason; the caller counts it and goes on."""
 
-    def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
-        """Take the reason, a key of `SKIPPED_KINDS`; if it is "undecodable", also how many bytes are not UTF-8."""
+    def __init__(self, kind: str, undecodable_bytes: int = 0, other_fields: Sequence[str] = ()) -> None:
+        """Take the reason, a key of `SKIPPED_KINDS`; if it is "undecodable", also how many bytes are not UTF-8.
+
+        `other_fields` names the fields with text of a record that has none in the field of the text.
+        """
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
         self.undecodable_bytes = undecodable_bytes
+        self.other_fields = other_fields
 
 
 class DocumentNames(NamedTuple):
@@ -86,7 +94,8 @@ def decode(document: RawDocument, text_field: str = "text", undecodable: Undecod
 def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
     """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
 
-    `text_field` names the field of a JSON line that holds the text. `undecodable` decides about bytes that are not
+    `text_field` names the field of a JSON line that holds the text, "data.text" the field text in the object in the
+    field data. `undecodable` decides about bytes that are not
     UTF-8, and about half a surrogate pair in JSON: "skip" leaves the document out, "replace" puts U+FFFD there, which
     WordPiece drops. Half a pair counts as six bytes, the length of its escape. Whether the tokenizer finds any token
     in the text is not checked here.
@@ -142,12 +151,33 @@ def _parse_record(line: str) -> dict[str, Any]:
 
 
 def _text_of_record(record: dict[str, Any], text_field: str) -> str:
-    text = record.get(text_field)
+    text = _value_at(record, text_field)
     if not isinstance(text, str):
-        raise SkippedDocument("no_text")
+        raise SkippedDocument("no_text", other_fields=list(itertools.islice(_fields_with_text(record), _MOST_FIELDS)))
     if not text.strip():
         raise SkippedDocument("empty")
     return text
+
+
+def path_of_field(field: str, names: Container[str]) -> list[str]:
+    """Return where a field lies in a record with these `names`: ["a", "b"] for "a.b", unless that is itself a name."""
+    return [field] if field in names else field.split(".")
+
+
+def _value_at(record: dict[str, Any], field: str) -> Any:
+    value: Any = record
+    for name in path_of_field(field, record):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _fields_with_text(record: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the names of fields that hold text, also of nested ones, such as data.text."""
+    for name, value in record.items():
+        if isinstance(value, str) and value.strip():
+            yield name_of_value(prefix + name) or ""
+        elif isinstance(value, dict) and depth < _MOST_NESTED:
+            yield from _fields_with_text(value, f"{prefix}{name}.", depth + 1)
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:

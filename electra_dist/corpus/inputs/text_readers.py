@@ -16,12 +16,14 @@ that names the file: a corpus is never silently smaller than its inputs. What is
 How: a reader yields undecoded bytes (`RawDocument`); worker processes decode them (`text_decoding.py`). A file on S3
 is first downloaded to a temporary file; its store repeats failed requests.
 
-Limits: a document is held in memory as a whole. Text is UTF-8; encodings are not guessed. A file on S3 needs its size
+Limits: a document is held in memory as a whole. Text is UTF-8, or UTF-16 with a byte order mark at the beginning of
+the file; encodings are not guessed. A file on S3 needs its size
 on the local disk while it is read.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import io
@@ -36,6 +38,7 @@ from pathlib import Path
 
 import pyarrow
 import zstandard
+from typing_extensions import override
 
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.archives import ARCHIVES, ArchiveReader, TextMember
@@ -70,6 +73,7 @@ DAMAGED_FILE_ERRORS = (
 )
 _MOST_HEADER_BYTES = 1 << 16  # of all headers of a WARC record
 _MOST_LENGTH_DIGITS = 15  # of Content-Length; Python converts no number of more than 4,300
+_TEXT_FORMATS = ("txt", "md", "json", "jsonl", "csv", "tsv")
 _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
@@ -111,9 +115,7 @@ class DocumentStream:
                     document.file = position
                     document.number = number
                     yield document
-                if file.size == 0:
-                    self.counts.skip_input("empty_file", file.name)
-                else:
+                if file.size:  # the search has counted an empty file
                     self.counts.add_file(file.name, file.source, file.size)
             except NoTextColumn as error:
                 self._skip_table(file, error)
@@ -163,6 +165,8 @@ class DocumentStream:
         yield from values
 
     def _read(self, file_format: str, stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+        if file_format in _TEXT_FORMATS and _begins_as_utf16(stream):
+            stream = io.BufferedReader(_Utf16AsUtf8(stream), READ_BYTES)
         return _read_format(file_format, stream, self._text_field, with_fields=self._with_fields)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
@@ -174,6 +178,45 @@ class DocumentStream:
         if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(f"{file.location}: {error}") from None
         self.counts.skip_input("no_text_column", file.name)
+
+
+def _begins_as_utf16(stream: io.BufferedIOBase) -> bool:
+    """Return whether a stream begins with the byte order mark of UTF-16 (and not UTF-32); nothing is read from it."""
+    if isinstance(stream, io.BytesIO):
+        beginning = bytes(stream.getbuffer()[:4])
+    else:
+        assert isinstance(stream, io.BufferedReader)
+        beginning = stream.peek(4)[:4]
+    return beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and beginning != codecs.BOM_UTF32_LE
+
+
+class _Utf16AsUtf8(io.RawIOBase):
+    """Readable stream of a UTF-16 file's text as UTF-8; half a surrogate pair becomes bytes that are not UTF-8."""
+
+    def __init__(self, raw: io.BufferedIOBase) -> None:
+        self._raw = raw
+        self._decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+        self._ready = memoryview(b"")
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        """Write bytes to `buffer`; return their number, 0 at the end; EOFError if the file ends within a character."""
+        while not self._ready:
+            data = self._raw.read(READ_BYTES)
+            try:
+                text = self._decoder.decode(data, final=not data)
+            except UnicodeDecodeError:
+                raise EOFError("the UTF-16 text is cut off within a character") from None
+            self._ready = memoryview(text.encode("utf-8", "surrogatepass"))
+            if not data and not self._ready:
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
 
 
 @contextlib.contextmanager

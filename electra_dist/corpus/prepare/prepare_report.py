@@ -29,12 +29,14 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 from electra_dist.corpus.prepare.document_files import RECORDS_DIR, record_of_task
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
+from electra_dist.errors import UserError
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 
 REPORT_FILE = "prepare.json"
 SAMPLES_DIR = "samples"
 _FORMAT = 1
+_NAMED_DROPS = 3  # steps with their reasons that are named for a source that has lost all documents
 
 Tree = dict[str, Any]
 
@@ -170,4 +172,26 @@ def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
                 for sample in samples:
                     line = json.dumps(sample, ensure_ascii=False, sort_keys=True) + "\n"
                     lines.setdefault(step, []).append(line)
+    return lines
+
+
+def refuse_nothing_kept(report: PrepareReport, output: str) -> list[str]:
+    """Return a line for each source that has lost all documents, with the steps that dropped them, most first.
+
+    Raises UserError with these lines if no document of any source is kept.
+    """
+    lines = []
+    for name, source in report["sources"].items():
+        if source["documents_out"] == 0 and source["documents_in"]:
+            drops: Counter[str] = Counter()
+            for step, reasons in report["dropped"].items():
+                drops.update({f"{step} ({reason})": number.get(name, 0) for reason, number in reasons.items()})
+            steps = ", ".join(f"{step} {number:,}" for step, number in drops.most_common(_NAMED_DROPS) if number)
+            lines.append(f"source {name}: none of {source['documents_in']:,} documents is kept; dropped by {steps}")
+    if report["documents_out"] == 0:
+        found = "; ".join(lines) or "the sources have no documents"
+        raise UserError(
+            f"{output}: the preparation keeps no document: {found}; correct the sources or these steps, and set "
+            "another `output` and `work`"
+        )
     return lines

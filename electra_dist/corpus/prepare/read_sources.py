@@ -32,6 +32,7 @@ from electra_dist.corpus.inputs.text_decoding import (
     SkippedDocument,
     decode_counted,
     name_of_value,
+    path_of_field,
 )
 from electra_dist.corpus.inputs.text_readers import DAMAGED_FILE_ERRORS, DocumentStream, local_path
 from electra_dist.corpus.prepare.document_files import DropRecorder
@@ -121,7 +122,11 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
     if raw.is_json:
         assert raw.data is not None
         fields = json.loads(raw.data.decode("utf-8-sig", "replace"))
-        del fields[source.text_field]
+        *path, name = path_of_field(source.text_field, fields)
+        inner = fields
+        for outer_name in path:
+            inner = inner[outer_name]
+        del inner[name]
     elif raw.fields is not None:
         fields = dict(raw.fields)
     url = fields.get(source.url_field) if source.url_field else None

@@ -73,6 +73,7 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
         preparations=[] if report is None else [_preparation(text) for text in report.prepared.values()],
         inputs_skipped=[] if report is None else _inputs_skipped(report),
         documents_skipped=[] if report is None else _documents_skipped(report),
+        files_with_losses=[] if report is None else _files_with_losses(report),
         sources=[] if report is None else _sources(report, short_names),
         record_sources=_record_sources(figures, report, short_names),
         charts=_charts(manifest, report, figures),
@@ -196,10 +197,22 @@ def _inputs_skipped(report: BuildReport) -> list[list[str]]:
 
 def _documents_skipped(report: BuildReport) -> list[list[str]]:
     return [
-        [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}"]
+        [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}", f"{skipped.files:,}"]
         for kind, skipped in report.documents_skipped.items()
         if skipped.documents
     ]
+
+
+def _files_with_losses(report: BuildReport) -> list[list[str]]:
+    """Return reason, file and number of lost documents; of a path, as many last folders as make the files differ."""
+    found = [
+        (kind, file, number)
+        for kind, skipped in report.documents_skipped.items()
+        for file, number in skipped.worst_files.items()
+    ]
+    files = sorted({file for _, file, _ in found})
+    names = dict(zip(files, shortest_endings([file.split("/") for file in files]), strict=True))
+    return [[SKIPPED_KINDS[kind], names[file], f"{number:,}"] for kind, file, number in found]
 
 
 def _preparation(text: PreparedText) -> tuple[list[list[str]], list[list[str]], list[str]]:

@@ -76,7 +76,8 @@ def test_everything_in_a_folder_is_read_or_counted_with_its_reason_and_its_name(
 
     assert [file.name for file in files] == ["b.txt", "b_hard.txt", "wiki/a.jsonl"]
     assert skipped.skipped_by_reason() == {
-        "unknown_kind": {"(none)": 1, ".html": 2},
+        "unknown_kind": {"(none)": 1},
+        "page": {".html": 2},
         "hidden": {"(none)": 1, ".txt": 1},
         "broken_link": {".txt": 2},
         "read_before": {".txt": 1},
@@ -173,7 +174,8 @@ def test_the_source_of_a_file_is_the_given_input_and_the_first_folder_below_it(t
 def test_an_error_without_a_file_to_read_counts_what_is_there(tmp_path: Path) -> None:
     write_files(tmp_path, ["a.html", "b.html"])
 
-    with pytest.raises(UserError, match=r"no file with a known ending \(left out: \.html 2 \(no known ending\)\);"):
+    pages = r"no file with a known ending \(left out: \.html 2 \(web pages, .* `electra-dist corpus prepare` first"
+    with pytest.raises(UserError, match=pages):
         find_inputs([tmp_path])
 
 
@@ -251,3 +253,17 @@ def test_inputs_on_s3_are_found_by_one_request_for_each_thousand(monkeypatch: py
         (f"wiki/{number:05d}.jsonl", number % 7) for number in range(100_000)
     ]
     assert store.requests == {"LIST": 100}
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.htm", "a.warc.gz"])
+def test_a_page_that_is_given_by_its_name_is_sent_to_the_preparation(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path, [name])
+    with pytest.raises(UserError, match=r"holds web pages, not text; .*`electra-dist corpus prepare`"):
+        find_inputs([tmp_path / name])
+
+
+def test_a_file_is_named_in_reports_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, ["in/wiki/a.txt", "in/b.txt", "x/c.txt"])
+    monkeypatch.chdir(tmp_path)
+    files = [*find_inputs(["in"]), *find_inputs(["./x/c.txt"])]
+    assert [file.given_path for file in files] == ["in/b.txt", "in/wiki/a.txt", "x/c.txt"]

@@ -93,7 +93,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
             "WARC (.warc.gz): three pages, a picture, a page with status 404",
             {"a.warc.gz": file_of(lambda path: warc(path, pages), folder / "a.warc.gz")},
             {},
-            {"unknown_kind": 1},
+            {"page": 1},
             {"not_html": 1, "http_status": 1},
             {},
             build_reads=0,
@@ -106,7 +106,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
             {},
             {},
         ),
-        "html": Input("HTML: three pages", html_files, {}, {"unknown_kind": 3}, {}, {}, build_reads=0),
+        "html": Input("HTML: three pages", html_files, {}, {"page": 3}, {}, {}, build_reads=0),
         "parquet": Input(
             "parquet with a null",
             {"a.parquet": table_file([*texts(30), None], "parquet")},
@@ -129,7 +129,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
             {},
             {"hidden": 1, "unknown_kind": 1, "empty_file": 1},
             {},
-            {"hidden": 1, "unknown_kind": 1},
+            {"hidden": 1, "unknown_kind": 1, "empty_file": 1},
         ),
     }
     compressions: dict[str, Callable[[bytes], bytes]] = {**COMPRESS, ".zip": zipped}

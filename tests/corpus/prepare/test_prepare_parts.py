@@ -108,7 +108,7 @@ def test_a_corpus_build_does_not_read_pages(tmp_path: Path):
     (tmp_path / "b.txt").write_text("text")
     found = search_inputs([tmp_path])
     assert [file.name for file in found.files] == ["b.txt"]
-    assert found.skipped.skipped["unknown_kind"][".html"] == 1
+    assert found.skipped.skipped["page"][".html"] == 1
 
 
 def test_words_and_sentences():

@@ -13,7 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from electra_launcher.cli.main import app
 from made_sources import lines
+from typer.testing import CliRunner
 
 from electra_dist.config.load import load_section
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
@@ -248,3 +250,16 @@ def test_a_preparation_that_ends_before_it_has_a_result_leaves_its_work_folder_t
     assert report["documents_out"] == 1
     with pytest.raises(UserError, match=r"holds a preparation with samples_per_filter 5, not 4"):
         prepare(run, lambda *progress: None, sources=[{**source, "text_field": "body"}], samples_per_filter=4)
+
+
+def test_a_preparation_that_keeps_nothing_ends_with_78_and_names_the_steps(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(["one text"]) + b"{broken\n")
+    path = write(filters={"gopher_quality": {}})
+    for _ in ("prepares", "finds it complete"):
+        done = CliRunner().invoke(app, ["corpus", "prepare", str(path)])
+        assert done.exit_code == 78 or isinstance(done.exception, UserError), done.output
+        message = " ".join(str(done.exception or done.output).split())
+        assert f"{tmp_path}/out: the preparation keeps no document: source web: none of 2 documents is kept" in message
+        assert "dropped by " in message
+        assert "read (broken_json) 1" in message
+        assert "gopher_quality (" in message

@@ -76,10 +76,11 @@ def test_build_reports_what_it_reads_and_leaves_out_and_info_shows_it_again(
     shown = run("info", tmp_path / "c")
 
     lines = built.splitlines()
-    assert any(line.startswith("input: 2 files, ") and "left out: .html 1 (no known ending)" in line for line in lines)
+    assert any(line.startswith("input: 2 files, ") and "left out: .html 1 (web pages" in line for line in lines)
     remarks = [
         "left out, a link to nothing: gone.txt",
-        "left out 1 document of 4 bytes for 1 byte that are not UTF-8; set corpus.undecodable: replace to keep them",
+        "left out 1 document of 4 bytes for 1 byte that are not UTF-8; set corpus.undecodable: replace to keep them; "
+        f"in {folder}/wiki/b.txt 1",
     ]
     for output in (built, shown):
         assert [line for line in output.splitlines() if line.startswith("left out")] == remarks
@@ -115,7 +116,7 @@ def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
     )  # fmt: skip
     assert "built; 1 shards" in output
     assert (tmp_path / "c/vocab.txt").read_bytes() == vocab.read_bytes()
-    with pytest.raises(UserError, match=r"120 entries but model\.vocab_size is 500"):
+    with pytest.raises(UserError, match=r"120 entries, more than model\.vocab_size \(119\)"):
         run(
             "build",
             "--input",
@@ -127,7 +128,7 @@ def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
             "--vocab",
             vocab,
             "--set",
-            "model.vocab_size=500",
+            "model.vocab_size=119",
         )
     assert not (tmp_path / "d").exists()
 

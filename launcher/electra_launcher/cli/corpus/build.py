@@ -71,7 +71,7 @@ def build(
     from electra_dist.corpus.build_report import find_preparations
     from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
     from electra_dist.corpus.builder.build_request import BuildRequest
-    from electra_dist.corpus.inputs.find_inputs import search_inputs
+    from electra_dist.corpus.inputs.find_inputs import num_with_content, search_inputs
     from electra_dist.store.open_store import open_store
     from electra_dist.tokenizer import VOCAB_FILE
     from electra_launcher.cli.corpus.vocab import find_vocabulary
@@ -83,7 +83,7 @@ def build(
     files, skipped = search_inputs(inputs, settings.data.endpoint_url)
     console = open_console(soft_wrap=False)
     total_bytes = sum(file.size for file in files)
-    size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
+    size_text = f"input: {plural(num_with_content(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     left_out = skipped.summary_of_skipped()
     console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True)
     if part and vocab is None and not open_store(output, settings.data.endpoint_url).exists(VOCAB_FILE):
@@ -92,10 +92,10 @@ def build(
             "`electra-dist corpus vocab`, and give it to every part with --vocab"
         )
     vocabulary = find_vocabulary(vocab, files, settings, output, text_field, console)
-    if vocabulary.size != settings.model.vocab_size:
+    if vocabulary.size > settings.model.vocab_size:
         raise UserError(
-            f"{vocab or output}: the vocabulary has {vocabulary.size} entries but model.vocab_size is "
-            f"{settings.model.vocab_size}; set model.vocab_size to {vocabulary.size}, or give another --vocab"
+            f"{vocab or output}: the vocabulary has {vocabulary.size} entries, more than model.vocab_size "
+            f"({settings.model.vocab_size}); set model.vocab_size to {vocabulary.size}, or give another --vocab"
         )
     request = BuildRequest(
         inputs=files,

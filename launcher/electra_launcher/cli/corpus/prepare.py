@@ -31,7 +31,7 @@ def prepare(
     What is dropped is counted by step, reason and source in OUTPUT/prepare.json, with samples in OUTPUT/samples. After
     an interruption, run the same command again: completed tasks are not repeated, and the result is the same.
 
-    Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data.
+    Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data or no text kept.
     """
     from electra_dist.config.load import load_section
     from electra_dist.corpus.prepare.prepare_config import PrepareConfig
@@ -39,12 +39,14 @@ def prepare(
     config = load_section(file, PrepareConfig)
     if any(importlib.util.find_spec(name) is None for name in _PACKAGES):
         raise missing_packages("corpus prepare", "corpus")
+    from electra_dist.corpus.inputs.find_inputs import num_with_content
     from electra_dist.corpus.prepare import preparation as steps
+    from electra_dist.corpus.prepare.prepare_report import refuse_nothing_kept
 
     out = open_console(soft_wrap=False)
     preparation = steps.check(config)
     num_bytes = sum(planned.size for planned in preparation.plan.files)
-    out.print(f"{len(preparation.plan.files):,} files, {num_bytes / 1e6:,.1f} MB", soft_wrap=True)
+    out.print(f"{num_with_content(preparation.plan.files):,} files, {num_bytes / 1e6:,.1f} MB", soft_wrap=True)
     if dry_run:
         out.print(_stage_table(preparation))
         return
@@ -57,6 +59,8 @@ def prepare(
         report = steps.finished_report(preparation)
         assert report is not None
     _print_report(report, out)
+    for line in refuse_nothing_kept(report, config.output):
+        out.print(line, soft_wrap=True)
     out.print(
         f"{config.output}: prepared; next: electra-dist corpus build --input {config.output.rstrip('/')}/documents",
         soft_wrap=True,
