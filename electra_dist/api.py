@@ -248,15 +248,17 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
     """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
     Call the module with the result of `step_input`; `load_weights` loads the weights of a run. Weights that
     `train.init_from` names are not loaded, but a frozen generator's weights are.
-    Raises ManifestMismatch if the corpus has another vocabulary size than the config, UserError if the sections
-    contradict each other or the weights of a frozen generator cannot be used.
+    The tables have the size of the corpus's vocabulary. Raises ManifestMismatch if that is larger than
+    `model.vocab_size`, UserError if the sections contradict each other or the weights of a frozen generator cannot be
+    used.
     """
     num_tokens = corpus.corpora.tokenizer.vocab_size
-    if num_tokens != config.model.vocab_size:
+    if num_tokens > config.model.vocab_size:
         raise ManifestMismatch(
             f"build_objective: the corpus was built with a vocabulary of {num_tokens} entries, but model.vocab_size "
             f"is {config.model.vocab_size}; pass a config with model.vocab_size: {num_tokens}, or another corpus"
         )
+    config = config.model_copy(update={"model": config.model.with_vocabulary_of(num_tokens)})
     count_V = corpus.token_counts() if objective_builder.needs_token_counts(config.objective) else None
     objective = objective_builder.build_objective(
         config.model, config.objective, corpus.special, config.seed, config.kernels.backend, count_V

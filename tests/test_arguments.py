@@ -156,8 +156,10 @@ def test_an_objective_and_its_input_must_fit_the_corpus(corpus_dir: Path) -> Non
     config = ed.load_config(CONFIG, changes)
     with ed.open_corpus(corpus_dir) as corpus:
         assert "the argument corpus is 'corpus'" in refusal(ed.build_objective, config, "corpus")
-        other = ed.load_config(CONFIG, [*changes, "model.vocab_size=301"])
-        assert "vocabulary of 300 entries, but model.vocab_size is 301" in refusal(ed.build_objective, other, corpus)
+        other = ed.load_config(CONFIG, [*changes, "model.vocab_size=299"])
+        assert "vocabulary of 300 entries, but model.vocab_size is 299" in refusal(ed.build_objective, other, corpus)
+        larger = ed.build_objective(ed.load_config(CONFIG, [*changes, "model.vocab_size=999"]), corpus)
+        assert larger.towers.model.vocab_size == 300
         objective = ed.build_objective(config, corpus)
         ids = corpus.batch(0, 4)
         assert ed.step_input(objective, ids).ids_BS is ids

@@ -36,6 +36,7 @@ from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
+from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
@@ -62,7 +63,8 @@ class Comparison:
         # Whether the version of the arithmetic (numerics) has changed since a run was made is not checked here: a
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
         inputs_of_runs = [
-            check_inputs(cell.config, compare.ranks, accept_new_numerics=True) for cell in self.plan.cells
+            check_inputs(with_corpus_vocabulary(cell.config)[0], compare.ranks, accept_new_numerics=True)
+            for cell in self.plan.cells
         ]
         for cell in self.plan.cells:
             run_dir = Path(cell.config.run_dir)

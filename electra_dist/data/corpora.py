@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.config import DataConfig, canonical_json
+from electra_dist.config import Config, DataConfig, canonical_json
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.interface import Store
@@ -230,6 +230,23 @@ def _check_alike(first: Phase, later: Phase) -> None:
             )
 
 
+def with_corpus_vocabulary(config: Config, patience: Patience | None = None) -> tuple[Config, list[str]]:
+    """Set `model.vocab_size` to the size of the corpus's vocabulary, if that is smaller; also return a log line.
+
+    A little text gives fewer entries than a config allows. The tables have a multiple of 128 rows at any size. If the
+    corpus is missing or damaged, the config is returned unchanged: the checks of the inputs then raise the error.
+    """
+    try:
+        store = open_store(config.data.corpus, config.data.endpoint_url, patience)
+        size = read_manifest(store, "data.corpus").tokenizer.vocab_size
+    except (ManifestMismatch, StoreMissing):
+        return config, []
+    if size >= config.model.vocab_size:
+        return config, []
+    line = f"vocabulary: {size:,} entries, as in data.corpus, and not {config.model.vocab_size:,} (model.vocab_size)"
+    return config.model_copy(update={"model": config.model.with_vocabulary_of(size)}), [line]
+
+
 def check_corpus_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:
     """Raise ManifestMismatch unless a corpus has rows of `data.seq_len` tokens and a vocabulary of `vocab_size`.
 
@@ -243,7 +260,7 @@ def check_corpus_fits(key: str, url: str, manifest: CorpusManifest, data: DataCo
     if manifest.tokenizer.vocab_size != vocab_size:
         raise ManifestMismatch(
             f"{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
-            f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
+            f"the model has {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size} or more, or set "
             f"{key} to a corpus with {vocab_size} entries"
         )
 

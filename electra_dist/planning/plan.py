@@ -17,7 +17,7 @@ from typing import Any
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.sections.training import NamedCorpus
-from electra_dist.data.corpora import check_corpus_fits, steps_of_phases
+from electra_dist.data.corpora import check_corpus_fits, steps_of_phases, with_corpus_vocabulary
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_manifest
 from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
@@ -94,6 +94,8 @@ def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
     If `plan.num_gpus` GPUs cannot share the global batch, the plan is for the largest smaller number that can. Raises
     UserError if the GPU is not known, if the nodes cannot share the global batch, or if a corpus does not fit.
     """
+    if not config.data.corpus.startswith("s3://"):
+        config, _ = with_corpus_vocabulary(config)
     asked_gpus = config.plan.num_gpus
     num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= asked_gpus)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"num_gpus": num_gpus})})

@@ -302,11 +302,13 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
     config = load_config(file)
+    vocabulary = Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file)
+    model = config.model.with_vocabulary_of(vocabulary.size)
     return Pretrained.from_state(
         name=f"{RANDOM}{file}",
-        state=build_towers(config.model, config.seed, config.objective).state_dict(),
-        model=config.model,
-        vocabulary=Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file),
+        state=build_towers(model, config.seed, config.objective).state_dict(),
+        model=model,
+        vocabulary=vocabulary,
         lowercase=config.corpus.lowercase,
         tower=tower,
         reads_masks=_reads_masks(config.objective.name, tower),

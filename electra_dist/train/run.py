@@ -31,6 +31,7 @@ from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config, canonical_json
 from electra_dist.config.rules import keys_without_effect
+from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_fitting_micro_batch, with_micro_batch
@@ -93,6 +94,8 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = with_fitting_micro_batch(config, place.world_size)
     try:
+        config, vocabulary_notes = patience.call(functools.partial(with_corpus_vocabulary, config, patience))
+        notes += vocabulary_notes
         if config.objective.generator == "frozen":
             config = patience.call(functools.partial(with_generator_digest, config))
         inputs = patience.call(

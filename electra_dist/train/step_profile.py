@@ -25,6 +25,7 @@ from electra_kernels.operation_types import SpecialIds
 from torch.profiler import ProfilerActivity, profile
 
 from electra_dist.config import Config
+from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import open_cache
@@ -172,7 +173,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     device = local_device()
-    config = _shortened(config)
+    config, _ = with_corpus_vocabulary(_shortened(config))
     with contextlib.ExitStack() as stack:
         rows = open_rows(config, stack)
         even_counts = np.ones(config.model.vocab_size, np.int64)  # the frequencies do not change the time

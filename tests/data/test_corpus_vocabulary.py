@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import electra_dist as ed
 from electra_dist.api import Corpus
 from electra_dist.config.load import load_config
-from electra_dist.data.corpora import Corpora
+from electra_dist.data.corpora import Corpora, with_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import ManifestMismatch, UserError
@@ -110,7 +110,7 @@ def test_an_entry_that_contradicts_the_vocabulary_is_refused(
         ),
     }
     if reader == "train" and "vocab_size" in values:
-        message = "model.vocab_size is 300"
+        message = "the model has 300"
     change_tokenizer(tmp_path / "corpus", **values)
     with pytest.raises(ManifestMismatch, match=message) as caught:
         readers[reader](config)
@@ -252,3 +252,19 @@ def test_an_error_document_is_not_taken_for_a_file_of_the_corpus(
         assert corpus.vocabulary().sha256 == expected.tokenizer.sha256
     corpus.close()
     assert set(store.readings.values()) == {min(num_wrong + 1, 5)}
+
+
+def test_a_run_takes_the_size_of_its_corpus_vocabulary_if_the_config_has_more(config: Path) -> None:
+    plain = load_config(config)
+    larger = load_config(config, ["model.vocab_size=500"])
+
+    fitted, [line] = with_corpus_vocabulary(larger)
+
+    assert fitted == plain
+    assert "300 entries, as in data.corpus, and not 500 (model.vocab_size)" in line
+    assert check_inputs(fitted, world_size=1).corpora.fingerprint
+    assert with_corpus_vocabulary(plain) == (plain, [])
+    smaller = load_config(config, ["model.vocab_size=299"])
+    assert with_corpus_vocabulary(smaller) == (smaller, [])
+    with pytest.raises(ManifestMismatch, match=r"the model has 299; set model\.vocab_size: 300 or more"):
+        check_inputs(smaller, world_size=1)

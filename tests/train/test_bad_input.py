@@ -50,7 +50,7 @@ MISTAKES = {
     "mask_prob_of_25": (["objective.mask_prob=25"], ["objective.mask_prob", "0.25 means 25 %"]),
     "missing_corpus": (["data.corpus=/nowhere/corpus"], ["/nowhere/corpus"]),
     "other_length": (["data.seq_len=16"], ["rows of 32 tokens", "data.seq_len is 16"]),
-    "other_tokenizer": (["model.vocab_size=500"], ["vocabulary of 300", "model.vocab_size is 500"]),
+    "other_tokenizer": (["model.vocab_size=200"], ["vocabulary of 300", "the model has 200"]),
     "apex_that_is_not_installed": (["optimizer.implementation=apex"], ["apex cannot be used", "not installed"]),
     "kernel_that_cannot_run": (["kernels.backend=cuda"], ["kernels.backend is cuda"]),
 }

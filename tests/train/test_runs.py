@@ -59,7 +59,9 @@ def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
         "log.eval_every_steps": 20,
     }
     for ranks in (1, 2):
-        pretrain(tiny_config(f"bf16-{ranks}", **settings), ranks)
+        # The second config allows more tokens than the corpus has, which changes nothing.
+        pretrain(tiny_config(f"bf16-{ranks}", **settings, **{"model.vocab_size": 300 * ranks}), ranks)
+    assert "vocabulary: 300 entries, as in data.corpus" in (tmp_path / "bf16-2" / "log.txt").read_text()
     one, two = losses(tmp_path / "bf16-1"), losses(tmp_path / "bf16-2")
     # Field 4, the gradient norm, is a sum over partitions in an order that differs; all other fields must be equal.
     assert [r[:4] + r[5:] for r in one] == [r[:4] + r[5:] for r in two]

@@ -66,7 +66,7 @@ class ModelConfig(Section):
     )
     vocab_size: Size = Field(
         default=30522,
-        description="Number of tokens; must equal the size of the corpus's vocabulary. 30522: BERT's uncased one.",
+        description="Most tokens; a run takes the size of its corpus's vocabulary. 30522: BERT's uncased one.",
     )
     embedding_size: Size = Field(
         default=1024,
@@ -143,6 +143,10 @@ class ModelConfig(Section):
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
         return num_global * seq_len + (num_layers - num_global) * window
+
+    def with_vocabulary_of(self, size: int) -> ModelConfig:
+        """Return the section for a vocabulary of `size` tokens if that is less than `vocab_size`, else itself."""
+        return self.model_copy(update={"vocab_size": size}) if size < self.vocab_size else self
 
     @property
     def padded_vocab_size(self) -> int:

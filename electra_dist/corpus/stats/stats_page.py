@@ -210,6 +210,8 @@ def _files_with_losses(report: BuildReport) -> list[list[str]]:
         for kind, skipped in report.documents_skipped.items()
         for file, number in skipped.worst_files.items()
     ]
+    if not found:
+        return []
     files = sorted({file for _, file, _ in found})
     names = dict(zip(files, shortest_endings([file.split("/") for file in files]), strict=True))
     return [[SKIPPED_KINDS[kind], names[file], f"{number:,}"] for kind, file, number in found]
