@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from electra_launcher import pretrain
 from electra_launcher.chaos import __main__ as chaos
-from electra_launcher.cli import main, status
+from electra_launcher.cli import main, run_facts
 from electra_launcher.cli.corpus.group import _CorpusCommands
 from electra_launcher.cli.main import COMMANDS, app
 from support.hostile_text import HOSTILE, assert_shown
@@ -103,7 +103,7 @@ def test_a_keyboard_interrupt_ends_every_program_with_75_and_without_a_traceback
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "gather", interrupted)
+    monkeypatch.setattr(run_facts, "gather", interrupted)
     assert CliRunner().invoke(app, ["status", "run"]).exit_code == EXIT_STOPPED
     monkeypatch.setattr(pretrain, "_pretrain", interrupted)
     assert pretrain.main(["--config", str(tiny_config())]) == EXIT_STOPPED
