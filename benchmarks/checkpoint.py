@@ -12,8 +12,6 @@ It builds both towers under DeepSpeed ZeRO-1 in bf16 on one CPU rank and measure
     torch.save  the same fp32 state in one file (without sync and without digests)
 
 Guarantee: the exit code is 1 if our median is more than 1.5 times memcpy's; the smoke run only reports it.
-
-Limits: resident memory is sampled every 5 ms, so a shorter peak can be missed.
 """
 
 from __future__ import annotations
@@ -26,14 +24,11 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import psutil
 import torch
 import torch.distributed as dist
 from measure import REPOSITORY, TOY, Found, Json, ResultLine, print_table
@@ -59,30 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", default="configs/base_size.yaml", help="config of the model (default: %(default)s)"
     )
-    parser.add_argument("--folder", type=Path, help="folder for the temporary folder of the checkpoints (/tmp)")
-
-
-@contextlib.contextmanager
-def peak_memory(found: list[int], base: int | None) -> Iterator[None]:
-    """Append the largest growth of resident memory within the block, in bytes above `base` or above its start."""
-    process = psutil.Process()
-    stop = threading.Event()
-    start = base or process.memory_info().rss
-    peak = start
-
-    def sample() -> None:
-        nonlocal peak
-        while not stop.wait(0.005):
-            peak = max(peak, process.memory_info().rss)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        found.append(peak - start)
 
 
 class CheckpointBench:
@@ -99,7 +70,6 @@ class CheckpointBench:
             # each its own pages.
             view.add_(0.5)
         self.num_bytes = sum(view.nbytes for view in self.views)  # master weights and both moments
-        self.before_buffer = psutil.Process().memory_info().rss
         self.store = open_store(str(folder / "checkpoints"))
         self.writer = CheckpointWriter([self.store], 0, CheckpointConfig(keep_last=1))
         self.writer.reserve(self.fragments)
@@ -156,7 +126,7 @@ class CheckpointBench:
 
 
 def time_ways(bench: CheckpointBench, rounds: int) -> Json:
-    """Save by the four ways in turn; return seconds, median and extra memory by way. Ours includes the host buffer."""
+    """Save by the four ways in turn; return seconds and median by way."""
     ways = {
         "ours": bench.ours,
         "memcpy": bench.memcpy,
@@ -164,20 +134,16 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
         "torch.save": bench.torch_save,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    memory: dict[str, list[int]] = {name: [] for name in ways}
-    for number in range(rounds):
+    for _ in range(rounds):
         for name, way in ways.items():
-            with peak_memory(memory[name], bench.before_buffer if name == "ours" else None):
-                seconds[name].append(way())
+            seconds[name].append(way())
             os.sync()  # Pages that the kernel has not yet written would slow the next way.
-            print(f"round {number + 1}: {name:10} {seconds[name][-1]:7.3f} s", file=sys.stderr, flush=True)
     committed_steps = [checkpoint.step for checkpoint in checkpoints([bench.store])]
     assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
     return {
         name: {
             "seconds": [round(elapsed, 4) for elapsed in seconds[name]],
             "median_s": statistics.median(seconds[name]),
-            "extra_peak_bytes": max(memory[name]),
         }
         for name in ways
     }
@@ -189,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     toy = TOY if arguments.smoke else []
     config = load_config(REPOSITORY / arguments.config, ["train.global_batch=1", "train.micro_batch=1", *toy])
     init_distributed()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         bench = CheckpointBench(config, Path(folder))
         ways = time_ways(bench, arguments.rounds)
         bench.engine.close()
@@ -203,9 +169,8 @@ def measure(arguments: argparse.Namespace) -> Found:
     rows = []
     for name, way in ways.items():
         times = [f"{seconds:.3f}" for seconds in (way["median_s"], min(way["seconds"]), max(way["seconds"]))]
-        memory = f"{way['extra_peak_bytes'] / 1e9:.2f}"
-        rows.append([name, *times, f"{of_memcpy[name]:.2f}", f"{of_ours[name]:.2f}", memory])
-    print_table(["", "median s", "least", "most", "x memcpy", "x ours", "extra peak GB"], rows)
+        rows.append([name, *times, f"{of_memcpy[name]:.2f}", f"{of_ours[name]:.2f}"])
+    print_table(["", "median s", "least", "most", "x memcpy", "x ours"], rows)
     print(f"ours, in the background: hashed, written, synced and committed after {write_s:.2f} s (median)")
     print(f"stall / memcpy: {of_memcpy['ours']:.2f} (at most {MOST})")
     fault = ""

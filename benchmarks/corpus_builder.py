@@ -5,9 +5,8 @@
 
 Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`corpus_builder_ways.py`). Each
 way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build is measured
-(electra_dist/corpus/plan/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed. From
-these times the benchmark computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
-benchmarks/results/RECORD.json` computes other plans from the same record.
+(electra_dist/corpus/plan/corpus_rates.py); `electra-dist corpus plan CONFIG --rates benchmarks/results/RECORD.json`
+computes a plan from it.
 
 Guarantee: the benchmark ends before any timing if the ways do not find the same number of text tokens. The goal for
 our rate divided by that of tokenizers, 0.85, is printed; a missed goal is no fault.
@@ -46,16 +45,7 @@ from electra_dist.config.load import load_config
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
-from electra_dist.corpus.plan.corpus_plan import plan_corpus, workload_of_tokens
-from electra_dist.corpus.plan.corpus_rates import (
-    SAMPLE_BYTES,
-    STEPS,
-    CorpusRates,
-    measure_preparation,
-    measure_rates,
-    smallest_files,
-)
-from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, measure_rates
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.tokenizer import Vocabulary
@@ -63,17 +53,6 @@ from electra_dist.tokenizer import Vocabulary
 ROUNDS = 3
 LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.
 WORKERS = (1, 2)  # Numbers of workers with which each way is timed.
-PLANNED_TOKENS = 33e9  # Size of the corpus for which a plan is computed.
-PLANNED_FILE_BYTES = 250e6  # Size of each of its input files.
-# The filters and deduplications of configs/corpus_prepare.yaml; folders and sources are not used.
-PREPARATION = {
-    "output": "unused",
-    "work": "unused",
-    "sources": [{"name": "unused", "path": "unused"}],
-    "filters": {"gopher_repetition": {}, "gopher_quality": {}, "c4_quality": {}, "fineweb_quality": {}},
-    "deduplication": {"exact": {}, "minhash": {}},
-    "formatting": {"fix_encoding": True, "pii": {}},
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -142,42 +121,17 @@ def report_ways(by_way: Json, workers: str) -> ResultLine:
 
 
 def measure_steps(text: Text) -> CorpusRates:
-    """Measure the CPU time of each step of our build and, with datatrove, of each stage of a preparation."""
-    files = smallest_files(text.files, SAMPLE_BYTES)
-    stages = []
-    if importlib.util.find_spec("datatrove") is not None:
-        stages = measure_preparation(PrepareConfig.model_validate(PREPARATION), files, "text")
-    return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), stages)
+    """Measure the CPU time of each step of our build."""
+    return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), [])
 
 
-def report_steps(rates: CorpusRates, text: Text) -> list[ResultLine]:
-    """Print the rate of each step and the plan for 33 B tokens; return both as rows for docs/results.md."""
+def report_steps(rates: CorpusRates) -> ResultLine:
+    """Print the rate of each step; return the row for docs/results.md."""
     million = {step: rates.tokens_per_core_s(step) / 1e6 for step in STEPS}
     rows = [[step, f"{million[step]:.2f}"] for step in STEPS]
-    for stage in rates.prepare:
-        bytes_per_s = stage.text_bytes / max(stage.cpu_s, 1e-9)
-        tokens_per_s = bytes_per_s * rates.tokens / rates.text_bytes
-        rows.append([f"prepare: {stage.stage}", f"{tokens_per_s / 1e6:.2f}"])
     print_table(["step, CPU time", "M tokens / s core"], rows)
-    work = workload_of_tokens(rates, PLANNED_TOKENS, file_bytes=PLANNED_FILE_BYTES)
-    plan = plan_corpus(rates, text.request(text.folder / "unused", 1), work)
-    build_hours = sum(step.core_hours for step in [*plan.parallel, plan.merge])
-    prepare_hours = sum(step.core_hours for step in plan.prepare)
-    spill = f"{plan.spill_bytes / 1e9:.0f} GB"
-    print(
-        f"\n33 B tokens: {build_hours:.1f} core-hours to build, {prepare_hours:.1f} to prepare; {plan.num_shards:,} "
-        f"shards, {spill} of spill files"
-    )
     by_step = ", ".join(f"{step} {million[step]:.2f}" for step in STEPS)
-    plan_value = f"{build_hours:.1f} core-hours, {plan.num_shards:,} shards, {spill} spilled"
-    lines = [
-        ResultLine("corpus build by step, CPU time", f"{by_step} M tokens/s a core", ""),
-        ResultLine("33 B tokens of such text, by the rates of the steps", plan_value, ""),
-    ]
-    if rates.prepare:
-        names = ", ".join(stage.stage.partition("-")[2] for stage in rates.prepare)
-        lines.append(ResultLine(f"the same text prepared before ({names})", f"{prepare_hours:.1f} core-hours", ""))
-    return lines
+    return ResultLine("corpus build by step, CPU time", f"{by_step} M tokens/s a core", "")
 
 
 def write_random_words(folder: Path) -> None:
@@ -219,7 +173,7 @@ def measure(arguments: argparse.Namespace) -> Found:
             measured = compare(text, arguments.rounds)
             rates = measure_steps(text)
             lines = [report_ways(by_way, workers) for workers, by_way in measured["workers"].items()]
-            lines += report_steps(rates, text)
+            lines.append(report_steps(rates))
     finally:
         if main_file is not None:
             main.__file__ = main_file

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from hugging_face import HuggingFace
 from measure import Json
 
 from electra_dist.config import Config
-from electra_dist.corpus.builder.examples import make_rows
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
@@ -44,13 +43,13 @@ class Way(NamedTuple):
     forward: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]]
 
 
-def ours(config: Config, special: SpecialIds = SPECIAL) -> Way:
+def ours(config: Config) -> Way:
     """Return our way."""
-    module = build_objective(config.model, config.objective, special, config.seed)
+    module = build_objective(config.model, config.objective, SPECIAL, config.seed)
     optimizer, _ = build_optimizer(module, config.optimizer, "cpu")
 
     def forward(ids_BS: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        scales = 1.0 / loss_counts(ids_BS, special, config.objective).sum(0)
+        scales = 1.0 / loss_counts(ids_BS, SPECIAL, config.objective).sum(0)
         out = module(StepInput(ids_BS, torch.arange(len(ids_BS)), step, config.seed, *scales))
         sums = Sums(*out.sums)
         return out.loss, sums.mlm_loss_sum / sums.mlm_weight, sums.rtd_loss_sum / sums.rtd_weight
@@ -74,6 +73,17 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Wa
         return config.objective.mlm_weight * mlm + config.objective.rtd_weight * rtd, mlm, rtd
 
     return Way(module, optimizer, forward)
+
+
+def ours_and_rivals(config: Config) -> dict[str, Way]:
+    """Return our way and both of Hugging Face's, which start from the same weights."""
+    our_way = ours(config)
+    towers: ElectraTowers = our_way.module.towers  # type: ignore[assignment]
+    return {
+        "ours": our_way,
+        "Hugging Face": hugging_face(config, towers, gathered=False),
+        "Hugging Face, gathered": hugging_face(config, towers, gathered=True),
+    }
 
 
 def autocast(precision: str) -> torch.autocast:
@@ -141,23 +151,14 @@ def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, 
     return found
 
 
-def synthetic_rows(config: Config, packing: Literal["rows", "none"], num_rows: int, full_share: float) -> torch.Tensor:
-    """Return rows of random token ids, [num_rows, S] int64; equal arguments give equal rows.
-
-    "rows" packs several examples into a row; "none" puts one into each and pads it. The share `full_share` of the
-    examples has length S; the others have any length from 5 to S.
-    """
+def synthetic_rows(config: Config, num_rows: int) -> torch.Tensor:
+    """Return rows of random token ids, [num_rows, S] int64, with one example each; equal arguments give equal rows."""
     rng = np.random.default_rng(0)
-    seq_len = config.data.seq_len
-    examples_per_row = 1 if packing == "none" else 4  # Packing may need several examples to fill a row.
-    examples = []
-    for _ in range(num_rows * examples_per_row):
-        length = seq_len if rng.random() < full_share else int(rng.integers(5, seq_len + 1))
-        example = rng.integers(5, config.model.vocab_size, length)
-        example[0], example[length // 2], example[-1] = SPECIAL.cls, SPECIAL.sep, SPECIAL.sep
-        examples.append(example.tolist())
-    rows = make_rows(examples, seq_len, SPECIAL.pad, np.uint16, packing)
-    return torch.from_numpy(rows[:num_rows].astype(np.int64))
+    rows_RS = rng.integers(5, config.model.vocab_size, (num_rows, config.data.seq_len))
+    rows_RS[:, 0] = SPECIAL.cls
+    rows_RS[:, config.data.seq_len // 2] = SPECIAL.sep
+    rows_RS[:, -1] = SPECIAL.sep
+    return torch.from_numpy(rows_RS.astype(np.int64))
 
 
 def matrix_products(step: Callable[[], object]) -> Counter[ProductShape]:

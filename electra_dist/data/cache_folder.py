@@ -11,7 +11,7 @@ previous start if the temporary directory still exists.
 Limits: whether a file system is local is judged by the name of its type. If no directory is known to be local, the
 default directory for temporary files is used (usually `/tmp`). The share of a corpus that is fetched again is a mean:
 it assumes that the kept shards are spread evenly over the shuffle windows, so the share of a single epoch differs by
-some shards (`benchmarks/shard_cache.py` measures it).
+some shards (measured in `benchmarks/results/shard_cache-20261122.json`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ A full cache keeps the shards with the lowest SHA-256, as many as fit in additio
 corpus in every epoch, on all ranks and after a restart. Deleting the least recently used shard would be a bad rule,
 because an epoch uses every shard once: the shard that was used last is the one that is needed again latest. With room
 for half of the corpus, that rule fetches six of seven shards again in each epoch; this module fetches half of them
-(`benchmarks/shard_cache.py`).
+(`benchmarks/results/shard_cache-20261122.json`).
 
 Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
 the folder exceeds `limit_bytes`, because a node always holds the shards of two windows. Two runs on different corpora

@@ -8,7 +8,6 @@ import corpus_builder
 import corpus_builder_ways as ways
 import loader
 import pytest
-import restart
 import run
 import step
 
@@ -30,11 +29,10 @@ def _run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.sample
 def test_the_steps_of_both_architectures_and_of_modernbert_are_compared(tmp_path: Path) -> None:
     sides = _run("step", tmp_path, "--parts", "modern")["modern"]["160"]
-    assert list(sides) == ["ours", "our bert", "Hugging Face", "Hugging Face, gathered"]
+    assert list(sides) == ["ours", "Hugging Face", "Hugging Face, gathered", "our bert"]
     exact = sides["ours"]["losses_without_dropout"]
     for name in ("Hugging Face", "Hugging Face, gathered"):
         assert sides[name]["losses_without_dropout"] == pytest.approx(exact, rel=1e-4)
-    assert sides["ours"]["extra_peak_bytes"] > 0
     assert sides["our bert"]["parameters"] == pytest.approx(sides["ours"]["parameters"], rel=0.2)
 
 
@@ -55,11 +53,6 @@ def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
             )
 
 
-def test_packed_rows_hold_more_real_tokens(tmp_path: Path) -> None:
-    ways = _run("step", tmp_path, "--parts", "packed")["packed"]
-    assert ways["packed"]["real_share"] > 0.95 > ways["padded"]["real_share"] > 0.5
-
-
 @pytest.mark.sample
 def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     record = _run("loader", tmp_path)
@@ -67,19 +60,6 @@ def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     assert {"ours", "webdataset", "webdataset, blocks"} <= ways.keys()
     assert {(way["rows"], way["digest"]) for way in ways.values()} == {(2048, ways["ours"]["digest"])}
     assert set(record["packages"]) == {"electra-dist", "webdataset", "mosaicml-streaming", "litdata"}
-    assert [row["epochs"] for row in record["positions"]] == [0.0, 0.1, 0.5, 0.99, 1000.5]
-    assert all(0 < row["order_peak_bytes"] < 10e6 for row in record["positions"])
-    assert record["gets_per_million_rows"] == pytest.approx(1e6 / 1024)
-
-
-@pytest.mark.sample
-def test_a_small_cache_fetches_less_again_than_one_that_deletes_what_was_not_used_for_longest(tmp_path: Path) -> None:
-    record = _run("shard_cache", tmp_path)
-    assert [size["cache"] for size in record["eviction"]] == [0.5, 0.75, 0.9]
-    for size in record["eviction"]:
-        # Beside the part that stays there must be room for two windows of one shard, and one that straddles them.
-        assert all(1 - size["cache"] - 0.05 <= share <= 1 - size["cache"] + 0.12 for share in size["ours"])
-        assert min(size["least_recently_used"]) > max(size["ours"])
 
 
 def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
@@ -104,25 +84,12 @@ def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(one_only) == 2  # the count and one timed round
     rates = read_rates(next(tmp_path.glob("corpus_builder-*.json")))
     assert rates.tokens >= record["text_tokens"] and rates.cpu_s.keys() == set(STEPS)
-    assert [stage.stage for stage in rates.prepare][:2] == ["01-filter", "02-exact-signatures"]
 
 
 def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ways.WAYS, "ours", lambda *given: 7)
     with pytest.raises(SystemExit, match="not the same work"):
         run.main(["corpus_builder", "--smoke"])
-
-
-@pytest.mark.multiproc
-@pytest.mark.drill  # eight starts of DeepSpeed
-def test_restarts_are_fresh_then_resumed(tmp_path: Path) -> None:
-    starts = _run("restart", tmp_path)["starts"]
-    for kind, by in starts.items():
-        for begun in (start for who in ("ours", "DeepSpeed") for start in by[who]):
-            assert begun["resumed"] == (kind == "resume")
-            assert begun["total_s"] == pytest.approx(sum(begun["seconds"].values()), abs=0.5)
-            assert begun["seconds"].keys() == set(restart.PARTS)
-            assert min(begun["seconds"].values()) >= 0
 
 
 @pytest.mark.sample
