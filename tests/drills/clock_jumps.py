@@ -11,89 +11,74 @@ table and exits with 1 if a verdict is bad. It needs a C compiler, and two minut
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+from drill import Drill, chosen, first_difference, judge, options
 from support.clock_shim import DAY_BACK, HOUR_FORWARD, ClockShim
-from support.real_runs import deepspeed_command, read_losses, write_corpus, write_tiny_config
 from support.supervised_runs import REAL, supervised
 
 NUM_STEPS, EVERY_STEPS, JUMP_STEP, HANG_STEP = 60, 10, 22, 37
 NOTICE_S = 10.0  # in which a hang is noticed after its limit
-CASES = {"ranks": ("ranks_s",), "supervisor": ("others_s",), "both": ("ranks_s", "others_s")}
+CLOCKS = {"ranks": ("ranks_s",), "supervisor": ("others_s",), "both": ("ranks_s", "others_s")}
 JUMPS = {"an hour forward": HOUR_FORWARD, "a day back": DAY_BACK}
+CASES = {
+    f"{clock_of}, {jump}": dict.fromkeys(clocks, seconds)
+    for clock_of, clocks in CLOCKS.items()
+    for jump, seconds in JUMPS.items()
+}
 
 
-def run_case(config: Path, run_dir: Path, clock: ClockShim, shifts: dict[str, int], limit_s: float) -> list[str]:
-    """Make one run whose clock jumps and one of whose ranks hangs; return the cells of its row of the table.
-
-    The cells are the exit code, the hangs that were found before one was made, the seconds until the hang was
-    noticed, and the number of starts.
-    """
+def jump_and_hang(drill: Drill, clock: ClockShim, name: str, limit_s: float) -> tuple[bool, str]:
+    """Make one run whose clock jumps and one of whose ranks hangs, and return the verdict on it."""
+    twin = drill.twin()
+    run = drill.new_run(name)
     clock.set()
-    with supervised(REAL, config, run_dir, "--gpus-per-node", "2") as run:
-        run.wait_for_step(JUMP_STEP)
-        clock.set(**shifts)
-        run.wait_for_step(HANG_STEP)
-        false_hangs = sum("hung: rank" in line for line in run.log())
+    with supervised(REAL, run.config, run.folder, "--gpus-per-node", "2") as seen:
+        seen.wait_for_step(JUMP_STEP)
+        clock.set(**CASES[name])
+        seen.wait_for_step(HANG_STEP)
+        false_hangs = sum("hung: rank" in line for line in seen.log())
         stopped = time.monotonic()
-        os.kill(run.rank_pid(1), signal.SIGSTOP)
-        run.wait(lambda: sum("hung: rank" in line for line in run.log()) > false_hangs)
+        os.kill(seen.rank_pid(1), signal.SIGSTOP)
+        seen.wait(lambda: sum("hung: rank" in line for line in seen.log()) > false_hangs)
         noticed_s = time.monotonic() - stopped
-        code = run.end(600)
-        is_in_time = noticed_s < limit_s + NOTICE_S
-        noticed = f"{noticed_s:.1f} s of {limit_s:.0f} s" + ("" if is_in_time else " (LATE)")
-        return [str(code), str(false_hangs), noticed, str(run.starts())]
+        code = seen.end(600)
+        num_starts = seen.starts()
+    difference = first_difference(run.steps(), twin.steps())
+    good = code == false_hangs == 0 and noticed_s < limit_s + NOTICE_S and not difference
+    return good, (
+        f"exit {code}, {false_hangs} false hangs, hang noticed after {noticed_s:.1f} s of {limit_s:.0f} s, "
+        f"{num_starts} starts, {difference or 'losses equal'}"
+    )
 
 
 def main() -> int:
-    """Run all cases, print the table, and return the exit code of the drill."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--limit", type=float, default=10.0, help="cluster.hang_step_floor_s (default: %(default)s)")
-    limit_s = options.parse_args().limit
+    """Run the drill and return its exit code: 0 if every verdict is good."""
+    parser = options(__doc__)
+    parser.add_argument("--limit", type=float, default=10.0, help="cluster.hang_step_floor_s (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases, or words in them")
+    args = parser.parse_args()
+    names = chosen(parser, "--only", args.only, CASES)
     settings = {
         "train.num_steps": NUM_STEPS,
         "checkpoint.every_steps": EVERY_STEPS,
         "model.hidden_dropout": 0.1,
-        "cluster.hang_step_floor_s": limit_s,
+        "cluster.hang_step_floor_s": args.limit,
         "cluster.hang_setup_s": 600.0,
     }
-    is_good = True
-    print("| clock of | jump | exit code | false hangs | hang noticed after | starts | losses equal |")
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        clock = ClockShim(folder, ranks="electra_launcher.supervise.rank_main")
-        write_corpus(str(folder / "corpus"), [100, 100, 100])
-        write_corpus(str(folder / "corpus" / "heldout"), [40], seed=1)
-        undisturbed = folder / "undisturbed"
-        config = write_tiny_config(folder / "undisturbed.yaml", undisturbed, str(folder / "corpus"), **settings)
-        subprocess.run(deepspeed_command(config, 2), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as folder:
+        drill = Drill(Path(folder), [100, 100, 100], heldout=[40], **settings)
+        drill.twin()
+        clock = ClockShim(Path(folder), ranks="electra_launcher.supervise.rank_main")
         os.environ.update(clock.environment)
-        for whose, names in CASES.items():
-            for jump, seconds in JUMPS.items():
-                run_dir = folder / f"{whose}-{seconds}"
-                config = write_tiny_config(
-                    folder / f"{run_dir.name}.yaml", run_dir, str(folder / "corpus"), **settings
-                )
-                cells = run_case(config, run_dir, clock, dict.fromkeys(names, seconds), limit_s)
-                is_equal = read_losses(run_dir) == read_losses(undisturbed)
-                is_good = is_good and is_equal and cells[:2] == ["0", "0"] and "LATE" not in cells[2]
-                row = [whose, jump, *cells, "yes" if is_equal else "NO"]
-                print(f"| {' | '.join(row)} |", flush=True)
-    print("good" if is_good else "BAD")
-    return 0 if is_good else 1
+        cases = {name: functools.partial(jump_and_hang, drill, clock, name, args.limit) for name in names}
+        return judge("wall clocks that jump", cases)
 
 
 if __name__ == "__main__":

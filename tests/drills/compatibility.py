@@ -15,7 +15,6 @@ untouched, and all its rows the same. In both cases masks and exported files mus
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -25,10 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-
-from support.real_runs import REPOSITORY, DrillVerdict, free_port, print_verdicts
+from drill import Verdict, options, print_verdicts
+from support.real_runs import REPOSITORY, free_port
 
 from electra_dist.config import NUMERICS
 from electra_dist.pretrained.hf_folders import PRETRAINING_FILE
@@ -144,7 +141,7 @@ def stop_after_half(tree: Tree, run_dir: Path) -> None:
 
 def main() -> int:
     """Make the runs of both commits, print the comparison and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="checkout of the earlier commit, with its .venv")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="compatibility-"))
@@ -177,13 +174,13 @@ def main() -> int:
     is_same_model = bool(files_of_model)
     is_same_model &= all(export_before[name] == export_now.get(name) for name in files_of_model)
     verdicts = [
-        DrillVerdict("export of the earlier checkpoint", is_same_model, f"{len(files_of_model)} files"),
-        DrillVerdict("masks", masks(before) == masks(now), masks(now)[:16]),
+        Verdict("export of the earlier checkpoint", is_same_model, f"{len(files_of_model)} files"),
+        Verdict("masks", masks(before) == masks(now), masks(now)[:16]),
     ]
     if same_numerics:
         verdicts += same_losses(folder)
     else:
-        verdicts.append(DrillVerdict("the older run is refused", ACCEPT in refused, refused))
+        verdicts.append(Verdict("the older run is refused", ACCEPT in refused, refused))
         verdicts += same_rows(folder, steps_before)
     code = print_verdicts(f"compatibility with {arguments.before}", verdicts)
     if code == 0:
@@ -191,26 +188,21 @@ def main() -> int:
     return code
 
 
-def same_losses(folder: Path) -> list[DrillVerdict]:
+def same_losses(folder: Path) -> list[Verdict]:
     """Return the verdicts on runs of equal numerics: everything is the same, and so is the identity."""
     expected = records(folder / "whole-before")
     assert expected, "the run of the earlier commit has no records, so there is nothing to compare"
     files = (IDENTITY_FILE, TOKENIZER_FILE, RUN_VOCAB_FILE)
     same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
     return [
-        DrillVerdict("the same run", records(folder / "whole-now") == expected, f"{len(expected)} records"),
-        DrillVerdict("a stopped run resumed", records(folder / "half") == expected, f"{len(expected)} records"),
-        DrillVerdict("identity, tokenizer, vocabulary", same_files, ", ".join(files)),
+        Verdict("the same run", records(folder / "whole-now") == expected, f"{len(expected)} records"),
+        Verdict("a stopped run resumed", records(folder / "half") == expected, f"{len(expected)} records"),
+        Verdict("identity, tokenizer, vocabulary", same_files, ", ".join(files)),
     ]
 
 
-def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[DrillVerdict]:
-    """Return the verdicts on runs of other numerics: rows, learning rates and the steps before the stop are the same.
-
-    Args:
-        folder: folder of the runs.
-        steps_before: records of the stopped run before this commit continued it.
-    """
+def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[Verdict]:
+    """Return the verdicts on runs of other numerics: rows, learning rates and `steps_before` the stop are the same."""
     expected = records(folder / "whole-before", ROWS)
     assert expected, "the run of the earlier commit has no records, so there is nothing to compare"
     events = [event for event in read_ledger(folder / "half") if event.event == "new_numerics"]
@@ -218,13 +210,11 @@ def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[DrillVer
     files = (TOKENIZER_FILE, RUN_VOCAB_FILE)
     same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
     return [
-        DrillVerdict(
-            "rows of the same run", records(folder / "whole-now", ROWS) == expected, f"{len(expected)} records"
-        ),
-        DrillVerdict("rows of a stopped run resumed", records(folder / "half", ROWS) == expected, "receipts"),
-        DrillVerdict("its earlier steps are untouched", kept, f"{len(steps_before)} records"),
-        DrillVerdict("the ledger records the acceptance", len(events) == 1, str(events)),
-        DrillVerdict("tokenizer, vocabulary", same_files, ", ".join(files)),
+        Verdict("rows of the same run", records(folder / "whole-now", ROWS) == expected, f"{len(expected)} records"),
+        Verdict("rows of a stopped run resumed", records(folder / "half", ROWS) == expected, "receipts"),
+        Verdict("its earlier steps are untouched", kept, f"{len(steps_before)} records"),
+        Verdict("the ledger records the acceptance", len(events) == 1, str(events)),
+        Verdict("tokenizer, vocabulary", same_files, ", ".join(files)),
     ]
 
 

@@ -11,7 +11,6 @@ table by kind of damage and exits with 1 if a case was not good.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import multiprocessing
@@ -26,15 +25,12 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-
 import torch.distributed as dist
+from drill import Verdict, at_least_one, options, print_verdicts
 from rich.progress import Progress
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name
 from support.folder_contents import file_contents
-from support.real_runs import DrillVerdict, print_verdicts
 
 from electra_dist.checkpoint.checkpoint import SET_ASIDE
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, FileEntry, TensorEntry, tensors_of_header
@@ -273,13 +269,7 @@ def _load_all(cases: Sequence[DamageCase], rank: int, meeting: Path, outcomes: Q
 
 
 def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Callable[[], None]) -> list[str]:
-    """Load each case on two ranks; return what is wrong with each, empty if nothing.
-
-    Args:
-        cases: damaged copies.
-        meeting: file through which the ranks find each other.
-        advance: called twice for each case, once for each rank.
-    """
+    """Load each case on two ranks; return what is wrong with each, empty if nothing."""
     fork = multiprocessing.get_context("fork")
     outcomes = fork.Queue()
     ranks = [fork.Process(target=_load_all, args=(cases, rank, meeting, outcomes), daemon=True) for rank in (0, 1)]
@@ -295,7 +285,7 @@ def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Cal
     return texts
 
 
-def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[DrillVerdict]:
+def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Verdict]:
     """Return one verdict for each kind of damage, and one for each case that was not good.
 
     The caller has started a process group of one rank; this function destroys it.
@@ -333,13 +323,11 @@ def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Dri
                 on_two[case.kind] += 1
     asked = Counter(case.kind for case in cases)
     verdicts = [
-        DrillVerdict(
-            kind, found[kind] == asked[kind], f"{found[kind]} of {asked[kind]} found, {on_two[kind]} on two ranks"
-        )
+        Verdict(kind, found[kind] == num, f"{found[kind]} of {num} found, {on_two[kind]} on two ranks")
         for kind in order
-        if asked[kind]
+        if (num := asked[kind])
     ]
-    return [*verdicts, *(DrillVerdict("ACCEPTED", False, text) for text in bad)]
+    return [*verdicts, *(Verdict("ACCEPTED", False, text) for text in bad)]
 
 
 def _only(folder: Path, name: str) -> Path:
@@ -368,13 +356,11 @@ def start_process_group() -> None:
 
 def main() -> int:
     """Run the drill and return its exit code: 0 if every case was good."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=500, help="number of damages")
+    parser.add_argument("--count", type=at_least_one, default=500, help="number of damages")
     parser.add_argument("--two-ranks-every", type=int, default=5, help="load every n-th case on two ranks")
     args = parser.parse_args()
-    if args.count < 1:
-        parser.error(f"--count must be at least 1, not {args.count}")
     begin = time.monotonic()
     start_process_group()
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,6 @@ take a second.
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import contextlib
 import gc
@@ -36,16 +35,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NoReturn
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-
 import pytest
+from drill import Verdict, options, print_verdicts
 from mutant_tables.mutant import Mutant
 from mutant_tables.tables import MUTANTS
 from rich.progress import track
-from support.real_runs import REPOSITORY, DrillVerdict, print_verdicts
+from support.real_runs import REPOSITORY
 
 TESTS_FAILED = 1  # exit code of pytest; other codes mean that the tests did not run
 LIMIT_S = 300.0  # how long the tests of one mutant may take
@@ -63,7 +58,7 @@ PRELOADED = (
 
 def main() -> int:
     """Apply the mutants, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--only", default="", help="take only the mutants whose name contains this text")
     parser.add_argument("--list", action="store_true", help="print the names and tests of the mutants, and end")
     arguments = parser.parse_args()
@@ -136,23 +131,23 @@ def packages_imported() -> Iterator[None]:
         gc.unfreeze()
 
 
-def verdict_of(copy: Path, mutant: Mutant) -> DrillVerdict:
+def verdict_of(copy: Path, mutant: Mutant) -> Verdict:
     """Apply one mutant to the copy, run its test, restore the file, and return the line of the table."""
     path = copy / mutant.file
     text = path.read_text()
     if text.count(mutant.original) != 1:
         detail = f"{mutant.file} does not have {mutant.original!r} exactly once; correct the entry"
-        return DrillVerdict(mutant.name, False, detail)
+        return Verdict(mutant.name, False, detail)
     begin = time.monotonic()
     path.write_text(text.replace(mutant.original, mutant.mutated))
     code, output = run_tests(copy, [mutant.test], limit_s=LIMIT_S)
     path.write_text(text)
     seconds = f"{time.monotonic() - begin:.1f} s"
     if code == TESTS_FAILED:
-        return DrillVerdict(mutant.name, True, f"{mutant.test.split('::')[0]} fails, {seconds}")
+        return Verdict(mutant.name, True, f"{mutant.test.split('::')[0]} fails, {seconds}")
     if code == 0:
-        return DrillVerdict(mutant.name, False, f"survived {mutant.test}, {seconds}")
-    return DrillVerdict(mutant.name, False, f"pytest ended with {code}: {output[-200:]}")
+        return Verdict(mutant.name, False, f"survived {mutant.test}, {seconds}")
+    return Verdict(mutant.name, False, f"pytest ended with {code}: {output[-200:]}")
 
 
 def run_tests(copy: Path, tests: list[str], limit_s: float) -> tuple[int, str]:

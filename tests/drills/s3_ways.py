@@ -7,16 +7,14 @@ one way of failing hits every request, twice in a row (or for as long as its nam
 Every loss must be that of a run on local files, bit for bit. Ways that never pass must end the run with the exit code
 that the table expects, and with one line.
 
-The processes are forked from one that has imported everything, and have shorter limits than the defaults: a connection
-is measured over 2 s, and an operation has 8 tries. The drill prints a table and exits with 1 if a verdict is bad.
+The runs have shorter limits than the defaults: a connection is measured over 2 s, and an operation has 8 tries. The
+drill prints a table and exits with 1 if a verdict is bad.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import multiprocessing
-import os
+import functools
 import socket
 import subprocess
 import sys
@@ -28,17 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+from drill import Drill, chosen, command, first_difference, judge, options, start_programs_quickly
 from support.certificates import serve_https
 from support.fault_server import FaultPlan, FaultProxy, running_faults
-from support.real_runs import DrillVerdict, print_verdicts, read_losses, write_corpus, write_tiny_config
-from support.s3_server import best_kind, make_bucket, running_s3
+from support.s3_server import best_kind
 
 NUM_STEPS = 9
+SETTINGS = {"train.num_steps": NUM_STEPS, "model.hidden_dropout": 0.1, "checkpoint.every_steps": 3}
 ROWS_PER_SHARD = [20, 31, 24, 40, 29]
 FOREVER = 10**9
 UNRESOLVED_HOST = "localhost"  # the processes of the drill resolve it late
@@ -51,7 +45,7 @@ class Way:
     """One way of failing, and how the run must end."""
 
     name: str
-    fault: str  # kind of fault of the proxy; "" for none
+    fault: str  # kind of fault of the proxy, or "refused": nobody listens at its port; "" for none
     in_a_row: int = 2  # how many requests of a method and key it hits one after another
     begins_after: int = 0  # number of requests before the fault begins
     lasts_s: float | None = None  # length of the fault; None: until the end of the run
@@ -76,6 +70,7 @@ WAYS = (
     Way(name="SlowDown storm of 15 s", fault="slowdown", in_a_row=FOREVER, begins_after=25, lasts_s=15.0),
     Way(name="away for 20 s", fault="away", in_a_row=FOREVER, begins_after=25, lasts_s=20.0),
     Way(name="away for 2 min", fault="away", in_a_row=FOREVER, begins_after=25, lasts_s=120.0),
+    Way(name="refused for 20 s", fault="refused", in_a_row=FOREVER, begins_after=25, lasts_s=20.0),
     Way(
         name="away for longer than patience",
         fault="away",
@@ -91,29 +86,18 @@ WAYS = (
 )
 
 
-def train(config: str, log: str, environment: dict[str, str], unresolved_until: float) -> None:
-    """Run one rank in this process, which was forked for it, and exit with its code.
-
-    Args:
-        config: file of the configuration.
-        log: file for its output.
-        environment: variables to set, such as the credentials.
-        unresolved_until: time of the monotonic clock until which `UNRESOLVED_HOST` cannot be resolved.
-    """
+def train(config: str, unresolved_s: str) -> int:
+    """Run one rank in this process, which cannot resolve `UNRESOLVED_HOST` at first, and return its exit code."""
     from electra_launcher import pretrain
 
     from electra_dist.store.patience import Pace
 
-    with open(log, "ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    os.environ.update(environment)
     defaults = Pace.__init__.__kwdefaults__ or {}
     defaults.update(longest_pause_s=2.0, rate_window_s=2.0, reread_pauses_s=(0.1, 0.5, 2.0))
     resolve = socket.getaddrinfo
+    unresolved_until = time.monotonic() + float(unresolved_s)
 
     def resolve_late(host: Any, *arguments: Any, **options: Any) -> Any:
-        """Resolve `UNRESOLVED_HOST` to this machine, once its time has come."""
         if host != UNRESOLVED_HOST:
             return resolve(host, *arguments, **options)
         if time.monotonic() < unresolved_until:
@@ -121,25 +105,24 @@ def train(config: str, log: str, environment: dict[str, str], unresolved_until: 
         return resolve("127.0.0.1", *arguments, **options)
 
     socket.getaddrinfo = resolve_late
-    sys.exit(pretrain.main(["--config", config]))
+    return pretrain.main(["--config", config])
 
 
 def status_of(run_dir: Path) -> str:
     """Return the line of `electra-dist status` that says how the run is; "-" before there is a run folder."""
-    command = [str(Path(sys.executable).parent / "electra-dist"), "status", str(run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command("electra-dist", "status", run_dir), capture_output=True, text=True, timeout=300)
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    chosen = next((line for line in lines if "waiting for storage" in line), lines[0] if lines else "-")
-    return chosen[:150]
+    chosen_line = next((line for line in lines if "waiting for storage" in line), lines[0] if lines else "-")
+    return chosen_line[:150]
 
 
 @contextlib.contextmanager
-def faults_in_time(proxy: FaultProxy, way: Way, run_dir: Path, shown: list[str]) -> Iterator[FaultPlan]:
-    """Let the proxy fail as `way` says while the block runs; append what `status` shows meanwhile to `shown`."""
-    begins_at_once = bool(way.fault) and way.begins_after == 0
-    kinds = (way.fault,) if way.fault else ()
-    plan = FaultPlan(rate=float(begins_at_once), faults=kinds, in_a_row=way.in_a_row, drip_s=0.2)
-    proxy.plan = plan
+def faults_in_time(upstream: str, way: Way, run_dir: Path, shown: list[str]) -> Iterator[FaultProxy]:
+    """Run a proxy that fails as `way` says; append what `status` shows meanwhile to `shown`."""
+    is_refused = way.fault == "refused"
+    kind = "away" if is_refused else way.fault  # of the requests on connections that are open when nobody listens
+    begins_at_once = bool(kind) and way.begins_after == 0
+    plan = FaultPlan(rate=float(begins_at_once), faults=(kind,) if kind else (), in_a_row=way.in_a_row, drip_s=0.2)
     has_ended = threading.Event()
 
     def control() -> None:
@@ -148,116 +131,82 @@ def faults_in_time(proxy: FaultProxy, way: Way, run_dir: Path, shown: list[str])
             if has_ended.wait(0.05):
                 return
         plan.rate = 1.0
+        if is_refused:
+            port = proxy.server_address[1]
+            listening.close()
         if way.lasts_s is None:
             return
         has_ended.wait(way.lasts_s / 2)
         shown.append(status_of(run_dir))
         has_ended.wait(way.lasts_s / 2)
         plan.rate = 0.0
+        if is_refused:
+            listening.enter_context(running_faults(upstream, plan, port))
 
-    thread = threading.Thread(target=control)
-    if way.begins_after:
-        thread.start()
-    try:
-        yield plan
-    finally:
-        has_ended.set()
+    with contextlib.ExitStack() as listening:
+        proxy = listening.enter_context(running_faults(upstream, plan))
+        thread = threading.Thread(target=control)
         if way.begins_after:
-            thread.join()
+            thread.start()
+        try:
+            yield proxy
+        finally:
+            has_ended.set()
+            if way.begins_after:
+                thread.join()
 
 
-def endpoint_of(way: Way, proxy: FaultProxy, https_url: str) -> str:
+def endpoint_of(way: Way, proxy: FaultProxy, folder: Path) -> str:
     """Return the endpoint URL of a run: the proxy, under the name or with the certificate that the way needs."""
     if way.name.startswith("DNS"):
         return proxy.endpoint_url.replace("127.0.0.1", UNRESOLVED_HOST)
-    return https_url if way.name == "bad certificate" else proxy.endpoint_url
+    return serve_https(proxy, folder) if way.name == "bad certificate" else proxy.endpoint_url
 
 
-def settings() -> dict[str, object]:
-    """Return the settings that all runs of this drill share."""
-    return {
-        "train.num_steps": NUM_STEPS,
-        "model.hidden_dropout": 0.1,
-        "data.heldout": None,
-        "checkpoint.every_steps": 3,
-    }
-
-
-def check(
-    way: Way, folder: Path, bucket: str, proxy: FaultProxy, https_url: str, env: dict[str, str], processes: Any
-) -> DrillVerdict:
+def survives(drill: Drill, way: Way, bucket: str, upstream: str) -> tuple[bool, str]:
     """Make the run of one way and compare it with the run on local files."""
-    name = way.name.replace(" ", "-").replace(":", "").replace(",", "").replace("(", "").replace(")", "")
-    run_dir, log = folder / name, folder / f"{name}.log"
-    endpoint = endpoint_of(way, proxy, https_url)
-    remote: dict[str, object] = {
-        "data.endpoint_url": endpoint,
-        "checkpoint.endpoint_url": endpoint,
-        "checkpoint.targets": [f"{bucket}/{name}"],
-    }
-    if way.patience_s is not None:
-        remote["cluster.storage_patience_s"] = way.patience_s
-    config = write_tiny_config(folder / f"{name}.yaml", run_dir, f"{bucket}/corpus", **settings(), **remote)
+    twin = drill.twin(ranks=1)
     shown: list[str] = []
     begin = time.monotonic()
-    with faults_in_time(proxy, way, run_dir, shown) as plan:
-        unresolved_until = begin + (way.lasts_s or 0.0)
-        process = processes.Process(target=train, args=(str(config), str(log), env, unresolved_until))
-        process.start()
-        process.join(RUN_LIMIT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    run_dir = drill.new_run(way.name, 1).folder
+    with faults_in_time(upstream, way, run_dir, shown) as proxy:
+        settings = drill.s3_settings(bucket, endpoint_of(way, proxy, drill.folder), way.name)
+        if way.patience_s is not None:
+            settings["cluster.storage_patience_s"] = way.patience_s
+        run = drill.new_run(way.name, 1, **settings)
+        rank = [sys.executable, str(Path(__file__).resolve()), "rank", str(run.config), str(way.lasts_s or 0.0)]
+        done = subprocess.run(rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=RUN_LIMIT_S)
+        num_faults = proxy.plan.counts.total()
     elapsed_s = time.monotonic() - begin
-    shown.append(status_of(run_dir))
-    output = log.read_text(errors="replace")
-    good = process.exitcode == way.exit_code and way.message in output and "Traceback" not in output
+    shown.append(status_of(run.folder))
+    output = done.stdout.decode(errors="replace")
+    good = done.returncode == way.exit_code and way.message in output and "Traceback" not in output
     equal = ""
     if way.exit_code == 0 and good:
-        expected = read_losses(folder / "local")
-        found = read_losses(run_dir)
-        good = found == expected and "set aside" not in output
+        found, expected = run.steps(), twin.steps()
+        good = not first_difference(found, expected) and "set aside" not in output
         equal = f"{sum(one == two for one, two in zip(found, expected))} of {NUM_STEPS} losses equal, "
     if not good:
-        print(f"--- {way.name}: exit {process.exitcode}\n{output[-3000:]}", flush=True)
-    outcome = f"exit {process.exitcode}, {equal}{plan.counts.total()} faults, {elapsed_s:.0f} s"
-    detail = f"{outcome}; status: {' -> '.join(shown)}"
-    print(f"{'good' if good else 'BAD'}  {way.name:32}  {detail}", flush=True)
-    return DrillVerdict(way.name, good, detail)
+        print(f"--- {way.name}: exit {done.returncode}\n{output[-3000:]}", flush=True)
+    outcome = f"exit {done.returncode}, {equal}{num_faults} faults, {elapsed_s:.0f} s"
+    return good, f"{outcome}; status: {' -> '.join(shown)}"
 
 
 def main() -> int:
     """Run the drill and return its exit code: 0 if every verdict is good."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ways", default="", help="parts of the names of the ways to try (default: all)")
     parser.add_argument("--server", choices=("moto", "radosgw"), help="S3 server (default: radosgw if installed)")
     args = parser.parse_args()
-    parts = args.ways.split(",")
-    for part in parts:
-        if not any(part in way.name for way in WAYS):
-            parser.error(f"--ways: {part!r} is in the name of no way; the ways are {', '.join(w.name for w in WAYS)}")
-    ways = [way for way in WAYS if any(part in way.name for part in parts)]
-    begin = time.monotonic()
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["electra_dist.train.run", "electra_launcher.pretrain", "boto3"])
-    with tempfile.TemporaryDirectory(prefix="s3-ways-") as folder_name, running_s3(args.server) as server:
-        folder = Path(folder_name)
-        os.environ.update(server.env)
-        bucket = make_bucket(server.endpoint_url, server.env, "ways")
-        write_corpus(str(folder / "corpus"), ROWS_PER_SHARD)
-        write_corpus(f"{bucket}/corpus", ROWS_PER_SHARD, endpoint_url=server.endpoint_url)
-        local = write_tiny_config(folder / "local.yaml", folder / "local", f"{folder}/corpus", **settings())
-        process = processes.Process(target=train, args=(str(local), str(folder / "local.log"), server.env, 0.0))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, (folder / "local.log").read_text()[-4000:]
-        with running_faults(server.endpoint_url) as proxy, running_faults(server.endpoint_url) as https:
-            https.plan = FaultPlan(rate=0.0)
-            https_url = serve_https(https, folder)
-            verdicts = [check(way, folder, bucket, proxy, https_url, server.env, processes) for way in ways]
-    kind = args.server or best_kind()
-    return print_verdicts(f"{kind}, {time.monotonic() - begin:.0f} s", verdicts)
+    ways = {way.name: way for way in WAYS}
+    names = chosen(parser, "--ways", args.ways.split(","), ways)
+    with tempfile.TemporaryDirectory(prefix="s3-ways-") as folder, contextlib.ExitStack() as stack:
+        start_programs_quickly(stack)
+        drill = Drill(Path(folder), ROWS_PER_SHARD, **SETTINGS)
+        upstream, bucket = stack.enter_context(drill.on_s3(args.server))
+        cases = {name: functools.partial(survives, drill, ways[name], bucket, upstream) for name in names}
+        return judge(args.server or best_kind(), cases)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train(*sys.argv[2:]) if sys.argv[1:2] == ["rank"] else main())

@@ -290,9 +290,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def running_faults(upstream: str, plan: FaultPlan | None = None) -> Iterator[FaultProxy]:
-    """Run the proxy in a thread of this process for the length of the block."""
-    with FaultProxy(upstream, plan or FaultPlan()) as proxy:
+def running_faults(upstream: str, plan: FaultPlan | None = None, port: int = 0) -> Iterator[FaultProxy]:
+    """Run the proxy in a thread of this process for the length of the block; port 0: any free one."""
+    with FaultProxy(upstream, plan or FaultPlan(), port) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

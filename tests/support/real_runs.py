@@ -1,4 +1,4 @@
-"""Helpers of tests and drills that start real runs: a synthetic corpus, a tiny config, commands, kills, verdicts."""
+"""Helpers of tests and drills that start real runs: a synthetic corpus, a tiny config, commands, kills."""
 
 from __future__ import annotations
 
@@ -307,21 +307,3 @@ def kill_session(session: int) -> None:
     for pid in session_pids(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-class DrillVerdict(NamedTuple):
-    """Result of one check of a drill: one line of its table."""
-
-    name: str
-    good: bool
-    detail: str
-
-
-def print_verdicts(title: str, verdicts: list[DrillVerdict]) -> int:
-    """Print a drill's table and return its exit code: 0 if there are verdicts and all are good, otherwise 1."""
-    print(f"\n{title}")
-    for verdict in verdicts:
-        print(f"{'good' if verdict.good else 'BAD':4}  {verdict.name:32}  {verdict.detail}")
-    good = sum(verdict.good for verdict in verdicts)
-    print(f"{good} good, {len(verdicts) - good} bad")
-    return 0 if verdicts and good == len(verdicts) else 1

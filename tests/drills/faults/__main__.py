@@ -73,11 +73,6 @@ def begin_or_continue(folder: Path, seed: int, count: int) -> Progress:
 
     A drill can be continued if its seed and number of faults are the same, and if this CPU computes its first 20 steps
     bit for bit as before. If not, its files are moved into a new folder `earlier-N` inside `folder`.
-
-    Args:
-        folder: folder of the drill, which is created if it is missing; the corpus is written into it.
-        seed: seed of the drill.
-        count: number of faults of the drill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     campaign.write_data(folder)
@@ -118,13 +113,6 @@ def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadl
     """Make and compare the legs of the drill that have not been made yet, until the time is over.
 
     The leg that is being made when the time is over ends early, and is compared.
-
-    Args:
-        drill: the drill; its progress is changed and written to its folder.
-        legs: the plan of all legs, from `plan_legs`.
-        faults_per_leg: number of faults in each planned leg except the last one.
-        deadline: end of the time, in seconds of `time.monotonic`.
-        bar: shows the number of faults so far.
     """
     progress = drill.progress
     task = bar.add_task("faults", total=progress.count, completed=len(progress.hits))
@@ -161,15 +149,7 @@ def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadl
 
 
 def run_drill(folder: Path, args: argparse.Namespace) -> int:
-    """Make the drill in a folder until all faults are made or its time is over, and print and write the results.
-
-    Args:
-        folder: folder of the drill, which may hold an earlier part of it.
-        args: the parsed command line.
-
-    Returns:
-        1 if a step differs from the uninterrupted run or the run reacted wrongly to a fault so far, otherwise 0.
-    """
+    """Make the drill in a folder until all faults are made or its time is over, and print and write the results."""
     deadline = time.monotonic() + 60.0 * args.minutes
     if os.path.ismount(folder / "disk"):  # left by a drill that was killed
         subprocess.run(["umount", "-l", str(folder / "disk")], check=True)
@@ -198,11 +178,7 @@ def run_drill(folder: Path, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the drill and return its exit code.
-
-    Returns:
-        0 if no step differs and the run reacted to each fault as it must, otherwise 1.
-    """
+    """Run the drill and return its exit code."""
     args = parse()
     import_everything()
     start_programs_as_forks()

@@ -68,19 +68,10 @@ class Campaign:
         return self.folder / "reference"
 
     def hit_leg(self, planned: PlannedLeg, faults: list[PlannedFault], leg: Leg, until: Callable[[], bool]) -> None:
-        """Hit the run with the faults of a leg, one after another, then stop it and record its last step.
+        """Hit the run with the faults of a leg, until `until()` is true or none is left, and record its last step.
 
         If a fault leaves the run stuck (it makes no progress, or ends unexpectedly), the run is killed and started
         again, and hit by the faults that are left.
-
-        Args:
-            planned: plan of the leg.
-            faults: the faults of the leg that were not made yet, in order; each is removed when it was made.
-            leg: record of the leg, in which `last_step` is set.
-            until: called without arguments before each fault; if it returns True, no further fault is made.
-
-        Raises:
-            RuntimeError: too many faults left the run stuck, or the run did not stop as it must.
         """
         with contextlib.ExitStack() as stack:
             overrides = self._prepare_place(planned, stack)
@@ -100,22 +91,8 @@ class Campaign:
     ) -> bool:
         """Start the run, hit it with faults until one leaves it stuck or no fault is left, and stop it.
 
-        The result of each fault is added to the progress, and the fault is removed from `faults`. A run is stuck if it
-        makes no progress after a fault or ends unexpectedly.
-
-        Args:
-            planned: plan of the leg.
-            faults: the faults that were not made yet, in order.
-            leg: record of the leg.
-            overrides: overrides of config keys for the run, KEY=VALUE.
-            until: called before each fault; if it returns True, the run is stopped.
-
-        Returns:
-            True if the run saved a checkpoint and stopped. False if a fault left it stuck: it was then killed, and the
-            result of the fault has the reason.
-
-        Raises:
-            RuntimeError: more than five faults left the run stuck, or the run did not stop as it must.
+        Each fault that was made is removed from `faults`, and its result is added to the progress. Return False if one
+        left the run stuck, which was then killed; a run that does not stop as it must is a RuntimeError.
         """
         command = [sys.executable, "-m", "electra_launcher.supervise", "--config", str(self._config(self.run_dir))]
         command += ["--gpus-per-node", str(planned.ranks)]
@@ -143,16 +120,7 @@ class Campaign:
             run.close()
 
     def _hit_once(self, run: ForkedDrill, fault: PlannedFault, step_before: int) -> tuple[Hit, bool]:
-        """Hit the run with one fault; if this leaves it stuck, kill the run and undo the fault.
-
-        Args:
-            run: the run, which is training.
-            fault: plan of the fault.
-            step_before: number of steps of the run from which `fault.steps` is counted.
-
-        Returns:
-            The result of the fault, and whether the run is stuck.
-        """
+        """Hit the run with one fault; return the result, and whether the run was stuck and was killed."""
         step = step_before + fault.steps
         moment = Planned(kind=fault.kind, step=step, in_save=fault.in_save, delay=fault.delay)
         try:
@@ -167,12 +135,6 @@ class Campaign:
         """Train the uninterrupted run to the last step of a leg, and record the steps at which the two runs differ.
 
         The uninterrupted run has as many ranks in this leg as the run with faults.
-
-        Args:
-            leg: record of a leg that `hit_leg` has ended; the result of the comparison is written into it.
-
-        Raises:
-            RuntimeError: the uninterrupted run failed.
         """
         assert leg.last_step is not None
         if newest_step(self.reference_dir) < leg.last_step:
@@ -194,12 +156,7 @@ class Campaign:
         self.progress.write()
 
     def _config(self, run_dir: Path, every_steps: int = EVERY_STEPS) -> Path:
-        """Write the config of a run beside its folder, and return the path of the file.
-
-        Args:
-            run_dir: the run folder.
-            every_steps: steps between two checkpoints.
-        """
+        """Write the config of a run beside its folder, and return the path of the file."""
         settings = {**run_settings(), "checkpoint.every_steps": every_steps}
         return write_tiny_config(run_dir.with_suffix(".yaml"), run_dir, f"{self.folder}/corpus", **settings)
 
@@ -207,13 +164,6 @@ class Campaign:
         """Prepare the place of a leg's data, and return the overrides of config keys that make the run use it.
 
         "local" needs nothing, "disk" mounts the small disk, and "s3" resets the proxy of the S3 service.
-
-        Args:
-            planned: plan of the leg.
-            stack: unmounts the small disk when it is closed.
-
-        Raises:
-            RuntimeError: the place is "s3", and the block of `s3_service` is not active.
         """
         if planned.place == "local":
             return []
@@ -235,11 +185,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def s3_service(self, kind: str) -> Iterator[None]:
-        """Run an S3 service with the corpus in a bucket, and a faulty proxy in front of it, during a `with` block.
-
-        Args:
-            kind: "radosgw" or "moto".
-        """
+        """Run an S3 service with the corpus in a bucket, and a faulty proxy in front of it, during a `with` block."""
         with running_s3(kind) as server:
             os.environ.update(server.env)
             self.bucket = make_bucket(*server, "faults")
@@ -278,19 +224,12 @@ def write_data(folder: Path) -> None:
     """Write the corpus of the drill into its folder.
 
     A forked process does it, because a store may start threads, with which this process could not fork safely later.
-
-    Raises:
-        RuntimeError: the corpus could not be written.
     """
     _run_fork(lambda: _write_corpus(f"{folder}/corpus", None), folder / "corpus.log")
 
 
 def measure_first_losses(folder: Path) -> list[list[float]]:
-    """Train a run of 2 ranks for 20 steps on this CPU, and return [loss, gradient norm] of each step.
-
-    Args:
-        folder: an empty folder except for the drill's corpus; the run is made in it.
-    """
+    """Train a run of 2 ranks for 20 steps on this CPU, and return [loss, gradient norm] of each step."""
     config = write_tiny_config(folder / "first.yaml", folder / "first", f"{folder}/corpus", **run_settings())
     run_uninterrupted(config, [], 2, NUM_FIRST_STEPS, _REFERENCE_LIMIT_S)
     return [[record["loss"], record["grad_norm"]] for record in step_records(folder / "first")]
@@ -319,34 +258,20 @@ def _num_skipped_steps(run_dir: Path, first_step: int, last_step: int) -> int:
 
 
 def _write_corpus(url: str, endpoint: str | None) -> int:
-    """Write the corpus of the drill, and return 0 as the exit code of the forked process.
-
-    Args:
-        url: where the corpus is written, a folder or s3://BUCKET/PREFIX.
-        endpoint: URL of the S3 endpoint; None for a folder.
-    """
+    """Write the corpus of the drill, and return 0 as the exit code of the forked process."""
     write_corpus(url, _ROWS_PER_SHARD, endpoint_url=endpoint)
     return 0
 
 
 def _serve_proxy(upstream: str, port: int) -> int:
-    """Serve the faulty proxy of an S3 service in this process until it is killed; it begins without faults.
-
-    Args:
-        upstream: URL of the S3 service.
-        port: port of the proxy on this machine.
-    """
+    """Serve the faulty proxy of an S3 service in this process until it is killed; it begins without faults."""
     with FaultProxy(upstream, FaultPlan(rate=0.0), port) as proxy:
         proxy.serve_forever()
     return 0
 
 
 def _wait_for_proxy() -> None:
-    """Wait until the proxy answers.
-
-    Raises:
-        OSError: it does not answer within 60 s.
-    """
+    """Wait until the proxy answers."""
     deadline = time.monotonic() + 60.0
     while True:
         try:
@@ -359,15 +284,7 @@ def _wait_for_proxy() -> None:
 
 
 def _run_fork(act: Callable[[], int], output: Path) -> None:
-    """Call a function in a forked process, and wait until that process has ended.
-
-    Args:
-        act: returns the exit code of the process.
-        output: file to which the output of the process is appended.
-
-    Raises:
-        RuntimeError: the exit code is not 0; the message has the end of the output.
-    """
+    """Call a function in a forked process, and wait until that process has ended."""
     _, status = os.waitpid(fork(act, output, {}), 0)
     if status:
         raise RuntimeError(f"a part of the drill failed: {output.read_text(errors='replace')[-3000:]}")

@@ -55,20 +55,12 @@ class ForkedDrill(Drill):
         return super()._start()
 
     def stop(self) -> int:
-        """Send SIGTERM to the supervisor, so that the run saves and stops, and return the supervisor's exit code.
-
-        Raises:
-            Stuck: the supervisor does not end within `PATIENCE_S`.
-        """
+        """Send SIGTERM to the supervisor, so that the run saves and stops, and return the supervisor's exit code."""
         os.kill(self._supervisor.pid, signal.SIGTERM)
         return self.finish()
 
     def end_fault(self, kind: str) -> None:
-        """Kill the run after a fault that left it stuck, and undo the fault if it lasts.
-
-        Args:
-            kind: the kind of the fault.
-        """
+        """Kill the run after a fault that left it stuck, and undo the fault if it lasts."""
         self.close()
         (self._run_dir / COMMIT_FAULT).unlink(missing_ok=True)
         undo = self._faults[kind].undo
@@ -85,16 +77,7 @@ class ForkedDrill(Drill):
 def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_step: int, limit_s: float) -> None:
     """Train a run from its newest checkpoint up to step `last_step` without a supervisor, save, and stop.
 
-    Args:
-        config: config file of the run. The output of the ranks is appended to the file of the same name with the
-            suffix .log.
-        overrides: overrides of config keys, KEY=VALUE.
-        ranks: number of ranks.
-        last_step: number of steps that the run has done afterwards; it must be more than the run has done before.
-        limit_s: seconds after which the ranks are aborted.
-
-    Raises:
-        RuntimeError: a rank did not end with exit code 75; the message has the end of the output.
+    The output of the ranks is appended to the file of the config's name with the suffix .log.
     """
     arguments = ["--config", str(config)]
     for override in overrides:

@@ -85,15 +85,7 @@ class PlannedLeg:
 
 
 def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_disk: bool) -> list[PlannedLeg]:
-    """Plan the legs of the run with all their faults. Pure.
-
-    Args:
-        seed: determines kinds, order and moments.
-        count: number of faults.
-        faults_per_leg: faults of each leg; the last leg has the rest.
-        every_steps: steps between two checkpoints.
-        has_disk: whether a small disk can be mounted; otherwise its legs have the place `local`.
-    """
+    """Plan the legs of the run with all their faults; legs with a disk become local ones without `has_disk`. Pure."""
     draw = random.Random(seed)
     legs = []
     patterns = itertools.cycle(_LEGS)
@@ -139,12 +131,6 @@ def _kill_at_commit(victim: Victim, draw: random.Random) -> str:
     """Make rank 0 kill itself right before or right after its next commit of a checkpoint, and wait for the commit.
 
     The request is a file in the run folder, which the rank reads and deletes (forked_run.py).
-
-    Returns:
-        "rank 0 before a commit" or "rank 0 after a commit".
-
-    Raises:
-        Stuck: no checkpoint was committed for 60 s.
     """
     moment = draw.choice(["before", "after"])
     request = victim.run_dir / COMMIT_FAULT
@@ -166,38 +152,22 @@ class FaultyService:
 
     @classmethod
     def set_plan(cls, **plan: object) -> None:
-        """Replace the plan by which the proxy injects faults, and its count of faults.
-
-        Args:
-            **plan: fields of the new `FaultPlan` (support/fault_server.py).
-        """
+        """Replace the plan by which the proxy injects faults, and its count of faults."""
         request = urllib.request.Request(f"{cls.endpoint_url}/-/plan", json.dumps(plan).encode(), method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
 
     @classmethod
     def num_hits(cls) -> int:
-        """Return into how many requests the proxy has injected a fault since `set_plan` was called.
-
-        Raises:
-            OSError: the proxy does not answer.
-        """
+        """Return into how many requests the proxy has injected a fault since `set_plan` was called."""
         with urllib.request.urlopen(f"{cls.endpoint_url}/-/faults", timeout=30) as answer:
             return sum(json.load(answer).values())
 
 
 def _hit_requests(kinds: tuple[str, ...]) -> Act:
-    """Return a function that makes the proxy inject faults into up to three requests to S3, for `Fault.act`.
-
-    Args:
-        kinds: kinds of faults of the proxy, of which it chooses one for each request.
-    """
+    """Return a function that makes the proxy inject faults into up to three requests to S3, for `Fault.act`."""
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Make the proxy inject faults into the next requests, and wait until one was hit; return the largest number.
-
-        Raises:
-            Stuck: no request was hit for 60 s.
-        """
+        """Make the proxy inject faults into the next requests, and wait until one was hit."""
         most = draw.randint(1, _MOST_IN_A_ROW)
         FaultyService.set_plan(
             seed=draw.randrange(1 << 32), rate=1.0, faults=kinds, most=most, in_a_row=most, stall_s=_STALL_S
