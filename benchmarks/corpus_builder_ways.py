@@ -121,9 +121,7 @@ def build(text: Text, num_workers: int) -> int:
 def encode(text: Text, num_threads: int) -> int:
     """Tokenise all lines with the library's batch call and return the number of tokens.
 
-    Args:
-        text: Documents and vocabulary.
-        num_threads: 1 for a single thread; with a larger number the library chooses the number of threads itself.
+    With more threads than one, the library chooses their number itself.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
     tokenizer = encoder(text.vocabulary, text.config.corpus.lowercase)

@@ -38,8 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
     """Return the number of rows, and a checksum that does not depend on the order of the rows.
 
-    The checksum changes if tokens change places within a row, or if a row is lost, repeated or replaced. Collisions
-    are possible but improbable.
+    It changes if tokens change places within a row, or if a row is lost, repeated or replaced.
     """
     num_rows = 0
     checksum = 0
