@@ -84,7 +84,7 @@ def survives(drill: Drill, bucket: str, upstream: str, seed: int, faults: int) -
             not difference,
             difference or f"{num_steps} steps and their receipts equal bit for bit",
         ),
-        Verdict("electra-dist verify", is_verified, (verify.stdout + verify.stderr).strip().splitlines()[-1]),
+        Verdict("electra-dist verify", is_verified, (verify.stderr + verify.stdout).strip().splitlines()[-1]),
         Verdict("good checkpoints are believed", not aside, aside[0] if aside else f"{saved} saved, none set aside"),
         Verdict("cost is visible", retries > 0 and waited_s > 0, f"{retries} retries, {waited_s:.0f} s waited"),
     ]
