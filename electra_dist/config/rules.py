@@ -31,6 +31,7 @@ RUN_FOLDERS = (
     CACHE_DIR,
     "earlier",
     "export",
+    "failures",
     "hangs",
     "heartbeats",
     "lease",

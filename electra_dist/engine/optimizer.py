@@ -32,17 +32,27 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.rtd import TwoStageDetection
 
+# Not the CPU, whose kernels take any address; there, parameters stay in the order of the runs that exist.
+_DEVICES_THAT_NEED_ALIGNMENT = ("cuda",)
+
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None, *, use_muon: bool = False
+    module: nn.Module,
+    weight_decay: float,
+    generator: OptimizerConfig | None = None,
+    *,
+    use_muon: bool = False,
+    aligned: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: LayerNorm parameters and biases are not decayed, all others are.
 
     In two-stage training, or if `generator` gives it other optimizer settings, the generator has groups of its own,
     with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, with the key
-    `num_matrices` that `ForeachMuon` reads. Parameters whose elements are no multiple of 8 are last in their group,
-    the largest first, because DeepSpeed lays a group's parameters one after another, and GPU kernels need every
-    address to be a multiple of 16 bytes.
+    `num_matrices` that `ForeachMuon` reads.
+
+    With `aligned`, parameters whose elements are no multiple of 8 are last in their group, the largest first:
+    DeepSpeed lays a group's parameters one after another, and GPU kernels need addresses that are multiples of 16
+    bytes. The order decides the last bit of a gradient norm.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -65,8 +75,9 @@ def parameter_groups(
 
     groups = []
     for in_generator, is_undecayed, num_matrices in sorted(members):
+        parameters = members[in_generator, is_undecayed, num_matrices]
         group = {
-            "params": sorted(members[in_generator, is_undecayed, num_matrices], key=_place_in_memory),
+            "params": sorted(parameters, key=_place_in_memory) if aligned else parameters,
             "weight_decay": 0.0 if is_undecayed else weight_decay,
             "is_generators": in_generator,
         }
@@ -171,7 +182,13 @@ def build_optimizer(
     If `implementation` is None, `choose_implementation` chooses it.
     """
     generator = config.for_generator if config.generator is not None else None
-    groups = parameter_groups(module, config.weight_decay, generator, use_muon=config.name == "muon")
+    groups = parameter_groups(
+        module,
+        config.weight_decay,
+        generator,
+        use_muon=config.name == "muon",
+        aligned=device_type in _DEVICES_THAT_NEED_ALIGNMENT,
+    )
     if implementation is None:
         implementation = choose_implementation(config, device_type).name
     betas = (config.beta1, config.beta2)

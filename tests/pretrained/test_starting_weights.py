@@ -101,7 +101,8 @@ def fake_run(folder: Path, config: Config, state: dict[str, torch.Tensor], monke
     """Write the folder of a run with `config`, and let the reader of checkpoints return `state` of step 1234."""
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_yaml(config))
-    monkeypatch.setattr(weights_module, "assemble", lambda targets, step: (SimpleNamespace(step=1234), state, []))
+    chosen = SimpleNamespace(state=SimpleNamespace(step=1234), weights=state, steps=(1234,), damaged=[])
+    monkeypatch.setattr(weights_module, "read_chosen", lambda *arguments: chosen)
     return folder
 
 
