@@ -134,8 +134,8 @@ class StepBench:
             example = torch.randint(5, self.config.model.vocab_size, (length,), generator=generator)
             example[0], example[length // 2], example[-1] = SPECIAL.cls, SPECIAL.sep, SPECIAL.sep
             examples.append(example.tolist())
-        rows = make_rows(examples, seq_len, SPECIAL.pad, np.uint16, "rows")[:batch]
-        return torch.from_numpy(rows.astype(np.int64)).to(self.device)
+        rows, _ = make_rows(examples, seq_len, SPECIAL.pad, np.uint16, "rows")
+        return torch.from_numpy(rows[:batch].astype(np.int64)).to(self.device)
 
     def time(self, operation: str, by: str, batch: int, step: Callable[[], object]) -> Row:
         """Time a training step of `batch` rows and return its row of the table.
