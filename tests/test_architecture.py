@@ -40,8 +40,8 @@ LONGEST_FILE = 500
 DOCSTRING_SHARE = 0.30  # docstring lines per line of code
 DOCSTRING_SHARES = {"electra_dist/objectives": 0.40, "kernels/electra_kernels": 0.40}  # formulas, shapes, sources
 # These two numbers only fall. CONTRIBUTING.md has the rules that they count exceptions from.
-SMALL_MODULES = 22
-SMALL_FOLDERS = 7
+SMALL_MODULES = 0
+SMALL_FOLDERS = 2
 WITHOUT_TORCH = (
     "electra_launcher.cli.runs",
     "electra_launcher.slurm.submit",
