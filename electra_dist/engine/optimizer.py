@@ -32,7 +32,8 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.rtd import TwoStageDetection
 
-# Not the CPU, whose kernels take any address; there, parameters stay in the order of the runs that exist.
+# Not the CPU, whose kernels take any address: another order would change the last bit of gradient norms, and with it
+# the runs that exist.
 _DEVICES_THAT_NEED_ALIGNMENT = ("cuda",)
 
 
@@ -50,9 +51,9 @@ def parameter_groups(
     with `is_generators` True. With `use_muon`, the matrices of the layers have groups of their own, with the key
     `num_matrices` that `ForeachMuon` reads.
 
-    With `aligned`, parameters whose elements are no multiple of 8 are last in their group, the largest first:
+    With `aligned`, parameters whose number of elements is no multiple of 8 are last in their group, the largest first:
     DeepSpeed lays a group's parameters one after another, and GPU kernels need addresses that are multiples of 16
-    bytes. The order decides the last bit of a gradient norm.
+    bytes.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -99,8 +100,8 @@ def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:
 def misaligned_parameters(module: nn.Module) -> list[str]:
     """Return the names of parameters of several elements whose address is no multiple of 16 bytes.
 
-    Products with such a bias run on slower kernels on a GPU, or fail. An objective of a user may have parameters that
-    `parameter_groups` cannot place.
+    On a GPU, operations on them take slower kernels, or fail. `parameter_groups` cannot prevent that where an
+    objective of a user has several parameters of odd sizes.
     """
     return [name for name, value in module.named_parameters() if value.numel() > 1 and value.data_ptr() % 16]
 

@@ -123,8 +123,8 @@ def find_trial_fault(
 ) -> str:
     """Try a backend on a few random rows; return what is wrong, or "" if the backend may be used.
 
-    A fault is an exception, an output or a gradient that is NaN or differs from the definition's by more than 0.05, or
-    dropout that does not act as asked for.
+    A fault is an exception, an output or a gradient that is NaN or differs by more than 0.05 from plain operations in
+    fp32, or dropout that does not act as asked for.
     """
     shape = (4, _TRIAL_ROWS * _TRIAL_TOKENS, _TRIAL_HEADS * head_width)
     generator = torch.Generator(device).manual_seed(0)

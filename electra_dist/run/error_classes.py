@@ -46,7 +46,7 @@ class ErrorClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The class of a rank's end, and the line of its output that tells."""
+    """Why a rank has ended, with the line of its output that shows it ("": no line does)."""
 
     error: ErrorClass
     line: str = ""
@@ -301,9 +301,9 @@ def class_of(name: str) -> ErrorClass:
 
 
 def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
-    """Return why a rank ended with an exit code (-N: signal N) after the last lines `output`. Pure.
+    """Return why a rank ended with an exit code (-N: signal N), by the last lines that it wrote to stderr, `output`.
 
-    `num_killed_for_memory` is how many processes of the node the kernel killed for lack of memory meanwhile.
+    `num_killed_for_memory` is how many processes of its node the kernel killed for lack of memory while it ran.
     """
     lines = [line.strip() for line in output.splitlines()]
     lines = [line for line in lines if line and not _HARMLESS.search(line)]

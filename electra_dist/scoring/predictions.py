@@ -1,9 +1,9 @@
-"""Predict with a tuned model in Hugging Face's format: classes or numbers of texts, tags of words, answers.
+"""Predict with a tuned model in Hugging Face's format: a class or a number for each text, tags of words, answers.
 
-Guarantee: the predictions are those that fine-tuning writes for the same examples, and a class of transformers
-computes them, so they are those of its pipelines, too: probabilities are the softmax of the outputs. Texts are cut to
-the `max_length` of the training or, for a model of another program, to its number of positions, at most 512. Model and
-file are read and checked before torch or transformers is imported.
+Guarantee: the predictions equal those that fine-tuning writes for the same examples, and those of the pipelines of
+transformers, whose model class computes them. Texts are cut to the `max_length` of the training or, for a model of
+another program, to its number of positions, at most 512. Model and file are read and checked before torch or
+transformers is imported.
 
 Predictions are JSON objects, one for each text, sentence or question, or rows of a table, one for each text, word or
 question. Where the file has labels that the model knows, they are scored with the metrics of fine-tuning.

@@ -299,7 +299,11 @@ Patient = TypeVar("Patient", bound=_Patient)
 
 
 def waits(method: Callable[Concatenate[Patient, P], T]) -> Callable[Concatenate[Patient, P], T]:
-    """Let a method repeat itself while its storage is full or away, with the `patience` of its object (None: not)."""
+    """Decorate a method: it is called again while its storage is full or cannot be reached.
+
+    The attribute `patience` of its object says how long; None: the first error is raised. Which errors ask for a wait
+    is decided by `failure_kinds`; the first of them is raised when the patience has ended.
+    """
 
     @functools.wraps(method)
     def call(patient: Patient, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,7 @@
-"""Find out why a start of this node's ranks has failed: which rank explains it, at which step, on which rows."""
+"""Find out why a start of this node's ranks has failed: which rank explains it, at which step, on which rows.
+
+It also reads how many processes the kernel has killed for lack of memory.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure
         if code != EXIT_DONE
     }
     if start.is_hung and newest:
-        findings = {min(newest, key=lambda rank: newest[rank].step): Finding(error=HANG)}
+        behind = min(newest, key=lambda rank: (newest[rank].step, newest[rank].time))
+        findings = {behind: Finding(error=HANG)}
     found = decisive(findings.items())
     if found is None:
         return None

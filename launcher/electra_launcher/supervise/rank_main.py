@@ -83,9 +83,9 @@ def _answer_while_runs(parent: int, requests: int, stack_file: BinaryIO) -> None
     """Append all stacks to `stack_file` whenever bytes arrive in the pipe `requests`, until `parent` has ended."""
     poll = select.poll()
     poll.register(requests, select.POLLIN)
-    with contextlib.suppress(OSError):  # It has ended already, or the kernel is older than 5.3.
+    with contextlib.suppress(OSError, AttributeError):  # It has ended already, or kernel or Python are too old for it.
         poll.register(os.pidfd_open(parent), select.POLLIN)
-    while os.getppid() == parent:  # Its pid may be that of a later process by now.
+    while os.getppid() == parent:  # Once `parent` has ended, its number may belong to another process.
         ready = [descriptor for descriptor, _ in poll.poll(_POLL_S * 1000)]
         if requests in ready:
             os.read(requests, select.PIPE_BUF)

@@ -119,8 +119,8 @@ class RankProcesses:
     def stacks(self) -> list[str]:
         """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
 
-        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s. A
-        rank that has not answered by then gets the line "no answer within 3 s".
+        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3 s in
+        all. A rank that has not answered by then gets the line "no answer within 3 s".
         """
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
