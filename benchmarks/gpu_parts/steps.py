@@ -51,7 +51,7 @@ from electra_dist.train.step_operators import part_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-FUSIONS = ("mlm_head", "discriminator_tail", "dropout_add_norm", "masked_gather", "replace_tokens")
+FUSIONS = ("mlm_head", "discriminator_tail", "layer_passes", "slots")  # modules of electra_kernels
 _TOY = ["model.vocab_size=300", "model.max_positions=32", "data.seq_len=32"]
 # Architecture -> its config, and settings of a model that trains a step in milliseconds on a CPU. With `modern`, the
 # windows of local attention are shorter than the rows.

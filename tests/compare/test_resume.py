@@ -174,7 +174,7 @@ def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_wei
     make_comparison: MakeComparison, words_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One task has two entries; `words-tuned` has `at: ends`, so the checkpoints after half of the steps lack it."""
-    words_spec = TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
+    words_spec = TextSpec(name="words", text_a="text", text_b=None, label="answer", metric="accuracy")
     monkeypatch.setitem(GLUE, "words", words_spec)
     pretraining = FakePretraining(monkeypatch)
     common: dict[str, Any] = {"data": str(words_task)}
