@@ -89,7 +89,7 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
     handles, kinds = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, kinds, loc="outside lower center", ncols=8, frameon=False, fontsize=6)
+    axes.figure.legend(handles, kinds, loc="outside lower center", ncols=6, frameon=False, fontsize=6)
 
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
