@@ -107,7 +107,7 @@ campaign: $(VENV)/ready-test
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin
 # other packages.
 bench: $(VENV)/ready-test
-	$(BIN)/python benchmarks/run.py step head loader corpus_builder checkpoint --save
+	$(BIN)/python benchmarks/run.py step head loader shard_cache corpus_builder checkpoint restart --save
 
 docs/config.md: $(VENV)/ready
 	$(BIN)/python -m electra_dist.config.reference > $@

@@ -8,6 +8,7 @@ import corpus_builder
 import corpus_builder_ways as ways
 import loader
 import pytest
+import restart
 import run
 import step
 
@@ -104,3 +105,25 @@ def test_a_save_by_every_way_is_timed(tmp_path: Path) -> None:
 def test_the_head_takes_a_third_of_eagers_memory_and_has_the_same_loss(tmp_path: Path) -> None:
     record = _run("head", tmp_path)  # the exit code says so
     assert 0 < record["memory_ratio"] < 1 / 3
+
+
+@pytest.mark.sample
+def test_a_small_cache_fetches_less_again_than_one_that_deletes_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    record = _run("shard_cache", tmp_path)
+    assert [size["cache"] for size in record["eviction"]] == [0.5, 0.75, 0.9]
+    for size in record["eviction"]:
+        # Beside the part that stays there must be room for two windows of one shard, and one that straddles them.
+        assert all(1 - size["cache"] - 0.05 <= share <= 1 - size["cache"] + 0.12 for share in size["ours"])
+        assert min(size["least_recently_used"]) > max(size["ours"])
+
+
+@pytest.mark.multiproc
+@pytest.mark.drill  # eight starts of DeepSpeed
+def test_restarts_are_fresh_then_resumed(tmp_path: Path) -> None:
+    starts = _run("restart", tmp_path)["starts"]
+    for kind, by in starts.items():
+        for begun in (start for who in ("ours", "DeepSpeed") for start in by[who]):
+            assert begun["resumed"] == (kind == "resume")
+            assert begun["total_s"] == pytest.approx(sum(begun["seconds"].values()), abs=0.5)
+            assert begun["seconds"].keys() == set(restart.PARTS)
+            assert min(begun["seconds"].values()) >= 0
