@@ -185,7 +185,7 @@ def _training(
         ("steps", f"{state.step:,} of {config.train.num_steps:,}, {config.train.global_batch:,} rows each"),
         ("rows", f"{state.rows_seen:,} of {config.data.seq_len} tokens, padding included"),
     ]
-    tokens = _tokens_seen(records, state.rows_seen)
+    tokens = tokens_seen(records, state.rows_seen)
     if tokens is not None:
         rows.append(("tokens", f"{format_count(tokens)}, padding not counted"))
     flops = run_flops(config, state.step)
@@ -232,8 +232,8 @@ def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
     return "## Sources of the training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
-def _tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
-    """Estimate from the newest training record the tokens, without padding, in `rows_seen` rows; None without any."""
+def tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
+    """Estimate from the newest training record the tokens, without padding, in `rows_seen` rows; None without one."""
     for record in reversed(records):
         if isinstance(record, StepRecord) and record.rows_seen:
             return record.tokens_seen * rows_seen / record.rows_seen

@@ -144,6 +144,58 @@ def test_a_step_or_the_best_checkpoint_is_exported_if_it_is_asked_for(run: Path,
     assert record["seq_len"] == SEQ_LEN
 
 
+def test_many_checkpoints_are_exported_as_revisions_and_the_printed_lines_upload_each_one(
+    run: Path, tmp_path: Path
+) -> None:
+    output = export(run, "--layout", "revisions", "--output", str(tmp_path / "models"))
+
+    assert sorted(file.name for file in (tmp_path / "models").iterdir()) == ["step10", "step15", "step20", "step5"]
+    for step in STEPS:
+        folder = tmp_path / "models" / f"step{step}"
+        check_weights(folder, "discriminator", stored_weights(run, step))
+        expected = stored_weights(run, step)["embeddings.word.weight"]
+        table = AutoModel.from_pretrained(folder / "discriminator").get_input_embeddings().weight
+        assert torch.equal(table, expected[: len(table)])
+        card = ModelCard.load(folder / "discriminator" / "README.md")
+        assert f"the weights after {step} of 20 steps" in card.text
+
+    # The three lines, with a program `hf` that notes what it is asked for.
+    (tmp_path / "hf").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (tmp_path / "hf").chmod(0o755)
+    lines = [line for line in output.splitlines() if line.lstrip().startswith(("hf ", "for "))]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", "\n".join(lines)], check=True, env=environment, timeout=60)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    uploads = [f"upload YOUR-NAME/YOUR-MODEL {tmp_path}/models/step{step}/discriminator ." for step in STEPS]
+    revisions = [f"{upload} --revision step{step}" for upload, step in zip(uploads, STEPS, strict=True)]
+    assert asked == ["auth login", *revisions, uploads[-1]]
+
+
+def test_revisions_may_be_chosen_and_named_by_tokens(run: Path, copy: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    tokens = {record["step"]: record["tokens_seen"] for record in records if record["kind"] == "train"}
+    by_tokens = ("--layout", "revisions", "--name-by", "tokens")
+    export(run, *by_tokens, "--checkpoint", "20,10", "--output", str(tmp_path / "chosen"))
+    assert {folder.name for folder in (tmp_path / "chosen").iterdir()} == {
+        f"chck_{tokens[step] / 1000:.3g}k" for step in (10, 20)
+    }
+
+    damage(copy, 15)
+    result = CliRunner().invoke(app, ["export", str(copy), "--checkpoint", "all", "--layout", "revisions"])
+    assert result.exit_code == 0
+    assert "step 15 is left out: " in result.stderr and "is damaged" in result.stderr
+    left = {folder.name for folder in (copy / "export" / "revisions").iterdir()}
+    assert left == {"step5", "step10", "step20"}
+    revisions = ("--layout", "revisions", "--output", str(tmp_path / "none"))
+    assert "is damaged" in export(copy, *revisions, "--checkpoint", "5,15", exit_code=78)
+    assert "no checkpoint of step 7; choose among 5, 10" in export(run, *revisions, "--checkpoint", "7", exit_code=78)
+    for steps in ("best", "1,000", "5,", "5-10"):
+        assert "not a list of checkpoints" in export(run, *revisions, "--checkpoint", steps, exit_code=78)
+    assert "add --layout revisions" in export(run, "--checkpoint", "all", exit_code=78)
+    assert "add --layout revisions" in export(run, "--name-by", "tokens", exit_code=78)
+    assert "leave out --average" in export(run, *revisions, "--average", "last:2", exit_code=78)
+
+
 @pytest.mark.parametrize(
     ("options", "steps"), [(("last:3",), (10, 15, 20)), (("last:2", "--checkpoint", "15"), (10, 15))]
 )

@@ -32,7 +32,7 @@ GROUPS = {  # heading -> command -> (module, function or Typer application), in 
         "resolve": ("electra_launcher.cli.plans", "resolve"),
     },
     "After a run": {
-        "export": ("electra_launcher.cli.runs", "export"),
+        "export": ("electra_launcher.cli.export", "export"),
         "finetune": ("electra_launcher.cli.finetune", "finetune"),
         "predict": ("electra_launcher.cli.predict", "predict"),
         "report": ("electra_launcher.cli.runs", "report"),

@@ -1,26 +1,18 @@
-"""Commands about a run: `status`, `why`, `verify`, `export` and `report`.
+"""Commands about a run: `status`, `why`, `verify` and `report`.
 
 Modules that a command needs are imported when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from electra_dist.console import Console, styled
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, print_json, progress_bar
+from electra_launcher.cli.console import open_console, print_json
 from electra_launcher.cli.options import AsJson, RunFolder
-
-if TYPE_CHECKING:
-    from electra_dist.checkpoint.chosen_weights import Choice
-
-_AVERAGE = re.compile(r"last:(\d+)")
 
 
 def status(run: RunFolder, as_json: AsJson = False) -> None:
@@ -103,84 +95,6 @@ def verify(
         from electra_launcher.cli.verify import verify_rows
 
         verify_rows(Path(path), as_json)
-
-
-def export(
-    run: RunFolder,
-    output: Annotated[Path | None, typer.Option(help="folder to write the models to; default: RUN/export")] = None,
-    checkpoint: Annotated[
-        str,
-        typer.Option(
-            metavar="STEP|best|newest",
-            help="checkpoint to export: number of its step, the best on held-out rows, or the newest",
-        ),
-    ] = "newest",
-    average: Annotated[
-        str | None,
-        typer.Option(metavar="last:N", help="export the mean of the checkpoint's weights and the N - 1 before it"),
-    ] = None,
-    license_id: Annotated[
-        str, typer.Option("--license", help="licence of the weights for the model card, such as apache-2.0")
-    ] = "unknown",
-) -> None:
-    """Write a checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
-
-    Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator'). Each
-    has a model card, README.md, with the training, the evaluation and the curves of the run.
-    """
-    from electra_dist.pretrained.export import export_run
-    from electra_dist.report.model_card import check_license, write_model_cards
-    from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
-
-    choice = _parse_checkpoint(checkpoint)
-    num_averaged = _parse_average(average)
-    check_license(license_id)
-    with progress_bar(Console(stderr=True)) as report_progress:
-        exported = export_run(
-            run,
-            output or run / EXPORT_DIR,
-            choice,
-            num_averaged,
-            progress=lambda num_read, num_to_read: report_progress("checkpoints", num_read, num_to_read),
-        )
-    cards = write_model_cards(run, exported, license_id)
-    out = open_console()
-    steps = ", ".join(f"{step:,}" for step in exported.steps)
-    weights = f"at step {steps}" if num_averaged == 1 else f"mean of the steps {steps}"
-    out.print()
-    out.print(styled((str(run), "bold"), f" {weights}"))
-    out.print(f"  report         {run / REPORT_FILE}")
-    out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
-    for model_name, folder in exported.folders.items():
-        out.print(f"  {model_name:<14} {folder}")
-    for card in cards:
-        out.print(f"  model card     {card}")
-    out.print("next:")
-    discriminator = exported.folders["discriminator"]
-    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{discriminator}'))"
-    out.print(f'  python -c "{load_model}"')
-    out.print(f"  electra-dist finetune --model {shlex.quote(str(discriminator))} --task cola --data GLUE")
-
-
-def _parse_checkpoint(text: str) -> Choice:
-    if text == "newest":
-        return "newest"
-    if text == "best":
-        return "best"
-    digits = text.replace(",", "")
-    if not digits.isascii() or not digits.isdigit():
-        raise UserError(f"--checkpoint {text}: not a checkpoint; give the number of a step, best or newest")
-    return int(digits)
-
-
-def _parse_average(text: str | None) -> int:
-    """Return N for `--average last:N`; without the option return 1, which means no average."""
-    if text is None:
-        return 1
-    match = _AVERAGE.fullmatch(text)
-    if match is None or int(match[1]) < 1:
-        raise UserError(f"--average {text}: not a mean; give last:N, such as last:5 for 5 checkpoints")
-    return int(match[1])
 
 
 def _check_local_checkpoints(run: Path) -> None:
