@@ -35,6 +35,7 @@ from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.counts import parameter_counts
 
 AVERAGE = "average"  # name of the last column
+_NUM_LAST = 3  # checkpoints at the end of each run over which a second table of differences takes the mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,11 +226,16 @@ class ComparisonResults:
         is_averaged = {measure.name: measure.at == "all" and measure.name != CONTEXT_AUC for measure in measures}
         self.rows: list[ScoreRow] = summarize_rows(scores, is_averaged)
 
-        last_step_of = {(cell.entry, cell.seed): cell.marks[-1] for cell in plan.cells}
-        self._last_scores = [score for score in scores if last_step_of.get((score.entry, score.seed)) == score.step]
+        marks_of = {(cell.entry, cell.seed): cell.marks for cell in plan.cells}
+        last_steps_of = {run: marks[-_NUM_LAST:] for run, marks in marks_of.items()}
+        scores_of_last = [score for score in scores if score.step in last_steps_of.get((score.entry, score.seed), ())]
+        self._last_scores = [score for score in scores_of_last if score.step == marks_of[score.entry, score.seed][-1]]
         names = [objective.name for objective in compare.objectives]
         self._baseline = names[0] if compare.criterion is None else compare.criterion.baseline
         self._difference_rows = difference_rows(self._last_scores, names, self._baseline, self._columns)
+        self._mean_columns = [measure.name for measure in measures if measure.at == "all" and measure.name in existing]
+        self._mean_difference_rows = difference_rows(scores_of_last, names, self._baseline, self._mean_columns)
+        self._num_last = min(_NUM_LAST, *(len(marks) for marks in marks_of.values()))
         self._verdict: Verdict | None = None
         if compare.criterion is not None:
             self._verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
@@ -271,10 +277,46 @@ class ComparisonResults:
             f"{markdown_code(self._command)}: {self._plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
-        sections = markdown_differences(self._difference_rows, self._baseline, self._columns)
+        sections = markdown_differences(
+            "Differences at the end of the runs", self._difference_rows, self._baseline, self._columns
+        )
+        if self._num_last > 1:
+            title = f"Differences of the mean over the last {self._num_last} checkpoints"
+            sections += markdown_differences(title, self._mean_difference_rows, self._baseline, self._mean_columns)
+        sections += self._pair_lines()
         if self._verdict is not None:
             sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
         return markdown(self._title, self.rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
+
+    def _pair_lines(self) -> list[str]:
+        """Return the lines of a section on minimal pairs: mean margins, and accuracies by both readouts of words."""
+        keys = {
+            key: None
+            for score in self._last_scores
+            if score.measured.mode == "pairs"
+            for key in score.measured.metrics
+        }
+        if not keys:
+            return []
+        lines = [
+            "## Minimal pairs at the end of the runs",
+            "",
+            "Margin: mean over the pairs of the grammatical sentence's score minus the other's, in nats. A masked "
+            "language model does not see the scored token, or (word) that and the rest of its word. Means over the "
+            "seeds.",
+            "",
+            markdown_row(["objective", "pairs", *keys]),
+            "|---|---|" + "--:|" * len(keys),
+        ]
+        rows: dict[tuple[str, str], list[dict[str, float]]] = {}
+        for score in self._last_scores:
+            if score.measured.mode == "pairs":
+                rows.setdefault((score.entry, score.task), []).append(score.measured.metrics)
+        for (entry, task), metrics in rows.items():
+            values = [[of_seed[key] for of_seed in metrics if key in of_seed] for key in keys]
+            texts = [f"{statistics.fmean(of_key):.3f}" if of_key else "-" for of_key in values]
+            lines.append(markdown_row([entry, task, *texts]))
+        return [*lines, ""]
 
     def _difference_records(self) -> list[dict[str, object]]:
         records: list[dict[str, object]] = []

@@ -37,7 +37,8 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import Measured, ScoreStore, digest_of, summarize
+from electra_dist.finetune.scores import ItemResults, Measured, ScoreStore, digest_of, summarize
+from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.finetune.word_files import read_treebank
@@ -54,7 +55,7 @@ from electra_dist.scoring.minimal_pairs import (
     score_sentence_pairs,
 )
 from electra_dist.scoring.token_scores import score_places
-from electra_dist.train.roc_auc import auc_with_standard_error
+from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
 
 
 class Measure(abc.ABC):
@@ -133,7 +134,9 @@ class BuiltInPairsMeasure(Measure):
 
 
 class PairFilesMeasure(Measure):
-    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file."""
+    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file.
+    A masked language model reads a word from left to right: while it scores a token, the rest of the word is masked.
+    """
 
     mode = "pairs"
     metric = "accuracy"
@@ -145,12 +148,13 @@ class PairFilesMeasure(Measure):
         self.name = path.stem
         files = read_pair_files([path]).sample(pairs_per_kind)
         self._pairs = files.pairs
-        self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "sentence": "sum over all tokens"})
+        self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "readout": "word"})
 
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
-        return _of_pair_scores(self.name, score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
+        scores = score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress, readout="word")
+        return _of_pair_scores(self.name, scores)
 
 
 class TreebankMeasure(Measure):
@@ -174,16 +178,21 @@ class TreebankMeasure(Measure):
 
 
 def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
-    """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair."""
+    """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair.
+    The metrics are the mean margin in nats and, for a masked language model, the accuracy by each readout.
+    """
     *kind_scores, total = scores
     assert total.phenomenon == ALL
+    by_readout = {f"accuracy_{readout}": value for readout, value in total.accuracy_by_readout.items()}
     return Measured(
         task=name,
         mode="pairs",
         metric="accuracy",
         score=total.accuracy,
+        metrics={"margin": total.margin, **by_readout},
         standard_error=total.standard_error,
         details={score.phenomenon: score.accuracy for score in kind_scores},
+        items=ItemResults.of_hits([score.hits for score in kind_scores]),
     )
 
 
@@ -220,12 +229,30 @@ class ContextMeasure(Measure):
         if not self._is_replaced.any():
             return self._measured(None, failures=("the held-out rows have no two different tokens",))
         scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)
-        auc, standard_error = auc_with_standard_error(-scores.numpy(), self._is_replaced, self._source_rows)
-        is_known = not np.isnan(standard_error)  # it is not known with a single row
-        return self._measured(auc, standard_error=standard_error if is_known else None)
+        replaced_scores = -scores.numpy()
+        auc, standard_error = auc_with_standard_error(replaced_scores, self._is_replaced, self._source_rows)
+        if np.isnan(standard_error):  # it is not known with a single row
+            return self._measured(auc)
+        return self._measured(auc, standard_error=standard_error, items=self._resampled_rows(replaced_scores))
+
+    def _resampled_rows(self, replaced_scores: np.ndarray) -> ItemResults | None:
+        """Return the AUC on bootstrap resamples of the rows; None if one of them has no two kinds of tokens."""
+        places_of_rows = [np.flatnonzero(self._source_rows == row) for row in np.unique(self._source_rows)]
+
+        def auc_of(drawn_rows: np.ndarray) -> float:
+            places = np.concatenate([places_of_rows[row] for row in drawn_rows])
+            return roc_auc(replaced_scores[places], self._is_replaced[places])
+
+        values = resampled(len(places_of_rows), auc_of)
+        return None if np.isnan(values).any() else ItemResults(resamples=values)
 
     def _measured(
-        self, score: float | None, *, failures: tuple[str, ...] = (), standard_error: float | None = None
+        self,
+        score: float | None,
+        *,
+        failures: tuple[str, ...] = (),
+        standard_error: float | None = None,
+        items: ItemResults | None = None,
     ) -> Measured:
         return Measured(
             task=self.name,
@@ -234,6 +261,7 @@ class ContextMeasure(Measure):
             score=score,
             failures=failures,
             standard_error=standard_error,
+            items=items,
         )
 
 
@@ -344,6 +372,7 @@ class CheckpointScore:
             "task": measured.task,
             "metric": measured.metric,
             "score": measured.score,
+            "metrics": measured.metrics,
             "failures": measured.failures,
             "seconds": measured.seconds,
             "standard_error": measured.standard_error,

@@ -3,8 +3,10 @@
 How: two runs with the same seed read the same rows in the same order, so their scores are paired: the difference of
 each seed is formed first. Two errors are stated. The seed error is the standard error of the mean difference over the
 seeds, sd / sqrt(n), and belongs to a paired t-test. The test error is that of the choice of the test examples, which
-are the same for all seeds, so more seeds do not make it smaller: it is sqrt(e_1^2 + e_2^2) for the mean errors of the
-two objectives. It is an upper bound, because both objectives are tested on the same examples.
+are the same for all seeds, so more seeds do not make it smaller. Both objectives are tested on the same examples, so
+it is the error of the mean over the examples of the difference between them: for single right and wrong answers that
+of McNemar's test, for other scores that of the bootstrap with common resamples. Where the results on single examples
+are not kept, it is sqrt(e_1^2 + e_2^2) for the mean errors of the two objectives, which is an upper bound.
 
 Guarantee: the verdict is a function of the scores and of the criterion alone. The criterion is recorded in the output
 folder when the comparison is first started, with the number of scores that existed by then, and so is each change of
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.table import Table
 from scipy import stats
 
@@ -32,8 +35,9 @@ from electra_dist.run.records import Count, JsonlFile, Record, read_records
 
 REMARK = (
     "Mean over the seeds of the difference to the baseline, paired by seed, in points of a per cent. After +- comes "
-    "the standard error: the larger one of that over the seeds and that over the test examples. p is that of a "
-    "two-sided paired t-test over the seeds."
+    "the standard error: the larger one of that over the seeds and that over the test examples. The latter is paired, "
+    "too, because both have the same examples; `unpaired` is what it would be with different ones. p is that of a two-sided "
+    "paired t-test over the seeds."
 )
 
 
@@ -48,6 +52,7 @@ class Difference:
     num_seeds: int  # seeds with a score of both
     seed_error: float | None  # standard error over the seeds; None with a single seed
     test_error: float | None  # standard error over the choice of the test examples; None if it is not known
+    unpaired_error: float | None  # the same, if each objective had test examples of its own
     p_value: float | None  # two-sided, of a paired t-test over the seeds; None with a single seed
 
     @property
@@ -58,20 +63,28 @@ class Difference:
 
 def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: str, task: str) -> Difference | None:
     """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has scores of both.
-    `scores` are those of the runs' last checkpoints.
+    `scores` are those of one or more checkpoints of each run, over which the mean is formed. A seed counts if both
+    runs have equally many of them.
     """
     entry_scores = _by_seed(scores, entry, task)
     baseline_scores = _by_seed(scores, baseline, task)
-    seeds = sorted(set(entry_scores) & set(baseline_scores))
+    seeds = [
+        seed
+        for seed in sorted(set(entry_scores) & set(baseline_scores))
+        if len(entry_scores[seed]) == len(baseline_scores[seed])
+    ]
     if not seeds:
         return None
-    gains = [_value(entry_scores[seed]) - _value(baseline_scores[seed]) for seed in seeds]
+    gains = [_mean_value(entry_scores[seed]) - _mean_value(baseline_scores[seed]) for seed in seeds]
     mean = statistics.fmean(gains)
     seed_error = None
     p_value = None
     if len(seeds) > 1:
         seed_error = statistics.stdev(gains) / math.sqrt(len(seeds))
         p_value = _p_value(mean, seed_error, len(seeds))
+    counted = [[score for seed in seeds for score in by_seed[seed]] for by_seed in (entry_scores, baseline_scores)]
+    unpaired_error = _unpaired_error(*counted)
+    paired_error = _paired_error(*counted)
     return Difference(
         entry=entry,
         baseline=baseline,
@@ -79,21 +92,27 @@ def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: s
         mean=mean,
         num_seeds=len(seeds),
         seed_error=seed_error,
-        test_error=_test_error([entry_scores[seed] for seed in seeds], [baseline_scores[seed] for seed in seeds]),
+        test_error=unpaired_error if paired_error is None else paired_error,
+        unpaired_error=unpaired_error,
         p_value=p_value,
     )
 
 
 def difference_text(difference: Difference | None) -> str:
-    """Format a difference in percentage points with its standard error, as in "+1.2 +- 0.4 (p 0.03)"; "-" for None."""
+    """Format a difference in percentage points with its standard error, or "-" for None.
+    An example is "+1.2 +- 0.4 (unpaired 0.7, p 0.03)".
+    """
     if difference is None:
         return "-"
     text = f"{100 * difference.mean:+.1f}"
     if difference.standard_error is not None:
         text += f" +- {100 * difference.standard_error:.1f}"
+    remarks = []
+    if difference.unpaired_error is not None and difference.unpaired_error != difference.test_error:
+        remarks.append(f"unpaired {100 * difference.unpaired_error:.1f}")
     if difference.p_value is not None:
-        text += f" (p {difference.p_value:.2g})"
-    return text
+        remarks.append(f"p {difference.p_value:.2g}")
+    return f"{text} ({', '.join(remarks)})" if remarks else text
 
 
 def difference_rows(
@@ -117,9 +136,9 @@ def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Seq
     return table
 
 
-def markdown_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> list[str]:
+def markdown_differences(title: str, rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> list[str]:
     """Return the differences to the baseline as the lines of a section of compare.md."""
-    lines = ["## Differences at the end of the runs", "", REMARK, ""]
+    lines = [f"## {title}", "", REMARK, ""]
     lines.append(markdown_row([f"minus {baseline}", *tasks]))
     lines.append("|---|" + "--:|" * len(tasks))
     for row in rows:
@@ -132,17 +151,17 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, CheckpointScore]:
-    by_seed = {}
+def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, list[CheckpointScore]]:
+    """Return the scores of each seed's checkpoints; the list of a seed ends with its last checkpoint."""
+    by_seed: dict[int, list[CheckpointScore]] = {}
     for score in scores:
         if score.entry == entry and score.task == task and score.value is not None:
-            by_seed[score.seed] = score
+            by_seed.setdefault(score.seed, []).append(score)
     return by_seed
 
 
-def _value(score: CheckpointScore) -> float:
-    assert score.value is not None
-    return score.value
+def _mean_value(scores: Sequence[CheckpointScore]) -> float:
+    return statistics.fmean(score.value for score in scores if score.value is not None)
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
@@ -153,8 +172,40 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
     return float(2.0 * stats.t.sf(statistic, num_seeds - 1))
 
 
-def _test_error(entry_scores: Sequence[CheckpointScore], baseline_scores: Sequence[CheckpointScore]) -> float | None:
-    """Return a difference's standard error over the choice of test examples; None if one of the scores has none."""
+def _paired_error(entry_scores: Sequence[CheckpointScore], baseline_scores: Sequence[CheckpointScore]) -> float | None:
+    """Return the standard error of a mean difference over the choice of test examples that both have in common.
+
+    None if the results on single examples are not kept for all scores, or are of different examples.
+    """
+    gains = []
+    kind_sizes: list[int] = []
+    for entry_score, baseline_score in zip(entry_scores, baseline_scores, strict=True):
+        entry_items = entry_score.measured.items
+        baseline_items = baseline_score.measured.items
+        if entry_items is None or baseline_items is None:
+            return None
+        if entry_items.kind_sizes != baseline_items.kind_sizes:
+            return None
+        kind_sizes = entry_items.kind_sizes
+        if kind_sizes:
+            gains.append(entry_items.is_hit().astype(float) - baseline_items.is_hit())
+        else:
+            gains.append(np.subtract(entry_items.resamples, baseline_items.resamples))
+    gain_N = np.mean(gains, axis=0)  # of each example, or on each resample
+    if not kind_sizes:
+        return float(np.std(gain_N))
+    # The kinds are strata: the variance of the sum over all examples is the sum of those of the kinds.
+    ends = np.cumsum(kind_sizes)
+    variance_of_sum = sum(
+        size * float(np.var(gain_N[end - size : end])) for size, end in zip(kind_sizes, ends, strict=True)
+    )
+    return math.sqrt(variance_of_sum) / len(gain_N)
+
+
+def _unpaired_error(
+    entry_scores: Sequence[CheckpointScore], baseline_scores: Sequence[CheckpointScore]
+) -> float | None:
+    """Return the standard error of a difference if each objective had its own test examples; None if unknown."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.measured.standard_error for score in scores if score.measured.standard_error is not None]

@@ -138,6 +138,7 @@ def probe_task(
         progress("fit layers", layer + 1, num_states)
     layer = best_layer(held_out_scores)
     outcome = outcomes[layer]
+    standard_error, items = task.standard_error(outputs_of_layers[layer])
     return Measured(
         task=task.name,
         seed=PROBE_SEED,
@@ -152,7 +153,8 @@ def probe_task(
         layer=layer,
         layer_scores=[layer_outcome.metrics[task.metric] for layer_outcome in outcomes],
         held_out_scores=held_out_scores,
-        standard_error=task.standard_error(outputs_of_layers[layer]),
+        standard_error=standard_error,
+        items=items,
     )
 
 

@@ -10,6 +10,7 @@ median, because a user who trains once may get it. A diverged seed has no score.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import statistics
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 from rich.table import Table
 
@@ -27,6 +29,31 @@ from electra_dist.store.json_file import DamagedJson, validate_json
 
 GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
 _CHECKPOINT = "checkpoint"  # key of a line under which a comparison names the checkpoint that was scored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ItemResults:
+    """Results of an encoder on single test items, from which the error of a difference to another encoder follows.
+
+    Either `hits` and `kind_sizes` are given, for a score that is a share of independent items, or `resamples`.
+    """
+
+    hits: str = ""  # base64 of one bit for each item, 1 if the encoder is right; the items of a kind follow each other
+    kind_sizes: list[int] = dataclasses.field(default_factory=list)  # number of items of each kind
+    # Score on each of the bootstrap's resamples of the test data, which are the same for all encoders.
+    resamples: list[float] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of_hits(cls, hits_by_kind: Sequence[Sequence[bool]]) -> ItemResults:
+        """Pack the results of the items of each kind."""
+        bits = np.concatenate([np.asarray(hits, dtype=bool) for hits in hits_by_kind])
+        packed = base64.b64encode(np.packbits(bits).tobytes()).decode()
+        return cls(hits=packed, kind_sizes=[len(hits) for hits in hits_by_kind])
+
+    def is_hit(self) -> np.ndarray:
+        """Return whether the encoder is right on each item, bool [items]."""
+        packed = np.frombuffer(base64.b64decode(self.hits), np.uint8)
+        return np.unpackbits(packed, count=sum(self.kind_sizes)).astype(bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +80,7 @@ class Measured:
     # Of a probe: scores at layers 0, 1, ... on held-out training data, which choose `layer`; None: nothing held out.
     held_out_scores: list[float | None] = dataclasses.field(default_factory=list)
     details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of minimal pair -> its accuracy
+    items: ItemResults | None = None  # None if only the score is kept
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields except `seconds`, the only one that differs when a score is computed again."""

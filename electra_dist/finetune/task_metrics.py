@@ -8,12 +8,13 @@ describes the case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from electra_dist.extras import missing_packages
+from electra_dist.finetune.scores import ItemResults
 
 try:
     from scipy import stats
@@ -65,25 +66,35 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     return f"degenerate: all {len(predicted)} predictions are {value_text}"
 
 
-def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
-    """Return the standard error of a metric: how much it varies with the choice of the test examples.
+def resampled(num_items: int, metric: Callable[[np.ndarray], float]) -> list[float]:
+    """Return a metric on each of 200 bootstrap resamples of the items 0 to `num_items` - 1.
+
+    `metric` gets the numbers of the drawn items, int64 [num_items]. The resamples are the same in every call with as
+    many items, so the results of two encoders on the same items are paired.
+    """
+    generator = np.random.default_rng(0)
+    return [metric(generator.integers(num_items, size=num_items)) for _ in range(_NUM_RESAMPLES)]
+
+
+def metric_with_error(
+    predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str
+) -> tuple[float, ItemResults]:
+    """Return the standard error of a metric over the choice of the test examples, and the results behind it.
 
     For an accuracy p over N examples the error is sqrt(p (1 - p) / N). For any other metric it is the standard
-    deviation over 200 bootstrap resamples of the examples, which are the same in every call with N examples.
-    `num_labels` is 0 for a regression.
+    deviation over bootstrap resamples. `num_labels` is 0 for a regression.
     """
     if metric == "accuracy":
         accuracy = float(sk.accuracy_score(true, predicted))
-        return float(np.sqrt(accuracy * (1.0 - accuracy) / len(true)))
-    generator = np.random.default_rng(0)
-    values = []
-    for _ in range(_NUM_RESAMPLES):
-        rows = generator.integers(len(true), size=len(true))
+        return float(np.sqrt(accuracy * (1.0 - accuracy) / len(true))), ItemResults.of_hits([predicted == true])
+
+    def on_rows(rows: np.ndarray) -> float:
         if num_labels > 0:
-            values.append(classification_metrics(predicted[rows], true[rows], num_labels)[metric])
-        else:
-            values.append(regression_metrics(predicted[rows], true[rows])[metric])
-    return float(np.std(values))
+            return classification_metrics(predicted[rows], true[rows], num_labels)[metric]
+        return regression_metrics(predicted[rows], true[rows])[metric]
+
+    values = resampled(len(true), on_rows)
+    return float(np.std(values)), ItemResults(resamples=values)
 
 
 class LinearProbe(NamedTuple):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from electra_kernels.operation_types import SpecialIds
 
     from electra_dist.finetune.models import Classifier, Network, TaskModel
+    from electra_dist.finetune.scores import ItemResults
     from electra_dist.finetune.training_loop import Examples, Ids, Progress
     from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.tokenizer import TextTokenizer
@@ -405,13 +406,15 @@ class TextTask(Task):
                 failures.append(file_failure)
         return TaskOutcome(metrics=metrics, failures=tuple(failures))
 
-    def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
-        """Return the score's standard error over the choice of development examples; for MNLI, of the matched ones."""
-        from electra_dist.finetune.task_metrics import metric_standard_error
+    def standard_error(self, outputs: dict[str, np.ndarray]) -> tuple[float, ItemResults]:
+        """Return the score's standard error over the choice of development examples, and the results behind it.
+        For MNLI, both are those of the matched examples.
+        """
+        from electra_dist.finetune.task_metrics import metric_with_error
 
         predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0]
-        return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
+        return metric_with_error(predicted_N, true_N, len(self.labels), self.metric)
 
 
 def _read_glue(spec: TextSpec, data: Path, stem: str) -> Texts:

@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.scores import Measured, best_layer
+from electra_dist.finetune.scores import ItemResults, Measured, best_layer
+from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.training_loop import Progress, predict, quiet, row_sequence
 from electra_dist.finetune.word_files import Sentence, Treebank
 from electra_dist.pretrained.encoder import Pretrained
@@ -169,6 +170,7 @@ def probe_words(
         score=_accuracy(counts_of_layers[layer]),
         examples=num_train,
         standard_error=_standard_error(counts_of_layers[layer]),
+        items=_resampled_sentences(counts_of_layers[layer]),
         layer=layer,
         layer_scores=[_accuracy(counts) for counts in counts_of_layers],
         held_out_scores=held_out_scores,
@@ -295,6 +297,12 @@ def _counts(probe: nn.Module, batches: Sequence[_Batch]) -> list[tuple[int, int]
 
 def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
     return sum(right for right, _ in counts) / sum(words for _, words in counts)
+
+
+def _resampled_sentences(counts: Sequence[tuple[int, int]]) -> ItemResults:
+    """Return the accuracy on resamples of whole sentences, because the words of a sentence are not independent."""
+    right_N, words_N = np.array(counts).T
+    return ItemResults(resamples=resampled(len(counts), lambda rows: float(right_N[rows].sum() / words_N[rows].sum())))
 
 
 def _standard_error(counts: Sequence[tuple[int, int]]) -> float | None:

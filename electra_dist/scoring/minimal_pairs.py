@@ -5,7 +5,8 @@ such as BLiMP's. The grammatical sentence must score strictly higher; a tie coun
 Nothing is trained, so the result describes the model as it came from pretraining. Chance is 50 %.
 
 How: the score of a sentence depends on the head with which the encoder was pretrained; `token_scores.py` computes it.
-- A masked language model: the pseudo-log-likelihood of the sentence, with each token masked in turn.
+- A masked language model: the pseudo-log-likelihood of the sentence, with each token masked in turn. On pairs of
+  files, the readout "word" masks the rest of the token's word, too; "token" masks the token alone.
 - A discriminator, or a model that restores replaced tokens: on pairs of files, the sum over all tokens of the sentence
   of log P(this token is the original one). On pairs of `number_agreement.py`, whose sentences differ in one word, the
   logit or the log-probability of that word alone.
@@ -31,9 +32,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +49,7 @@ from electra_dist.scoring.token_scores import (
     kept_log_probs,
     predicts_tokens,
     pseudo_log_likelihood,
+    pseudo_log_likelihoods,
     replaced_logits,
     sentence_log_probs,
 )
@@ -165,6 +168,13 @@ class PairScore(NamedTuple):
     accuracy: float
     example: str  # a sentence with both forms, as in "the boy is/*are tired ."; empty for `ALL`
     standard_error: float  # of the accuracy, over the choice of pairs
+    margin: float  # mean over the pairs of the grammatical sentence's score minus the other's, in nats
+    hits: tuple[bool, ...]  # for each pair, whether the grammatical sentence scores higher; empty for `ALL`
+    # Accuracy by each readout, for a masked language model on pairs of files; otherwise empty.
+    accuracy_by_readout: dict[str, float]
+
+
+Readout = Literal["token", "word"]  # what a masked language model does not see when it scores a token of a word
 
 
 class _SingleTokens:
@@ -205,13 +215,17 @@ def score_minimal_pairs(
 
 
 def score_sentence_pairs(
-    encoder: Pretrained, pairs: Sequence[SentencePair], device: torch.device, progress: Progress = quiet
+    encoder: Pretrained,
+    pairs: Sequence[SentencePair],
+    device: torch.device,
+    progress: Progress = quiet,
+    readout: Readout = "token",
 ) -> list[PairScore]:
     """Return how often an encoder prefers the grammatical sentence of given pairs (at least one), such as BLiMP's.
 
     There is one score for each kind of pair, in the order in which the kinds first occur, then one for all pairs,
-    named `ALL`. Raises UserError if the model has no pretraining head, or if a sentence has more tokens than the model
-    has positions.
+    named `ALL`. `readout` has an effect on masked language models only. Raises UserError if the model has no
+    pretraining head, or if a sentence has more tokens than the model has positions.
     """
     special = encoder.special
     sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
@@ -226,25 +240,36 @@ def score_sentence_pairs(
                 f"positions: `{sentence}`; remove its pair from the file"
             )
         ids.append(row)
-    scores = sentence_log_probs(encoder, ids, device, progress)
     examples: dict[str, str] = {}
     for pair in pairs:
         examples.setdefault(pair.kind, f"{pair.good} / *{pair.bad}")
-    return _pair_scores([pair.kind for pair in pairs], scores, examples)
+    kinds = [pair.kind for pair in pairs]
+    if not (predicts_tokens(encoder) and encoder.reads_masks):
+        return _pair_scores(kinds, sentence_log_probs(encoder, ids, device, progress), examples)
+    by_token, by_word = (
+        _pair_scores(kinds, sums, examples) for sums in pseudo_log_likelihoods(encoder, ids, device, progress)
+    )
+    return [
+        (word if readout == "word" else token)._replace(
+            accuracy_by_readout={"token": token.accuracy, "word": word.accuracy}
+        )
+        for token, word in zip(by_token, by_word, strict=True)
+    ]
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
     """Return the accuracy for each kind of pair, then for all; `scores` alternates grammatical and ungrammatical."""
-    good_scores = scores[0::2]
-    bad_scores = scores[1::2]
-    is_hit = (good_scores > bad_scores).tolist()  # a tie counts as a miss
-    hits_of: dict[str, list[bool]] = {kind: [] for kind in examples}
-    for kind, hit in zip(kinds, is_hit, strict=True):
-        hits_of[kind].append(hit)
+    margins = (scores[0::2].double() - scores[1::2].double()).tolist()
+    margins_of: dict[str, list[float]] = {kind: [] for kind in examples}
+    for kind, margin in zip(kinds, margins, strict=True):
+        margins_of[kind].append(margin)
 
     results = []
+    num_hits = 0
     variance_of_hits = 0.0  # of the number of hits among all pairs, with the kinds as strata
-    for kind, hits in hits_of.items():
+    for kind, margins_of_kind in margins_of.items():
+        hits = tuple(margin > 0.0 for margin in margins_of_kind)  # a tie counts as a miss
+        num_hits += sum(hits)
         accuracy = sum(hits) / len(hits)
         variance = accuracy * (1.0 - accuracy)  # of a single pair
         results.append(
@@ -254,16 +279,22 @@ def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str,
                 accuracy=accuracy,
                 example=examples[kind],
                 standard_error=math.sqrt(variance / len(hits)),
+                margin=statistics.fmean(margins_of_kind),
+                hits=hits,
+                accuracy_by_readout={},
             )
         )
         variance_of_hits += variance * len(hits)
     results.append(
         PairScore(
             phenomenon=ALL,
-            pairs=len(is_hit),
-            accuracy=sum(is_hit) / len(is_hit),
+            pairs=len(margins),
+            accuracy=num_hits / len(margins),
             example="",
-            standard_error=math.sqrt(variance_of_hits) / len(is_hit),
+            standard_error=math.sqrt(variance_of_hits) / len(margins),
+            margin=statistics.fmean(margins),
+            hits=(),
+            accuracy_by_readout={},
         )
     )
     return results

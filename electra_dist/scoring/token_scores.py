@@ -6,13 +6,16 @@ How: the score of a token depends on the kind of model. Scores of different kind
 - The discriminator of Electric gives an energy E. The score is -E, the token's log-probability given all other
   tokens, up to a constant.
 - A masked language model predicts a token that shows [MASK] from all other tokens. The score is
-  log p(token | all other tokens), and its sum over a sentence is the pseudo-log-likelihood (`masked_scorer`).
+  log p(token | all other tokens), and its sum over a sentence is the pseudo-log-likelihood (`masked_scorer`). This sum
+  favours words of several tokens, of which all but one give each token away. If the rest of the word after the token
+  is masked, too, the word is read from left to right (`pseudo_log_likelihoods` returns both).
 - A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
   MLM and All-Tokens MLM) reads the unmasked sentence. The score is log P(the token is the original one).
 
 Cost: one forward pass of a sentence; for a masked language model one pass for each of its tokens.
 
-Source: Salazar et al., "Masked language model scoring", ACL 2020.
+Sources: Salazar et al., "Masked language model scoring", ACL 2020; Kauf and Ivanova, "A better way to do masked
+language model scoring", ACL 2023.
 
 Shapes: N rows, B rows of a batch, S tokens, C copies of rows, H hidden width, E embedding width, V tokens of the
 vocabulary. Rows are token ids with [CLS] and [SEP], without padding. All functions call `progress` after each batch
@@ -141,12 +144,17 @@ def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
 
 
 def masked_log_probs(
-    encoder: Pretrained, ids: Ids, places: Sequence[tuple[int, int]], device: torch.device, progress: Progress
+    encoder: Pretrained,
+    ids: Ids,
+    places: Sequence[tuple[int, int]],
+    device: torch.device,
+    progress: Progress,
+    ends: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return log p(token | all other tokens) for the tokens at C places in the rows `ids`, fp32 [C] on the host.
+    """Return log p(token | all tokens that are not masked) for the tokens at C places in `ids`, fp32 [C] on the host.
 
     A place is (index of the row, position in the row). For each place, the model reads a copy of the row in which that
-    token is masked.
+    token is masked. If `ends` is given, the tokens after it are masked, too, up to the position ends[c] - 1.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     backbone = encoder.backbone().to(device).eval()
@@ -154,12 +162,19 @@ def masked_log_probs(
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
         state_BSH = backbone(ids_BS)
-        is_masked_BS = ids_BS == mask
-        assert bool((is_masked_BS.sum(1) == 1).all()), "a row holds another [MASK] than that of the scored token"
-        masked_state_BH = state_BSH[is_masked_BS]
+        first_masked_B = (ids_BS == mask).int().argmax(1)
+        masked_state_BH = state_BSH[torch.arange(len(ids_BS), device=ids_BS.device), first_masked_B]
         return token_log_probs(masked_state_BH)
 
-    copies = [_with_mask(ids[row], position, mask) for row, position in places]
+    ends = [position + 1 for _, position in places] if ends is None else ends
+    copies = []
+    for (row, position), end in zip(places, ends, strict=True):
+        row_ids = ids[row]
+        if mask in row_ids:
+            raise UserError(
+                f"{encoder.name}: a text has the token [MASK] in it, which hides the scored token; remove it"
+            )
+        copies.append([*row_ids[:position], *[mask] * (end - position), *row_ids[end:]])
     logp_C = torch.empty(len(copies))
     for copy_numbers, logp_BV in predict(
         log_probs, copies, encoder.special.pad, SENTENCES_PER_BATCH, device, progress
@@ -168,10 +183,6 @@ def masked_log_probs(
         original_B = torch.tensor([ids[row][position] for row, position in masked_places], device=logp_BV.device)
         logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
     return logp_C
-
-
-def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
-    return [*row[:position], mask, *row[position + 1 :]]
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
@@ -245,6 +256,38 @@ def pseudo_log_likelihood(
     types.
     """
     return _row_sums(masked_scorer(encoder, device)(ids, progress))
+
+
+def pseudo_log_likelihoods(
+    encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two sums over each row's tokens without [CLS] and [SEP], each fp32 [N].
+
+    The first is `pseudo_log_likelihood`. In the second, the tokens after the scored one in the same word are masked
+    together with it. The sums are equal for rows whose words are single tokens. Rows must be single sentences.
+    """
+    token_values = masked_scorer(encoder, device)(ids, progress)
+    word_values = [value_S.clone() for value_S in token_values]
+    continues = _continues_word(encoder)
+    places = []
+    ends = []
+    for row, row_ids in enumerate(ids):
+        end = len(row_ids) - 1
+        for position in range(len(row_ids) - 2, 0, -1):
+            if end > position + 1:
+                places.append((row, position))
+                ends.append(end)
+            if not continues[row_ids[position]]:
+                end = position  # of the word before
+    logp_C = masked_log_probs(encoder, ids, places, device, progress, ends)
+    for (row, position), logp in zip(places, logp_C, strict=True):
+        word_values[row][position - 1] = logp
+    return _row_sums(token_values), _row_sums(word_values)
+
+
+def _continues_word(encoder: Pretrained) -> list[bool]:
+    """Return for each token of the vocabulary whether it continues a word, as in "##ing"; punctuation does not."""
+    return [token.startswith("##") and token[2:3].isalnum() for token in encoder.vocabulary.shown_tokens]
 
 
 def _at_positions(

@@ -84,7 +84,7 @@ def test_only_seeds_with_both_scores_count_and_a_single_seed_has_no_seed_error()
     assert difference_text(difference) == "+16.0"
     assert paired_difference(scores, "rtd", "random", "tags") is None
     assert difference_rows(scores, ["rtd", "mlm"], "mlm", ["tags", "heads"]) == [["rtd", "+16.0", "-"]]
-    assert "| minus mlm | tags |" in markdown_differences([["rtd", "+16.0"]], "mlm", ["tags"])
+    assert "| minus mlm | tags |" in markdown_differences("Differences", [["rtd", "+16.0"]], "mlm", ["tags"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from electra_dist.finetune.finetune_and_probe import pooled, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
 from electra_dist.finetune.scores import best_layer
-from electra_dist.finetune.task_metrics import metric_standard_error
+from electra_dist.finetune.task_metrics import metric_with_error
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.towers import build_towers
@@ -116,8 +116,8 @@ def test_the_standard_errors_are_those_of_formulas_and_of_a_bootstrap_in_numpy()
 
     accuracy = float((predicted == true).mean())
     expected = np.sqrt(accuracy * (1 - accuracy) / 400)
-    assert metric_standard_error(predicted, true, 2, "accuracy") == pytest.approx(expected)
-    assert metric_standard_error(predicted, true, 2, "mcc") == pytest.approx(np.std(correlations), rel=0.15)
-    assert metric_standard_error(predicted_value, value, 0, "spearman") == pytest.approx(
+    assert metric_with_error(predicted, true, 2, "accuracy")[0] == pytest.approx(expected)
+    assert metric_with_error(predicted, true, 2, "mcc")[0] == pytest.approx(np.std(correlations), rel=0.15)
+    assert metric_with_error(predicted_value, value, 0, "spearman")[0] == pytest.approx(
         np.std(rank_correlations), rel=0.15
     )

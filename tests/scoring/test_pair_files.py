@@ -10,7 +10,7 @@ import pytest
 import torch
 from electra_launcher.cli.main import app
 from support.real_runs import write_tiny_config
-from transformers import ElectraForPreTraining
+from transformers import ElectraForMaskedLM, ElectraForPreTraining
 from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
@@ -20,7 +20,7 @@ from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.minimal_pairs import SentencePair, read_pair_files, score_sentence_pairs
-from electra_dist.scoring.token_scores import pseudo_log_likelihood, sentence_log_probs
+from electra_dist.scoring.token_scores import pseudo_log_likelihood, pseudo_log_likelihoods, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -122,6 +122,34 @@ def test_a_masked_language_model_scores_a_sentence_by_its_pseudo_log_likelihood(
     rows = [[2, 62, 74, 75, 3], [2, 90, 3]]
 
     assert torch.equal(sentence_log_probs(generator, rows, CPU), pseudo_log_likelihood(generator, rows, CPU))
+
+
+def test_the_rest_of_a_word_is_masked_with_the_scored_token_in_the_second_sum(
+    model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """The independent truth is Hugging Face's model; the words are [5 ##6 ##7], [8] and [9 ##6]."""
+    tokens = vocabulary.tokens.copy()
+    tokens[36], tokens[37] = "##six", "##seven"
+    pieces = Vocabulary("\n".join(tokens), "pieces")
+    state = build_towers(model, 3).state_dict()
+    export_tower(state, model, "generator", pieces, True, tmp_path / "hf")
+    hf_generator = ElectraForMaskedLM.from_pretrained(tmp_path / "hf").eval()
+    generator = Pretrained.from_state("run", state, model, pieces, True, tower="generator")
+    special = generator.special
+    row = [special.cls, 35, 36, 37, 38, 39, 36, special.sep]
+    masked_places = {1: [1, 2, 3], 2: [2, 3], 3: [3], 4: [4], 5: [5, 6], 6: [6]}
+
+    def log_prob(position: int, places: list[int]) -> float:
+        masked = torch.tensor([row])
+        masked[0, places] = special.mask
+        with torch.no_grad():
+            return float(hf_generator(masked).logits[0, position].double().log_softmax(-1)[row[position]])
+
+    by_token, by_word = pseudo_log_likelihoods(generator, [row, row[:2] + row[-1:]], CPU)
+
+    assert by_token[0].item() == pytest.approx(sum(log_prob(place, [place]) for place in masked_places), abs=1e-3)
+    assert by_word[0].item() == pytest.approx(sum(log_prob(*item) for item in masked_places.items()), abs=1e-3)
+    assert by_token[1] == by_word[1]  # a row of one token
 
 
 def test_accuracy_and_standard_error_of_each_kind_and_of_all_pairs(

@@ -41,6 +41,11 @@ class Tower(StrEnum):
     generator = "generator"
 
 
+class _Readout(StrEnum):
+    token = "token"
+    word = "word"
+
+
 OptionalModel = Annotated[
     str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
 ]
@@ -71,6 +76,13 @@ def minimal_pairs(
             "all pairs of the files",
         ),
     ] = None,
+    readout: Annotated[
+        _Readout,
+        typer.Option(
+            help="what a masked language model does not see when it scores a token of a --file: this token alone, or "
+            "the rest of its word, too, which does not favour words of several tokens; both accuracies are printed"
+        ),
+    ] = _Readout.token,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
@@ -94,19 +106,30 @@ def minimal_pairs(
         if sentence_pairs is None:
             scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
         else:
-            scores = score_sentence_pairs(encoder, sentence_pairs, device, progress)
+            scores = score_sentence_pairs(
+                encoder, sentence_pairs, device, progress, "word" if readout is _Readout.word else "token"
+            )
     from rich.table import Table
 
+    by_readout = list(scores[-1].accuracy_by_readout)
     table = Table(
-        "phenomenon", "pairs", "accuracy", "s.e.", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)"
+        "phenomenon",
+        "pairs",
+        "accuracy",
+        "s.e.",
+        *(f"by {name}" for name in by_readout),
+        "margin",
+        "example",
+        title=f"{encoder.name}: minimal pairs (chance 50 %; margin in nats)",
     )
     for score in scores:
-        accuracy = f"{100 * score.accuracy:.1f}"
-        standard_error = f"{100 * score.standard_error:.1f}"
-        table.add_row(score.phenomenon, str(score.pairs), accuracy, standard_error, score.example)
+        shares = [score.accuracy, score.standard_error, *(score.accuracy_by_readout[name] for name in by_readout)]
+        percents = [f"{100 * share:.1f}" for share in shares]
+        table.add_row(score.phenomenon, str(score.pairs), *percents, f"{score.margin:.2f}", score.example)
     out.print(table)
     if output:
-        write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
+        trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
+        write_json(output, {"model": encoder.name, "scores": trees})
 
 
 def write_json(path: Path, tree: dict[str, object]) -> None:
