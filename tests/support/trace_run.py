@@ -7,7 +7,8 @@ The run has one CPU rank, 4 steps of two micro-batches, an evaluation and a save
 last call of the functions in PHASES, when everything is warm. For each phase it prints the calls, and how many
 functions, files and packages they belong to; `--list PHASE` prints the calls of each function of a phase.
 
-Limits: functions of other packages, other threads, comprehensions, lambdas and the code of modules are not counted.
+Limits: functions of other packages, other threads, comprehensions and lambdas are not counted, nor is what an import
+runs: the code of modules, the bodies of classes, and decorators.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class Trace:
         self._phases = {function: phase for phase, function in PHASES.items()}
         self._functions: dict[CodeType, Function | None] = {}
         self._open: list[str] = [START]  # the phases that have begun and not ended, the outermost first
+        self._imports = 0  # modules that are being imported, each by the one before it
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event not in ("call", "return"):
             return
+        if frame.f_code.co_name == "<module>":
+            self._imports += 1 if event == "call" else -1
         function = self._function(frame.f_code)
-        if function is None:
+        if function is None or self._imports:
             return
         phase = self._phases.get(function)
         if event == "return":
