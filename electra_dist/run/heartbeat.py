@@ -78,8 +78,9 @@ class Heartbeat:
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
         """Write a first heartbeat with phase "setup". The number of this start, `attempt`, may be set later."""
-        host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
-        self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
+        self._host = node_name()[:64]  # cut off, so that a record has room in RECORD_BYTES
+        self._pid = os.getpid()
+        self._rank = rank
         self.attempt = attempt
         self._path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
         self._step = 0
@@ -109,26 +110,28 @@ class Heartbeat:
             self._phase_since = now
         self._last_beat = monotonic_now
         self._step = step
-        self._line = _encode(
-            f'{self._first_fields}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
-            f'"phase_since": {self._phase_since:.6f}, "step_s": {self._median_step_s()}, "reason": "{_plain(reason)}"'
+        # The newest heartbeat, as readers get it.
+        self.last = Beat(
+            pid=self._pid,
+            host=self._host,
+            rank=self._rank,
+            attempt=self.attempt,
+            phase=phase,
+            step=step,
+            time=round(now, 6),
+            phase_since=round(self._phase_since, 6),
+            step_s=self._median_step_s(),
+            reason=_plain(reason),
         )
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.pwrite(self._file, self._line, 0)  # Overwrite the last record from the beginning of the file.
+            os.pwrite(self._file, _encode(self.last), 0)  # Overwrite the last record from the beginning of the file.
         except OSError as error:
             if not is_worth_waiting_for(error):
                 with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path
                     raise
-
-    @property
-    def last(self) -> Beat:
-        """Return the newest heartbeat that this rank wrote, as readers get it (times are rounded to microseconds)."""
-        beat = _decode(self._line)
-        assert beat is not None  # The record was encoded by `_encode`, so its checksum fits.
-        return beat
 
     def close(self) -> None:
         """Write a last heartbeat with phase "done" and close the file.
@@ -139,12 +142,12 @@ class Heartbeat:
         if self._file is not None:
             os.close(self._file)
 
-    def _median_step_s(self) -> str:
-        """Return the median time of the newest steps as JSON text: seconds, or null if no step time is known yet."""
+    def _median_step_s(self) -> float | None:
+        """Return the median time of the newest steps in seconds; None if no step time is known yet."""
         if not self._step_times:
-            return "null"
+            return None
         newest = sorted(self._step_times)
-        return f"{newest[len(newest) // 2]:.6f}"
+        return round(newest[len(newest) // 2], 6)
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
@@ -177,9 +180,9 @@ def _plain(reason: str) -> str:
     return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
 
-def _encode(body: str) -> bytes:
-    """Add a CRC-32 and spaces to `body`, such as `{"pid": 7`; return a record of `RECORD_BYTES` bytes."""
-    data = body.encode("ascii")
+def _encode(beat: Beat) -> bytes:
+    """Return a heartbeat as a JSON object with a CRC-32 of its other fields, and spaces up to `RECORD_BYTES` bytes."""
+    data = json.dumps(vars(beat)).removesuffix("}").encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
     assert len(line) == RECORD_BYTES, line
     return line
