@@ -57,7 +57,7 @@ from step_ways import (
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.model.counts import parameter_counts
-from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
+from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.train.step_operators import products_alone_s
 
 ROUNDS = 5

@@ -300,15 +300,19 @@ class GpuReading:
 class GpuSampler:
     """A connection to the GPU driver (NVML) that reads the GPUs of this node; `close` ends it."""
 
-    def __init__(self) -> None:
-        self._probe = GpuProbe.open()
+    def __init__(self, probe: GpuProbe) -> None:
+        self._probe = probe
         self._first_errors: dict[str, int] = {}  # UUID -> uncorrected memory errors when they were first read
         self._new_errors = 0  # of all GPUs, at the newest reading
 
-    def read(self) -> GpuReading | None:
-        """Read all GPUs of this node, and return the worst value of each quantity; None without NVML or GPUs."""
-        if self._probe is None:
-            return None
+    @staticmethod
+    def open() -> GpuSampler | None:
+        """Connect to the driver as `GpuProbe.open` does; None where that returns None."""
+        probe = GpuProbe.open()
+        return None if probe is None else GpuSampler(probe)
+
+    def read(self) -> GpuReading:
+        """Read all GPUs of this node, and return the worst value of each quantity."""
         samples = self._probe.sample()
         self._new_errors = 0
         for gpu in samples:
@@ -329,10 +333,8 @@ class GpuSampler:
         return f"{self._new_errors} uncorrected memory errors since the run started"
 
     def close(self) -> None:
-        """End the connection to the driver; later reads return None. Calling it twice is fine."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        """End the connection to the driver; the sampler cannot be used afterwards."""
+        self._probe.close()
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:

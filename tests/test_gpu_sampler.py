@@ -26,7 +26,7 @@ def test_the_module_imports_without_nvidia_ml_py_and_without_torch(tmp_path: Pat
     code = (
         "import sys; sys.modules['pynvml'] = None\n"  # as if not installed
         "from electra_dist.nvml import GpuSampler\n"
-        "assert GpuSampler().read() is None; assert 'torch' not in sys.modules\n"
+        "assert GpuSampler.open() is None; assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
@@ -37,7 +37,8 @@ def test_a_reading_has_the_worst_value_of_all_gpus_and_the_sum_of_power_and_erro
         {"temperature": 88, "sm_clock": 345, "throttle": 0x48, "memory_used": 70_000_000_000},
         {"ecc_volatile": 2, "power_mw": "unsupported", "throttle": 0x40},
     ).close()
-    sampler = GpuSampler()
+    sampler = GpuSampler.open()
+    assert sampler is not None
     assert sampler.read() == GpuReading(
         gpu_temperature_c=88,
         gpu_power_w=1303.0,
@@ -47,14 +48,11 @@ def test_a_reading_has_the_worst_value_of_all_gpus_and_the_sum_of_power_and_erro
         gpu_throttle=("hardware slowdown", "hardware thermal slowdown"),
     )
     sampler.close()
-    sampler.close()
     assert fake.open_count == 0
-    assert sampler.read() is None
 
 
 def test_a_reading_of_gpus_that_answer_no_query_is_none_rather_than_zero(probe: Callable[..., GpuProbe]):
-    probe(UNSUPPORTED).close()
-    reading = GpuSampler().read()
+    reading = GpuSampler(probe(UNSUPPORTED)).read()
     assert reading == GpuReading(
         gpu_temperature_c=None,
         gpu_power_w=None,
@@ -70,7 +68,7 @@ class FakeDriver:
 
     def __init__(self, probe: Callable[..., GpuProbe], *gpus: dict[str, Any]) -> None:
         self._probe = probe
-        self._sampler = GpuSampler()
+        self._sampler = GpuSampler(probe(*gpus))
         assert self.fault_with(*gpus) == ""
 
     def fault_with(self, *gpus: dict[str, Any]) -> str:

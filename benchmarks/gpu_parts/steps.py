@@ -316,10 +316,8 @@ def _time_engine(bench: StepBench, operation: str, batch: int) -> Rows:
     given = step_input(module, bench.ids(batch))
 
     def step() -> None:
-        for number in range(_MICRO_BATCHES):
+        for _ in range(_MICRO_BATCHES):
             engine.backward(engine.forward(given).loss)
-            if number < _MICRO_BATCHES - 1:
-                engine.step_micro_batch()
         engine.step(_LEARNING_RATE)
 
     with contextlib.closing(engine):

@@ -120,7 +120,7 @@ class RowLoader:
 
         A number above 0 points to a faulty network, disk or storage service. Training used only verified rows.
         """
-        return self._cache.refetches
+        return self._cache.node_cache.refetches
 
     def close(self) -> None:
         """Stop reading ahead and wait up to two seconds for the background thread to end."""

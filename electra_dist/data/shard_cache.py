@@ -76,11 +76,6 @@ class ShardCache:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def refetches(self) -> int:
-        """Return how often a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
-        return self.node_cache.refetches
-
     @waits
     def open(self, shard_index: int) -> Shard:
         """Return a verified, memory-mapped shard by its index in `corpora.shards`; wait for it if necessary.
@@ -157,7 +152,7 @@ class ShardCache:
         """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""
         block = shard.block_of_row(row)
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
-        refetches_before = self.refetches
+        refetches_before = self.node_cache.refetches
         self._drop(index)
         try:
             self.open(index)
@@ -165,7 +160,7 @@ class ShardCache:
             raise ManifestMismatch(
                 f"{shard.path}: {place}; check the disk, restore the file or build the corpus again"
             ) from None
-        outcome = "fetched again" if self.refetches > refetches_before else "verified again and good"
+        outcome = "fetched again" if self.node_cache.refetches > refetches_before else "verified again and good"
         print(printable(f"{shard.path}: {place}; {outcome}, and the reading goes on"), file=sys.stderr, flush=True)
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:

@@ -182,8 +182,7 @@ class TowerClipping:
 class Engine:
     """DeepSpeed engine around an objective; runs optimizer steps.
 
-    One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
-    after each pair except the last one, and `step` after the last one.
+    One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`, and `step` after them.
 
     The caller of `step` may refuse the update, for example after a loss spike: it passes a function `accept`, which
     the engine asks once the gradients are reduced and their norm is known. A refused step changes neither weights nor
@@ -296,10 +295,9 @@ class Engine:
         if self.loss_scale is not None and self.zero_stage == 0:
             factor *= self.loss_scale.cur_scale  # at the other stages DeepSpeed multiplies by it
         self.deepspeed.backward(loss * factor)
-
-    def step_micro_batch(self) -> None:
-        """End a micro-batch that is not the last one of its step: DeepSpeed counts it and updates nothing."""
-        self.deepspeed.step()
+        is_last = self.deepspeed.is_gradient_accumulation_boundary()
+        if not is_last:
+            self.deepspeed.step()  # counts the micro-batch and updates nothing
 
     def step(
         self,

@@ -58,6 +58,7 @@ class ZeroLayout(ABC):
 
     read: ClassVar[tuple[str, ...]] = ()  # attributes of the optimizer that this class reads
     is_partitioned: ClassVar[bool] = True  # whether each rank holds only its own part of weights and gradients
+    offloads = False  # whether the optimizer's state is in host memory at ZeRO stage 1 or 2
 
     def __init__(self, optimizer: Any) -> None:
         for name in self.read:
@@ -93,11 +94,6 @@ class ZeroLayout(ABC):
 
     def clean_up_skipped_step(self) -> None:  # noqa: B027
         """Repair the state that DeepSpeed leaves when it skips the update of a step. Collective."""
-
-    @property
-    def offloads(self) -> bool:
-        """Return whether the optimizer's state is in host memory at ZeRO stage 1 or 2."""
-        return False
 
 
 class Whole(ZeroLayout):
@@ -172,6 +168,10 @@ class Stage1And2(_Linked):
         *("optimizer", "_global_grad_norm"),
     )
 
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.offloads = bool(optimizer.cpu_offload)
+
     @property
     @override
     def _partitions(self) -> list[torch.Tensor]:
@@ -192,11 +192,6 @@ class Stage1And2(_Linked):
         # DeepSpeed keeps these gradients, and would add those of the next step to them.
         for group in self.optimizer.averaged_gradients:
             self.optimizer.averaged_gradients[group] = None
-
-    @property
-    @override
-    def offloads(self) -> bool:
-        return bool(self.optimizer.cpu_offload)
 
 
 class Stage3(ZeroLayout):

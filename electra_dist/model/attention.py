@@ -42,7 +42,7 @@ from typing_extensions import override
 from electra_dist.config import Config, ModelConfig
 from electra_dist.model.compile_options import compile_options
 from electra_dist.model.flash_attention import flash_attention
-from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
+from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias, example_bounds
 from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 

@@ -295,12 +295,9 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "b
     return None
 
 
-def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
+def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float) -> float:
     """Return the model FLOPs utilisation, in [0, 1]: the share of the GPUs' peak that the run uses.
 
-    `tokens_per_s` counts all GPUs together. `peak` is the peak of one GPU in FLOP/s; if it is None, the result is
-    None.
+    `tokens_per_s` counts all GPUs together. `peak` is the peak of one GPU in FLOP/s.
     """
-    if peak is None:
-        return None
     return tokens_per_s * flops_per_token / (num_gpus * peak)

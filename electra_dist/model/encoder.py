@@ -35,8 +35,7 @@ from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, LayerMask
-from electra_dist.model.fused_layer import Parameters, Settings, after_attention, qkv_product
-from electra_dist.model.matrix_products import Linear
+from electra_dist.model.fused_layer import AfterAttention, Linear, Parameters, QkvProduct, Settings
 
 
 class DropoutKeys(NamedTuple):
@@ -237,7 +236,7 @@ class EncoderLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
-        qkv, residual_TH = qkv_product(hidden_TH, attention.qkv.weight, attention.qkv.bias)
+        qkv, residual_TH = QkvProduct.apply(hidden_TH, attention.qkv.weight, attention.qkv.bias)
         context_TH = attention.attend(qkv, attention_mask, dropout_keys)
         parameters = Parameters(
             out_weight=attention.out.weight,
@@ -256,7 +255,8 @@ class EncoderLayer(nn.Module):
             attention_dropout=self.attention_norm.dropout(dropout_keys),
             output_dropout=self.output_norm.dropout(dropout_keys),
         )
-        return after_attention(context_TH, residual_TH, parameters, settings)
+        states_TH: torch.Tensor = AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
+        return states_TH
 
     def compose(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Compute `forward` by separate operations; they define the layer, and torch.compile traces them."""

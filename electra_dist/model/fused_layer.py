@@ -1,17 +1,19 @@
-"""Compute what a transformer layer does before and after attention, each as one autograd function.
+"""Compute matrix products, and what a transformer layer does before and after attention as two autograd functions.
 
-`qkv_product` gives query, key and value by one product. A layer reads its input twice: in this product and in the
+`QkvProduct` gives query, key and value by one product. A layer reads its input twice: in this product and in the
 residual connection. As separate operations, autograd would add the two gradients in a pass of its own over memory. So
 the function returns its input as a second result, and its backward pass computes `residual's gradient + product's
 gradient x W` as one product.
 
-`after_attention` is the rest of the layer: the output product of attention, dropout + residual + LayerNorm, the
+`AfterAttention` is the rest of the layer: the output product of attention, dropout + residual + LayerNorm, the
 feed-forward network (product, GELU, product), and dropout + residual + LayerNorm again. Its backward pass is written
 by hand. A residual's gradient is added inside the next product, and the backward passes of the norms and of GELU give
 the sums for the biases. For the backward pass the original parameters are kept, not casts of them, so that ZeRO-3 may
 partition them in between.
 
-Guarantee: up to rounding, the values are those of `EncoderLayer.compose`, the definition with which tests compare.
+Guarantee: up to rounding, the values are those of `EncoderLayer.compose`, the definition with which tests compare. The
+result of `linear` is that of torch's `F.linear`. On CPUs without AMX or AVX512-BF16, products of bf16 operands are
+summed in fp32 and rounded once, forward and backward: torch's own bf16 products are 4 to 20 times slower there.
 
 Shapes: T tokens, H hidden, I width of the feed-forward network.
 """
@@ -24,24 +26,90 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.layer_passes import TokenSums, gelu_gradient, norm_backward, norm_forward
 from electra_kernels.operation_types import LayerDropout
+from torch import nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
-from electra_dist.model.matrix_products import input_gradient, linear, product_dtype, weight_gradient
-
-
-def qkv_product(
-    hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], both in the product's dtype."""
-    result: tuple[torch.Tensor, torch.Tensor] = _QkvProduct.apply(hidden_TH, weight, bias)
-    return result
+# Whether this CPU has AMX or AVX512-BF16 and torch uses them. A torch without oneDNN lacks the operator that asks.
+HAS_BF16_PRODUCTS: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class _QkvProduct(torch.autograd.Function):
+class Linear(nn.Linear):
+    """nn.Linear, with the same parameter names, that computes its product with `linear` of this module."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + b, [..., out], as `F.linear` does, in the dtype of `x` or of autocast."""
+    if not _emulates_bf16(x):
+        return F.linear(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        # Under autocast the operands may be fp32. Rounding them to bf16 first gives the operands of a bf16 product.
+        x = x.bfloat16().float()
+        weight = weight.bfloat16().float()
+        if bias is not None:
+            bias = bias.bfloat16().float()
+        return F.linear(x, weight, bias).bfloat16()
+
+
+def input_gradient(
+    grad_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    other_grad_TI: torch.Tensor | None = None,
+    out_TI: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient of the input of `linear`, [T, in]: `grad_TO` @ `weight_OI` + `other_grad_TI`.
+
+    `other_grad_TI` is a gradient that the input has from elsewhere, such as a residual connection. It is added inside
+    the product, and the sum is rounded once. All arguments have one dtype. `out_TI`, if given, may be overwritten by
+    the result, so that no memory is allocated.
+    """
+    if _emulates_bf16(grad_TO):
+        with torch.autocast("cpu", enabled=False):
+            other_in_fp32 = None if other_grad_TI is None else other_grad_TI.float()
+            return input_gradient(grad_TO.float(), weight_OI.float(), other_in_fp32).bfloat16()
+    if other_grad_TI is None:
+        return torch.mm(grad_TO, weight_OI, out=out_TI)
+    return torch.addmm(other_grad_TI, grad_TO, weight_OI, out=out_TI)
+
+
+def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+    """Return grad^T x, the gradient of the weight of `linear`, [out, in]. Both arguments have the same dtype."""
+    if _emulates_bf16(grad_TO):
+        with torch.autocast("cpu", enabled=False):
+            return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()
+    return torch.mm(grad_TO.t(), x_TI)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a matrix product of `x` is computed: that of autocast, or else the dtype of `x`."""
+    device_type = x.device.type
+    has_autocast = torch.amp.is_autocast_available(device_type)  # `meta` has none
+    if has_autocast and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def _emulates_bf16(x: torch.Tensor) -> bool:
+    """Return whether a matrix product of `x` would run in bf16 on a CPU without bf16 instructions."""
+    if x.device.type != "cpu" or HAS_BF16_PRODUCTS:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return x.dtype == torch.bfloat16
+
+
+class QkvProduct(torch.autograd.Function):
+    """Product with the joint weight of query, key and value."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], in the product's dtype."""
         dtype = product_dtype(hidden_TH)
         # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
         residual_TH = hidden_TH.to(dtype)
@@ -53,6 +121,7 @@ class _QkvProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of the three arguments of `forward`."""
         hidden_TH, weight = ctx.saved_tensors
         grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
         return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH), grad_qkv.sum(0)
@@ -81,23 +150,18 @@ class Settings(NamedTuple):
     output_dropout: LayerDropout  # on the output of the feed-forward network
 
 
-def after_attention(
-    context_TH: torch.Tensor, residual_TH: torch.Tensor, parameters: Parameters, settings: Settings
-) -> torch.Tensor:
-    """Return the states after a layer, [T, H]; `context_TH` is the attention output before its output projection.
+class AfterAttention(torch.autograd.Function):
+    """Output product of attention, feed-forward network, and the dropout + residual + LayerNorm after each."""
 
-    `residual_TH` is the layer's input. Both tensors are contiguous and of one dtype. Under autocast the parameters may
-    have another dtype.
-    """
-    states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
-    return states_TH
-
-
-class _AfterAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, context_TH: torch.Tensor, residual_TH: torch.Tensor, settings: Settings, *parameters: torch.Tensor
     ) -> torch.Tensor:
+        """Return the states after a layer, [T, H]; `context_TH` is the attention output before its output projection.
+
+        `residual_TH` is the layer's input. Both tensors are contiguous and of one dtype. Under autocast the
+        parameters, in the order of `Parameters`, may have another dtype.
+        """
         used = _in_dtype_of_products(Parameters(*parameters), context_TH.dtype)
         attended_TH = linear(context_TH, used.out_weight, used.out_bias)
         normed_TH, attention_kept = norm_forward(

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.matrix_products import Linear, linear
+from electra_dist.model.fused_layer import Linear, linear
 
 CHUNK_ROWS = 2048  # rows whose logits exist at the same time in `token_log_probs`
 

@@ -35,7 +35,7 @@ from typing_extensions import override
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
 from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SelfAttention
-from electra_dist.model.matrix_products import Linear
+from electra_dist.model.fused_layer import Linear
 
 
 class Rotation(NamedTuple):

@@ -111,15 +111,12 @@ class Schedules:
         self._objective = objective
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
+        # Whether a loss weight follows a schedule; total losses of different steps are then not comparable.
+        self.change_weights = not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def values(self, step: int) -> ScheduledValues:
         """Return the values at a step; steps count from 0."""
         return ScheduledValues.at(self._objective, step / self._num_steps)
-
-    @property
-    def change_weights(self) -> bool:
-        """Return whether a loss weight follows a schedule; total losses of different steps are then not comparable."""
-        return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
         """Return whether a schedule of shape "step" jumps at this step; earlier losses are then not comparable."""

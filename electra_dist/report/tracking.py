@@ -249,37 +249,39 @@ def _remember_id(run_dir: Path, service: str, run_id: str) -> None:
 
 
 class ReportRefresh:
-    """Starter of the processes that write report.html. Only rank 0 has one; call `close` before the last report."""
+    """Thread that starts a process to write report.html at intervals; call `close` before the last report."""
 
     def __init__(self, run_dir: Path, every_minutes: float) -> None:
+        """Start the thread, unless the interval is 0. Only rank 0 does so."""
         self._run_dir = run_dir
-        self._every_s = 60 * every_minutes
-        self._next = time.monotonic() + self._every_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        if every_minutes > 0:
+            threading.Thread(target=self._work, args=(60 * every_minutes,), daemon=True).start()
 
-    def update_if_due(self) -> None:
-        """Start the process that writes the report, if the interval is over and the last process has ended."""
-        if self._every_s <= 0 or time.monotonic() < self._next:
-            return
-        is_running = self._process is not None and self._process.poll() is None
-        if is_running:
-            return
-        self._next = time.monotonic() + self._every_s
+    def _work(self, every_s: float) -> None:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            self._process = subprocess.Popen(
-                ["nice", "-n", str(_NICENESS), sys.executable, "-m", _REPORT_MODULE, str(self._run_dir)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError:  # no memory for a process, or no `nice`: the report at the end of the start is written anyway
-            self._every_s = 0
+        while not self._is_closed.wait(every_s):
+            try:
+                with self._lock:
+                    if self._is_closed.is_set():
+                        return
+                    self._process = subprocess.Popen(
+                        ["nice", "-n", str(_NICENESS), sys.executable, "-m", _REPORT_MODULE, str(self._run_dir)],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                    )
+            except OSError:  # no memory for a process, or no `nice`: the report at the end is written anyway
+                return
+            self._process.wait()
 
     def close(self) -> None:
         """Kill the process if it is still writing, so that it cannot replace the final report by an older one."""
+        with self._lock:
+            self._is_closed.set()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None

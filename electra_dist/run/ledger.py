@@ -46,7 +46,7 @@ class LedgerEvent(DatedRecord):
     attempt: Count | None = None  # number of the start of the run, from 1
     ranks: Count | None = None
     repeated: Count = 0  # steps of earlier starts that this start repeats
-    setup_s: dict[str, Number] = {}  # by the names of `train/start.py`, like `spent_s`
+    setup_s: dict[str, Number] = {}  # by the names of `train/trainer.py`, like `spent_s`
     changed: dict[str, str] = {}  # settings that differ from the checkpoint's
     was: Count | None = None  # version of random draws and rounding before "new_numerics"
     now: Count | None = None  # and from then on

@@ -48,7 +48,6 @@ from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.metrics import EvalRecord
 from electra_dist.store.patience import Patience
 from electra_dist.train.guard import Guard, SkipList
-from electra_dist.train.step import StepResult
 
 _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it counts as one interruption
 _FIRST_STEPS = 100  # interval before the first save of a run has been measured
@@ -70,14 +69,6 @@ class TrainState:
     skips: SkipList  # steps that the run skips
     overflowed: list[int]  # steps that made no update, because their gradients overflowed fp16, ascending
     eval_scores: dict[str, float] = field(default_factory=dict)  # of an evaluation of this step, if any
-
-    def updated(self, result: StepResult) -> None:
-        """Count the rows of a step that has updated the weights, and pass the step's loss to the guard.
-
-        The field `step` is left to the step loop, which also counts steps without an update.
-        """
-        self.receipt += result.receipt
-        self.guard.accept(result.judged_loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:

@@ -51,7 +51,7 @@ _LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 class RankObservation:
     """Result of a health check at a logged step: this node's GPU readings, and the slow ranks of the whole run."""
 
-    gpu: GpuReading | None  # of this rank's node; None on a rank that does not read GPUs
+    gpu: GpuReading | None  # of this rank's node; None without GPUs, and on a rank that does not read them
     slow_ranks: list[int]  # slowest first
 
 
@@ -77,7 +77,7 @@ class RankMonitor:
         self._waits_for_storage = False
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
         is_first_on_node = rank_place().local_rank == 0
-        self._sampler = GpuSampler() if is_first_on_node else None
+        self._sampler = GpuSampler.open() if is_first_on_node else None
         if self._sampler:
             self._sampler.read()  # memory errors up to now are not those of the run
         self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step

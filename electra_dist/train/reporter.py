@@ -32,7 +32,14 @@ from electra_dist.errors import StoreAway
 from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.nvml import worst
 from electra_dist.pretrained.weights import read_run_vocabulary
-from electra_dist.report.tracking import ReportRefresh, flat_settings, hyperparameters, log_record, open_trackers
+from electra_dist.report.tracking import (
+    BackgroundTracker,
+    ReportRefresh,
+    flat_settings,
+    hyperparameters,
+    log_record,
+    open_trackers,
+)
 from electra_dist.run.console import Console
 from electra_dist.run.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
 from electra_dist.run.environment_record import write_environment
@@ -62,6 +69,7 @@ class Reporter:
         """Open the files. Delete the metrics of steps after the restored checkpoint, because the run repeats them."""
         self.patience = start.patience
         self._open(start, restored, hosts)
+        self._refresh = ReportRefresh(self._run_dir, start.config.log.report_every_minutes)
 
     @waits
     def _open(self, start: Start, restored: RunState | None, hosts: Sequence[str]) -> None:
@@ -85,7 +93,6 @@ class Reporter:
         write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
         self._tokens = read_run_vocabulary(run_dir).shown_tokens if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
-        self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
         self._step_recorder = StepRecorder(config, start.engine.device, self._corpus_sizes, start_step)
         self._note_setup(corpora)
 
@@ -102,7 +109,7 @@ class Reporter:
         Args:
             attempt: number of this start of the run, from 1.
             set_aside: one line for each damaged checkpoint, which no later start will try to load.
-            setup_s: seconds of each part of the setup, by the names of `start.py`.
+            setup_s: seconds of each part of the setup, by the names of `trainer.py`.
             changed: settings that differ from the checkpoint's and may change the last bits (`bit_settings.changes`).
         """
         step = restored.step if restored else 0
@@ -173,9 +180,7 @@ class Reporter:
             self._note_overflow(done - 1, result)
         self._metrics.write(record)
         self._console.line(record)
-        self._note_refused_records()
         self._track(record)
-        self._refresh.update_if_due()
 
     def _note_overflow(self, step: int, result: StepResult) -> None:
         scaler = self._engine.loss_scale
@@ -196,25 +201,21 @@ class Reporter:
         if rows:
             self._metrics.write_samples(record.step, [text_sample(row, self._tokens) for row in rows])
         self._console.evaluation(record)
-        self._note_refused_records()
         self._track(record)
         self._note_few_replaced_tokens(record)
         self._step_recorder.begin_interval(record.step)
 
     def _track(self, record: StepRecord | EvalRecord) -> None:
-        """Send a record to the tracking services, and log which of them have failed."""
+        """Send a record to the tracking services, and log which outputs have begun to fail."""
         for tracker in self._trackers:
             log_record(tracker, record)
-        self._note_dropped_trackers()
+        self._note_problems()
 
-    def _note_refused_records(self) -> None:
-        """Log a line for each metrics file whose disk has begun to refuse records since the last call."""
-        for problem in self._metrics.problems():
-            self.note(problem)
-
-    def _note_dropped_trackers(self) -> None:
-        for tracker in self._trackers:
-            for problem in tracker.problems():
+    def _note_problems(self) -> None:
+        """Log a line for each tracking service that has failed, and each metrics file whose disk refuses records."""
+        outputs: list[MetricsWriter | BackgroundTracker] = [self._metrics, *self._trackers]
+        for output in outputs:
+            for problem in output.problems():
                 self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
@@ -312,7 +313,7 @@ class Reporter:
         self._refresh.close()
         for tracker in self._trackers:
             tracker.close(has_failed=ending == "crash")
-        self._note_dropped_trackers()
+        self._note_problems()
         try:
             for close in (self._metrics.close, self._ledger.close):
                 with contextlib.suppress(StoreAway) if is_lost else contextlib.nullcontext():
@@ -320,7 +321,7 @@ class Reporter:
         finally:
             self._metrics.discard()
             self._ledger.discard()
-            self._note_refused_records()
+            self._note_problems()
             self._console.close()
 
     def _note_setup(self, corpora: Corpora) -> None:
@@ -360,6 +361,7 @@ class StepRecorder:
         self._config = config
         self._device = device
         self._corpus_sizes = corpus_sizes
+        self._schedules = schedules_of(config.objective)
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(), config.train.precision)
@@ -396,7 +398,9 @@ class StepRecorder:
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
         global_batch = self._config.train.global_batch
-        remaining_steps = num_steps - done
+        last_step = done - 1  # steps are numbered from 0
+        progress = last_step / num_steps
+        scheduled: dict[str, Any] = {key: value_at(schedule, progress) for key, schedule in self._schedules.items()}
         return StepRecord(
             step=done,
             loss=sums.loss,
@@ -408,13 +412,13 @@ class StepRecorder:
             original_accuracy=_ratio(sums.original_correct, sums.original),
             replaced_fraction=_ratio(sums.replaced, sums.tokens),
             lr=lr,
-            generator_lr=self._config.optimizer.generator_learning_rate(done - 1, num_steps),
+            generator_lr=self._config.optimizer.generator_learning_rate(last_step, num_steps),
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak_flops),
+            mfu=None if self._peak_flops is None else self._mfu(done, tokens_per_s, self._peak_flops),
             data_wait=data_wait,
             memory_gb=self._memory_gb(),
-            eta_s=step_s * remaining_steps,
+            eta_s=step_s * (num_steps - done),
             tokens_seen=round(receipt.rows * tokens_per_row(self._corpus_sizes, done, global_batch)),
             step_s=step_s,
             rows_seen=receipt.rows,
@@ -429,21 +433,15 @@ class StepRecorder:
             slow_ranks=look.slow_ranks,
             loss_scale=result.loss_scale,
             overflow=result.overflow,
-            **self._scheduled_values(done),
+            **scheduled,
         )
 
-    def _scheduled_values(self, done: int) -> dict[str, Any]:
-        """Return the values of the objective's scheduled settings in the newest of `done` steps, by key."""
-        last_step = done - 1  # steps are numbered from 0
-        progress = last_step / self._config.train.num_steps
-        schedules = schedules_of(self._config.objective)
-        return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
-
-    def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token in the newest of `done` steps; the stage of training decides them."""
+    def _mfu(self, done: int, tokens_per_s: float, peak_flops: float) -> float:
+        """Return the FLOPs that the newest of `done` steps needs as a share of the GPUs' peak."""
         config = self._config
-        last_step = done - 1  # steps are numbered from 0
-        return token_flops(config.model, config.data.seq_len, config.objective, last_step).total
+        last_step = done - 1  # its stage of training decides the FLOPs
+        flops_per_token = token_flops(config.model, config.data.seq_len, config.objective, last_step).total
+        return mfu(tokens_per_s, flops_per_token, dist.get_world_size(), peak_flops)
 
     def _memory_gb(self) -> float:
         """Return this rank's peak GPU memory or, on a CPU, its present host memory, in 1e9 bytes."""

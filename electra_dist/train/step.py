@@ -144,9 +144,6 @@ class TrainStep:
                 output = engine.forward(step_input)
             engine.backward(output.loss)
             sum_K = output.sums if sum_K is None else sum_K + output.sums
-            is_last = index == num_micro_batches - 1
-            if not is_last:
-                engine.step_micro_batch()  # the last one is ended by the update
         assert sum_K is not None
         return sum_K
 

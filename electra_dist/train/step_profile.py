@@ -32,7 +32,7 @@ from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.errors import StoreMissing
-from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
+from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.train.inputs import open_training_corpora
 from electra_dist.train.run import build_module

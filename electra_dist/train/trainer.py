@@ -6,13 +6,23 @@ Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing e
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. Which rows come next
 follows from the integer t, so a checkpoint holds no other state of the data loader. All ranks take every decision
 alike, because they judge the same all-reduced numbers.
+
+Goodput, the useful part of the time, is computed from the fields `setup_s` and `spent_s` of ledger.jsonl
+(run/goodput.py), in seconds:
+
+    setup_s   import: process start to the first line of the run; build: inputs, process group, model, engine;
+              restore: checkpoint
+    spent_s   since the first step began: first (the first step: compilation, warm-up), step (all other steps),
+              data (waiting for rows, within them), stall (checkpoint copies and waits), eval
+
+All times are elapsed times on rank 0's host, by clocks that do not jump; no measurement waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -33,7 +43,7 @@ from electra_dist.train.evaluator import Evaluator, open_evaluator
 from electra_dist.train.guard import Guard
 from electra_dist.train.open_cache import open_shared_cache
 from electra_dist.train.reporter import Ending, Reporter
-from electra_dist.train.start import Clock, Start
+from electra_dist.train.start import Start
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, find_suspect
 
 # Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
@@ -47,6 +57,51 @@ _SILENT_READ_S = 10.0  # a longer wait for rows is reported as a wait for storag
 _SILENT_SAVE_S = 60.0  # a save without progress for longer is reported as a wait for storage
 _SPACE_EVERY_S = 60.0  # seconds between two checks of the disk space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
+
+
+class Clock:
+    """Stopwatch of one round of a run: seconds of its setup, and seconds since then by activity.
+
+    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of the
+    step loop may use the clock.
+    """
+
+    def __init__(self, setup_s: dict[str, float]) -> None:
+        self.setup_s = setup_s
+        self._spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
+        self._is_first_step_done = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure a `with` block as one step, its wait for data included. A block that raises is not counted."""
+        begin = time.perf_counter()
+        yield
+        # The first step is counted apart from the others, because compilation and warm-up make it longer.
+        activity = "step" if self._is_first_step_done else "first"
+        self._spent[activity] += time.perf_counter() - begin
+        self._is_first_step_done = True
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Measure a `with` block as an evaluation on held-out rows. A block that raises is not counted."""
+        begin = time.perf_counter()
+        yield
+        self._spent["eval"] += time.perf_counter() - begin
+
+    def stalled(self, seconds: float) -> None:
+        """Add the seconds that a save has blocked the step loop: its wait for the last save, and the copying."""
+        self._spent["stall"] += seconds
+
+    def waited_for_data(self, total_s: float) -> None:
+        """Record the total seconds for which the step loop has waited for rows since the round began."""
+        self._spent["data"] = total_s  # a total, not an increment
+
+    def spent_s(self) -> dict[str, float]:
+        """Return the seconds spent so far on each activity, rounded to milliseconds.
+
+        The time of "data" is also contained in "first" and "step"; the other activities do not overlap.
+        """
+        return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 
 
 class Trainer:
@@ -263,7 +318,8 @@ class Trainer:
         if result.overflow:
             self.state.overflowed.append(step)
         else:
-            self.state.updated(result)
+            self.state.receipt += result.receipt
+            self.state.guard.accept(result.judged_loss)
         is_last = self.state.step == num_steps
         if is_last or result.overflow or _is_due(self.state.step, self.config.log.every_steps):
             self._log(result, lr, loader.wait_s, train_step.forward_s())

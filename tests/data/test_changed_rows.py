@@ -143,7 +143,7 @@ def test_held_out_rows_that_change_between_two_evaluations_are_fetched_again(fou
             path = tmp_path / "cache" / f"{entry.sha256}.tar"
             flip_last_token_of_every_row(path, corpus.rows[first : first + ROWS_OF_A_SHARD])
         assert (evaluator._rows(32) == rows).all()
-        assert cache.refetches == 4
+        assert cache.node_cache.refetches == 4
 
 
 @pytest.mark.parametrize("damage", ["row", "header of a block", "length"])
@@ -165,7 +165,7 @@ def test_a_cached_shard_that_changes_while_it_is_closed_is_fetched_again(
         else:
             path.write_bytes(data.replace(b"NUMPY", b"NUMPX", 1))
         assert (cache.read_rows(shard, rows) == corpus.rows[:ROWS_OF_A_SHARD]).all()
-        assert cache.refetches == 1
+        assert cache.node_cache.refetches == 1
         assert path.read_bytes() == data
 
 

@@ -212,7 +212,7 @@ def test_rows_read_through_s3_faults_equal_the_local_ones(
     assert set(proxy.plan.counts) == set(kinds)
     assert proxy.plan.counts.total() >= 100
     assert store.patience.retries > 0
-    assert cache.refetches == proxy.plan.counts["flip"]
+    assert cache.node_cache.refetches == proxy.plan.counts["flip"]
     names = {f"{entry.sha256}.tar" for entry in local.manifest.shards}
     assert {path.name for path in (tmp_path / "cache").glob("*.tar")} <= names
 

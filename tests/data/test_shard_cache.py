@@ -181,7 +181,7 @@ def test_a_shard_that_is_wrong_at_every_fetch_is_named(corpus: Any, tmp_path: Pa
     with pytest.raises(ManifestMismatch, match=f"{name}: wrong bytes 5 times .*restore this shard") as caught:
         rows_through(cache)
     assert "\n" not in str(caught.value)
-    assert cache.refetches == 5
+    assert cache.node_cache.refetches == 5
     assert remote.fetched.count(name) == 5
     cache.close()
 

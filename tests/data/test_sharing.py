@@ -195,7 +195,7 @@ def test_wrong_bytes_of_a_peer_are_refused(large: Any, make_nodes: Callable[...,
     rows = asking.cache.read_rows(order, np.tile(np.arange(ROWS), NUM_SHARDS))
     assert (rows == large.rows).all()
     owned = PeerGroup([owner.server.address] * 2, 0, TOKEN).owned([entry.sha256 for entry in large.manifest.shards])
-    assert asking.cache.refetches == len(owned) > 5
+    assert asking.cache.node_cache.refetches == len(owned) > 5
 
 
 def answer_with(reply: Callable[[socket.socket], None], stack: contextlib.ExitStack) -> Address:

@@ -61,7 +61,7 @@ def count_phases(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], N
         engine: the engine, whose methods are replaced.
         phases: "forward", "backward" and "update" -> [operators, host reads], to which the calls add.
     """
-    phase_of_method = {"forward": "forward", "backward": "backward", "step_micro_batch": "backward", "step": "update"}
+    phase_of_method = {"forward": "forward", "backward": "backward", "step": "update"}
     originals = {name: getattr(engine, name) for name in phase_of_method}
 
     def counting(name: str, phase: str) -> Callable[..., Any]:

@@ -131,7 +131,6 @@ def train(engine: Engine, num_steps: int) -> list[float]:
     numbers = []
     for step in range(num_steps):
         numbers.append(float(micro_batch(engine, 2 * step)))
-        engine.step_micro_batch()
         numbers.append(float(micro_batch(engine, 2 * step + 1)))
         norm, was_updated = engine.step(1e-2)
         assert was_updated
@@ -152,8 +151,6 @@ def test_no_micro_batch_waits_for_the_device_and_no_timer_does(
         for micro in range(2):
             with WaitCounter() as counter:
                 micro_batch(engine, 2 * step + micro)
-                if micro == 0:
-                    engine.step_micro_batch()
             waits_in_micro_batches += counter.count
         engine.step(1e-2)
     assert (waits_in_micro_batches, len(synchronizations)) == (0, 0)

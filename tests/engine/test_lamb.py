@@ -84,7 +84,6 @@ def test_the_engine_learns_with_lamb_and_its_fragments_hold_both_moments(precisi
         step_input = StepInput(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
         out = engine.forward(step_input)
         engine.backward(out.loss / 2)  # a step has two micro-batches, which are equal in this test
-        engine.step_micro_batch()
         out = engine.forward(step_input)
         engine.backward(out.loss / 2)
         engine.step(3e-3)

@@ -11,10 +11,10 @@ import torch
 from electra_kernels.operation_types import LayerDropout
 from support.rehearsal import gpu_branch
 
-from electra_dist.model import matrix_products
+from electra_dist.model import fused_layer
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.encoder import DropoutKeys, EncoderLayer
-from electra_dist.model.matrix_products import input_gradient, weight_gradient
+from electra_dist.model.fused_layer import input_gradient, weight_gradient
 
 ROWS, TOKENS, WIDTH = 3, 10, 32
 SEED, STEP = 2**40 + 7, 5
@@ -63,7 +63,7 @@ def test_gradients_are_no_further_from_float64_than_the_compositions(
     precision: str, layer: EncoderLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Relative errors are summed over all tensors, because the two round in different places."""
-    monkeypatch.setattr(matrix_products, "HAS_BF16_PRODUCTS", "emulated" not in precision)
+    monkeypatch.setattr(fused_layer, "HAS_BF16_PRODUCTS", "emulated" not in precision)
     dtype = torch.float32
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if "autocast" in precision:

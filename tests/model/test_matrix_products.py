@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from electra_dist.model import matrix_products as linear_module
-from electra_dist.model.matrix_products import Linear
+from electra_dist.model import fused_layer as linear_module
+from electra_dist.model.fused_layer import Linear
 
 BF16_ROUNDING = 2.0**-8
 

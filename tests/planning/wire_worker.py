@@ -77,12 +77,9 @@ def count_step(stage: int, precision: str) -> dict[str, Any]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32) if stage else torch.float32
     for _ in range(NUM_STEPS):
         calls.clear()
-        for micro_batch in range(engine.num_micro_batches):
+        for _ in range(engine.num_micro_batches):
             inputs = torch.ones(MICRO_BATCH, 400, dtype=dtype)
             engine.backward(engine.deepspeed(inputs).float().pow(2).mean())
-            is_last = micro_batch + 1 == engine.num_micro_batches
-            if not is_last:
-                engine.step_micro_batch()
         engine.step(1e-3)
     engine.close()
     return {"stage": stage, "precision": precision, "sizes": sizes, "calls": list(calls)}

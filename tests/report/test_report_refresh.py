@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,9 @@ def test_the_report_is_written_at_intervals_while_the_run_goes_on(tmp_path: Path
     ledger = Ledger(tmp_path)
     ledger.append("start", 0)
     report = tmp_path / "report.html"
-    refresh = ReportRefresh(tmp_path, every_minutes=0.2 / 60)
+    refresh = ReportRefresh(tmp_path, every_minutes=0.5 / 60)
 
-    refresh.update_if_due()
     assert refresh._process is None  # the interval is not over
-    time.sleep(0.25)
-    refresh.update_if_due()
     wait_until(report.exists)
 
     assert "under way or cut off" in report.read_text()
@@ -43,21 +41,23 @@ def test_no_report_is_written_with_an_interval_of_0_nor_by_a_process_that_outliv
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The module that stands in for the report sleeps for a minute; `close` must end it."""
-    off = ReportRefresh(tmp_path, every_minutes=0)
-    off.update_if_due()
-    assert off._process is None
+    before = threading.active_count()
+    ReportRefresh(tmp_path, every_minutes=0).close()
+    assert threading.active_count() == before
 
     sleeper = tmp_path / "sleeping_module.py"
     sleeper.write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tracking, "_REPORT_MODULE", "sleeping_module")
     refresh = ReportRefresh(tmp_path, every_minutes=1e-9)
-    refresh.update_if_due()
+    wait_until(lambda: refresh._process is not None)
     process = refresh._process
+    time.sleep(0.2)
     assert process is not None
-    refresh.update_if_due()
     assert refresh._process is process  # one at a time
 
     refresh.close()
 
     assert process.poll() is not None
+    time.sleep(0.2)
+    assert refresh._process is process  # none begins after `close`

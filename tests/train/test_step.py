@@ -48,9 +48,6 @@ class Recorder:
     def backward(self, loss: torch.Tensor) -> None:
         pass
 
-    def step_micro_batch(self) -> None:
-        pass
-
     def step(
         self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
     ) -> tuple[float, bool]:
