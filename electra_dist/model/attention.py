@@ -74,7 +74,7 @@ class LayerMask(ABC):
 
     @classmethod
     def bounds(cls, ids_BS: NDArray[Any], special: SpecialIds, device: torch.device) -> ExampleBounds | None:
-        """Return what `of_rows` needs to know of rows on the host, on `device`; None if it needs nothing."""
+        """Return on `device` what `of_rows` needs besides the layout, read from rows on the host; None if nothing."""
         return None
 
     @classmethod
@@ -264,7 +264,7 @@ class AttentionScopes:
     position_BS: torch.Tensor  # int64 position of each token within its example
 
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """Return what `LayerMask.dynamic_sizes` does for both masks."""
+        """Return the dynamic sizes of both masks, in the form of `LayerMask.dynamic_sizes`."""
         return [*self.global_mask.dynamic_sizes(), *self.local_mask.dynamic_sizes()]
 
 
@@ -382,10 +382,11 @@ def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
 
 
 def _blocks_of_rows(example_BS: torch.Tensor, reach: int | None) -> BlockMask:
-    """Return the blocks of which some or all pairs of tokens are of one example, and at most `reach` tokens apart.
+    """Return which pairs of query block and key block FlexAttention must compute, partly or wholly.
 
-    torch's `create_block_mask` finds them in a mask of all pairs, [B, 1, S, S]. The tokens of an example are
-    adjacent, so the first and the last token of each block suffice.
+    A query and a key belong together if they are of one example and at most `reach` tokens apart. torch's
+    `create_block_mask` would need a mask of all pairs, [B, 1, S, S]. Here the first and the last token of each block
+    suffice, because the tokens of an example are adjacent.
     """
     num_tokens = example_BS.shape[1]
 
@@ -422,7 +423,10 @@ def _blocks_of_rows(example_BS: torch.Tensor, reach: int | None) -> BlockMask:
 
 
 def _counts_and_numbers(block_BQQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many blocks each block of queries sees, [B, 1, Q], and their numbers, those first, [B, 1, Q, Q]."""
+    """Return, for each block of queries, the number of key blocks that it sees, and their indices.
+
+    The shapes are [B, 1, Q] and [B, 1, Q, Q]. The indices of the blocks that are seen come first.
+    """
     flag_B1QQ = block_BQQ[:, None].int()
     number_B1QQ = flag_B1QQ.argsort(dim=-1, descending=True, stable=True)
     return flag_B1QQ.sum(-1, dtype=torch.int32), number_B1QQ.int()

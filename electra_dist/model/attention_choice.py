@@ -50,9 +50,10 @@ _LEAST_SCATTER = 0.02
 
 
 def choose_attention(config: Config, device: str) -> Choice:
-    """Choose a name of BACKENDS for this rank. UserError: the config demands a backend that cannot run.
+    """Choose an attention backend, a key of BACKENDS, for this rank and give the reason.
 
-    Each rank chooses for itself, so ranks may differ; `collectives.agree` then makes one choice of all of them.
+    Each rank chooses for itself, so ranks may differ; `collectives.agree` then makes one choice of all of them. Raises
+    UserError if the config demands a backend that cannot run.
     """
     wanted = config.engine.attention
     if wanted == "sdpa":
@@ -147,7 +148,7 @@ def find_trial_fault(
 def _expected_output_and_gradient(
     inputs_TH: Sequence[torch.Tensor], upstream_TH: torch.Tensor, reach: int | None
 ) -> list[torch.Tensor]:
-    """Return what `_output_and_gradient` must return, computed by matrix products and a softmax in fp32."""
+    """Compute the results of `_output_and_gradient` by matrix products and a softmax in fp32, for comparison."""
     qkv = torch.cat(list(inputs_TH), 1).float().requires_grad_()
     bias_B1SS = SdpaMask.of_rows(_trial_layout(qkv.device), qkv.dtype, None, reach).bias_B1SS
     context_BNSD = attend_with_plain_operations(*by_heads(qkv, _TRIAL_HEADS, _TRIAL_ROWS), bias_B1SS)

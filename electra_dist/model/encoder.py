@@ -53,7 +53,7 @@ class DropoutKeys(NamedTuple):
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropout]:
-        """Return the dropout of each layer, still of probability 0."""
+        """Return the key of each layer's dropout; its probability is still 0, and each use sets it."""
         backend = resolve_without_cuda(self.backend, self.row_B.device.type)
         if backend == "triton":
             key_L3 = device_keys(self.seed, self.step, self.row_B.device, num_layers)
@@ -93,7 +93,7 @@ class DropoutAddNorm(nn.LayerNorm):
         return normed_BSH
 
     def dropout(self, dropout_keys: LayerDropout) -> LayerDropout:
-        """Return the dropout that `forward` applies: with its site, and its probability, 0 in evaluation mode."""
+        """Return the key completed by this module's site and probability; the probability is 0 in evaluation mode."""
         return dropout_keys._replace(probability=self.probability if self.training else 0.0, site=self.site)
 
 
@@ -259,7 +259,7 @@ class EncoderLayer(nn.Module):
         return states_TH
 
     def compose(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
-        """Compute `forward` by separate operations; they define the layer, and torch.compile traces them."""
+        """Compute `forward` by separate operations: the reference of the fused kernels; torch.compile traces it."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
         attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)

@@ -88,7 +88,8 @@ class ExampleBounds(NamedTuple):
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     """Return where the examples of rows begin, from their original token ids in host memory.
 
-    Empty sequences at the end raise the number of sequences to a power of two times the number of rows.
+    Empty sequences are added at the end until their number is the number of rows times a power of two. So most batches
+    have tensors of one size, which compiled code needs.
     """
     num_rows, row_length = ids_BS.shape
     is_pad_BS = ids_BS == special.pad

@@ -213,10 +213,10 @@ class Batch(StepInput):
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Number the slots of the global batch, each a place for one masked position; return int64 [B * num_slots].
+        """Return a unique number for each slot of the batch's B rows, int64 [B * num_slots].
 
-        Slot n of row r has number r * num_slots + n. The number is part of the random key for drawing the slot's
-        token.
+        A slot is the place of one masked position. Slot n of the row with number r in the global batch has the number
+        r * num_slots + n, which keys the random draw of its token.
         """
         slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
         first_slot_of_row_B1 = self.row_B[:, None] * num_slots
@@ -283,7 +283,10 @@ class Objective(nn.Module, ABC):
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Return the input with the examples, positions and attention mask of its rows; "flash" needs `bounds`."""
+        """Return the input with the examples, positions and attention mask of its rows.
+
+        If the attention backend is "flash", `step_input.bounds` must be given.
+        """
         layout = derive(step_input.ids_BS, self.special)
         parameter_dtype = self.towers.embeddings.word.weight.dtype
         attention_mask = new_attention_mask(

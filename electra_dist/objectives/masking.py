@@ -67,7 +67,7 @@ def num_masked(
 ) -> torch.Tensor:
     """Return the number of masked positions of each row, int64 [B]; it is 0 for a row of pads only.
 
-    `mask_prob` is the present value of `objective.mask_prob`, if that follows a schedule; None stands for the first.
+    If `objective.mask_prob` follows a schedule, `mask_prob` is its present value; None stands for its first value.
     """
     if mask_prob is None:
         mask_prob = value_at(objective.mask_prob, 0.0)
@@ -110,7 +110,7 @@ def mask_rows(
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    `num_masked` explains `mask_prob`.
+    If `objective.mask_prob` follows a schedule, `mask_prob` is its present value; None stands for its first value.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)

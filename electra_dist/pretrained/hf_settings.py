@@ -125,7 +125,7 @@ def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dic
 
 
 def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return the n for which the layers 0, n, 2n, ... have global attention, and all other layers local windows."""
+    """Return n if exactly the layers 0, n, 2n, ... have global attention, and all others local windows."""
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise UserError(
             f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "

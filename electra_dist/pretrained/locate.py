@@ -32,7 +32,11 @@ def locate_model(spec: str, tower: str = "discriminator") -> str:
 
 
 def choose_step(spec: str, checkpoint: str | None) -> Step:
-    """Read the option --checkpoint of a run `spec`: newest (also None), best, a number of steps, or a folder."""
+    """Convert the option --checkpoint: "newest" or None, "best", a number of steps, or a checkpoint's folder.
+
+    Only a run has checkpoints to choose from. Raises UserError for any other text, and for a choice if `spec` is no
+    run.
+    """
     if checkpoint in (None, "newest"):
         return None
     if not is_run_folder(Path(spec)):

@@ -29,7 +29,7 @@ _NUMBERS_OF_A_CALL = 4  # random numbers that one call of Philox gives
 def keyed_dropout(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
     """Return `x_BSH` with dropped elements set to 0 and the others multiplied by 1 / (1 - probability), [B, S, H].
 
-    Layer and site of `dropout` are not part of the key. Its probability is above 0.
+    `dropout.probability` must be above 0. The random bits do not depend on its layer and site.
     """
     if dropout.backend == "triton":
         return _KeyedDropout.apply(x_BSH, dropout.key_3, dropout.row_B.contiguous(), dropout.probability)

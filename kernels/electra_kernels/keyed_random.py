@@ -150,7 +150,7 @@ def keep_grid(
 def device_keys(seed: int, step: int, device: torch.device, num_layers: int = 1) -> torch.Tensor:
     """Return seed, step and number of each layer, int64 [num_layers, 3], on the device where kernels read them.
 
-    Equal calls return the same tensor, which must not be changed. So a step copies nothing but its number, once.
+    The caller must not change the result. Its parts are cached on the device, so a new step copies only its number.
     """
     return _numbered_seed(seed, device, num_layers) + _step_in_row(step, device)
 

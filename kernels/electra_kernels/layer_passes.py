@@ -59,7 +59,10 @@ class TokenSums:
     partials_PC: torch.Tensor | None  # fp32 buffer of the kernels; None for the plain-PyTorch reference
 
     def __init__(self, backend: str, grad: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the buffer; `widths` are those of the sums in the order of collection, `grad` a norm's gradient."""
+        """Allocate the buffer for sums of the given widths, which are collected in this order.
+
+        `grad` is the gradient of a LayerNorm's output; its shape determines the number of strips.
+        """
         self._widths = list(widths)
         self._sums: list[torch.Tensor] = []
         self._next_column = 0
@@ -119,11 +122,13 @@ def dropout_add_norm(
         statistics and returns [2, 0].
     """
     dropout = _dropout(x_BSH, row_B, key_3, site, probability, backend)
-    out_BSH, kept = norm_forward(x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, eps, dropout)
+    x_BSH = x_BSH.contiguous()
+    residual_BSH = residual_BSH.contiguous()
     if dropout.backend == "triton":
-        _, _, statistics_2T = kept
-        assert statistics_2T is not None
-        return out_BSH, statistics_2T
+        from electra_kernels.triton.layer_passes import forward_pass
+
+        return forward_pass(x_BSH, residual_BSH, weight_H, bias_H, eps, dropout)
+    out_BSH, _ = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, eps, dropout)
     return out_BSH, _empty_statistics(x_BSH, backend)
 
 
@@ -248,10 +253,11 @@ def norm_backward(
     sums: TokenSums,
     in_layer: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and the residual in the dtype of `grad`, and collect sums over the tokens, [H] each.
+    """Return the gradients of x and the residual in the dtype of `grad`, and add sums over the tokens to `sums`.
 
-    The sums are the gradients of weight and bias and, with `in_layer`, of a bias that was added to x. Then the
-    gradient of x may overwrite x. Without dropout, both gradients are one tensor. `grad` is contiguous.
+    The sums, [H] each, are the gradients of weight and bias. With `in_layer`, a third sum is the gradient of a bias
+    that was added to x, and the gradient of x may overwrite x. Without dropout, both returned gradients are the same
+    tensor. `grad` is contiguous.
     """
     if dropout.backend == "triton":
         from electra_kernels.triton.layer_passes import backward_strips

@@ -335,15 +335,14 @@ def _kernel_source(case: KernelCase) -> ASTSource:
     """Build the compiler's input, with the types and alignments that a real launch takes from its arguments."""
     names = case.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | {name: case.types[name] for name in _runtime_arguments(case)}
-    pointers = [name for name in names if signature[name].startswith("*")]
-    divisible = [name for name in names if name in case.divisible]
-    # Triton identifies an argument by a path: a tuple with its number.
-    path_of_name = {name: (number,) for number, name in enumerate(names)}
+    divisible_by_16 = [name for name in names if signature[name].startswith("*") or name in case.divisible]
+    # Triton's key for an argument is a tuple that holds the argument's index.
+    path_of_name = {name: (index,) for index, name in enumerate(names)}
     return ASTSource(
         case.kernel,
         signature,
         constexprs={path_of_name[name]: value for name, value in case.constants.items()},
-        attrs={path_of_name[name]: [["tt.divisibility", 16]] for name in [*pointers, *divisible]},
+        attrs={path_of_name[name]: [["tt.divisibility", 16]] for name in divisible_by_16},
     )
 
 

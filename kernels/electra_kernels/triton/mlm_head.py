@@ -179,7 +179,7 @@ def row_kernel(
     bias_ptr,  # [WIDTH], -inf on tokens that do not exist
     target_ptr,  # [M] int64
     weight_ptr,  # [M] fp32
-    row_ptr,  # [M] int64
+    row_ptr,  # [M] int64: numbers within the global batch, which key the sampling noise
     loss_ptr,  # [M] fp32
     best_ptr,  # [M] int64
     sampled_ptr,  # [M] int64
@@ -189,9 +189,9 @@ def row_kernel(
     WIDTH: tl.constexpr,  # logits of a row, padding included
     WITH_GRADIENT: tl.constexpr,
     DISALLOW_CORRECT: tl.constexpr,
-    PAIR: tl.constexpr,  # whether logit + bias is kept with its rounding error
+    PAIR: tl.constexpr,  # whether logit + bias is held as two numbers, the rounded sum and its rounding error
     BLOCK: tl.constexpr,
-    APPROXIMATE: tl.constexpr,  # the GPU's one-instruction logarithm in the noise; the interpreter has no assembly
+    APPROXIMATE: tl.constexpr,  # whether the noise uses the GPU's approximate logarithm; False in the interpreter
 ):
     """Write loss, most likely token and sample of one row of logits; program m handles row m of the M rows.
 

@@ -134,7 +134,10 @@ def mask_positions(
     shown: int,
     key: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what `mask_positions_reference` computes in one launch; `key` is seed and step on the device."""
+    """Return the slots' positions and weights, [B, N] each, and the masked rows, [B, S], in one kernel launch.
+
+    `key` is seed and step on the device. `slots.mask_positions_reference` defines the results.
+    """
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
     device = ids_BS.device
@@ -200,7 +203,10 @@ def scatter_add_kernel(
 
 
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of the hidden states as `slots.scatter_add_reference` does, in one kernel launch."""
+    """Return the gradient of the hidden states, [B, S, H], in one kernel launch.
+
+    Each position gets the sum of the gradients of the slots that point to it, as in `slots.scatter_add_reference`.
+    """
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]
     out_BSH = grad_MH.new_empty(num_rows, seq_len, hidden)
@@ -263,7 +269,11 @@ def replace_kernel(
 def replace_and_label(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return corrupted rows and labels as `slots.replace_and_label_reference` does, in one kernel launch."""
+    """Write the sampled tokens of used slots (weight above 0) into the rows, in one kernel launch.
+
+    Return the new rows, int64 [B, S], and where their ids changed, bool [B, S]. `slots.replace_and_label_reference`
+    defines the result.
+    """
     num_rows, seq_len = ids_BS.shape
     num_slots = positions_BN.shape[1]
     corrupted_BS = torch.empty_like(ids_BS, memory_format=torch.contiguous_format)
