@@ -29,7 +29,7 @@ _MESSAGE_BEGINS = re.compile("^(Input should be|Value error,) ")  # of pydantic'
 
 
 def _unicode(text: str) -> str:
-    """Return a text unchanged; raise ValueError if it is not valid Unicode, which no tokenizer could read."""
+    """Return a text unchanged; raise ValueError if it is not valid Unicode, which tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -57,8 +57,8 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only and return its value on every rank. All ranks must call this (a collective).
-    A UserError is raised on every rank. Any other exception is raised on rank 0 alone, and the other
+    """Call `function` on rank 0 only, and return its value on every rank. Collective: all ranks must call this.
+    If it raises UserError, every rank raises that error. Any other exception is raised on rank 0 alone, and the other
     ranks then wait until the process group fails.
     """
     known_error: UserError | None = None
@@ -97,14 +97,14 @@ def gather(value: T) -> list[T]:
 
 
 class Choice(NamedTuple):
-    """What was chosen, and why, as a clause for the log; an empty reason is the usual choice."""
+    """Name of what was chosen, and the reason for the log; the reason is empty for the usual choice."""
 
     name: str
     reason: str = ""
 
 
 class Candidate(NamedTuple):
-    """What `first_that_works` may choose."""
+    """Implementation that `first_that_works` may choose, with a function that finds out whether it can be used."""
 
     name: str
     title: str  # in the reason, if another candidate is chosen
@@ -112,7 +112,7 @@ class Candidate(NamedTuple):
 
 
 def first_that_works(candidates: Iterable[Candidate], fallback: str) -> Choice:
-    """Choose the first candidate without a fault, otherwise `fallback`; the reason has the faults of the others."""
+    """Choose the first candidate without a fault, or `fallback` if all have one; the reason lists the faults found."""
     faults: list[str] = []
     for candidate in candidates:
         fault = candidate.find_fault()
@@ -123,9 +123,8 @@ def first_that_works(candidates: Iterable[Candidate], fallback: str) -> Choice:
 
 
 def agree(own: Choice, fallback: str) -> Choice:
-    """Return the choice of all ranks: what every rank has chosen, otherwise `fallback`, which all can use. Collective.
-
-    Ranks whose GPUs or packages differ may choose differently. Results would then differ between ranks.
+    """Return the choice that all ranks have made or, if they differ, `fallback`, which all can use. Collective.
+    Ranks whose GPUs or packages differ may choose differently, and results would then differ between ranks.
     """
     choices = [Choice(*choice) for choice in gather(list(own))]
     for choice in choices:
@@ -159,7 +158,7 @@ def report_once(error: UserError, exit_code: int) -> None:
 
 
 def reported_exit_code() -> int | None:
-    """Return the exit code that came with the first reported error; None without a report or if rank 0 has ended."""
+    """Return the exit code of the first reported error; None if there is none, or if rank 0 has ended."""
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         if store.check([_EXIT_CODE]):

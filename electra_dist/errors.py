@@ -73,8 +73,9 @@ class StoreExhausted(StoreAway):
 
 
 class StorageLost(StoreAway):
-    """Error for storage that was unusable for the whole time that it was waited for. The message names the first
-    failure. A run ends with code 75 and is started again later; a command ends with code 78.
+    """Error for storage that stayed unusable for as long as the caller waits for it.
+    The message names the first failure. A run ends with code 75 and is started again later; a command ends with code
+    78.
     """
 
     def __init__(self, text: str, patience: object = None, reason: str = "") -> None:

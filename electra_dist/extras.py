@@ -11,7 +11,7 @@ from electra_dist.errors import UserError
 
 
 def missing_packages(purpose: str, extra: str) -> UserError:
-    """Return the error of a part, `purpose`, that needs the packages of an extra, some of which are not installed.
+    """Return the error that the packages for `purpose`, which the extra `extra` names, are not installed.
 
     The command in it names the packages themselves: that works for a clone and for a wheel, whatever an index has.
     """
@@ -22,7 +22,7 @@ def missing_packages(purpose: str, extra: str) -> UserError:
 
 
 def _requirements() -> list[str]:
-    """Return the requirements of electra-dist with their markers; none if it is used without being installed."""
+    """Return the requirements of electra-dist with their markers; [] if it runs without being installed."""
     try:
         return requires("electra-dist") or []
     except PackageNotFoundError:

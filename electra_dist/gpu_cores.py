@@ -22,9 +22,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the GPUs that CUDA shows to a process, in CUDA's order, as numbers, UUIDs or one MIG part ("MIG-...").
-    As in CUDA, the list ends before the first invalid entry, it is empty if a GPU is named twice, and it has only the
-    first MIG part. If the node's GPUs are not known, every entry counts as valid.
+    """Return the GPUs that CUDA shows to a process, in CUDA's order: numbers, UUIDs, or one MIG part ("MIG-...").
+    As in CUDA, the list ends before the first invalid entry, is empty if a GPU is named twice, and contains at most
+    one MIG part, the first. If the node's GPUs are not known, every entry counts as valid.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
@@ -76,8 +76,9 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """Bind this process to the CPU cores near its GPU, and return the cores that the process may use afterwards.
-    Its GPU is number `local_rank` of `visible_devices`. Call it before threads are started, as they keep their cores.
+    """Bind this process to the CPU cores near its GPU; return the cores that the process may use afterwards.
+    Its GPU is number `local_rank` of `visible_devices`. Call it before threads are started: a thread keeps the cores
+    that it was started with.
     """
     allowed = os.sched_getaffinity(0)
     near = cores_near_gpu(local_rank, environment, root) & allowed
@@ -100,9 +101,9 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
 
 
 def _gpus(root: Path) -> dict[str, str]:
-    """Return the NVIDIA GPUs that can be opened: PCI address -> UUID ("" if not reported), in order of addresses.
-    The driver lists the GPUs of the whole machine, but a container may have device files of some only. Where the
-    driver lists none, each device file /dev/nvidiaN counts as a GPU, with its path in place of the address.
+    """Return the NVIDIA GPUs that can be opened, as PCI address -> UUID ("" if not reported), in order of addresses.
+    The driver lists all GPUs of the machine, but a container may have device files of only some. If the driver lists
+    none, each device file /dev/nvidiaN counts as a GPU, and its path stands in place of the address.
     """
     uuid_of_address = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):

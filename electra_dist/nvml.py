@@ -95,7 +95,7 @@ class GpuProbe:
     """Open connection to the NVIDIA driver that reads all GPUs of this node, from `GpuProbe.open` to `close`."""
 
     def __init__(self) -> None:
-        """Get a handle of every GPU of this job. A GPU whose handle the driver refuses is kept with the error."""
+        """Get a handle of every GPU that this job sees; if the driver refuses one, keep the GPU with the error."""
         devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -109,7 +109,7 @@ class GpuProbe:
 
     @staticmethod
     def open() -> GpuProbe | None:
-        """Connect to the NVIDIA driver; return None without nvidia-ml-py, without a driver or without GPUs."""
+        """Connect to the NVIDIA driver; return None if nvidia-ml-py, the driver or a GPU is missing."""
         if pynvml is None:
             return None
         try:
@@ -140,28 +140,29 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the devices that CUDA_VISIBLE_DEVICES (`names`) lists by number, UUID prefix or MIG part; None: all."""
+    """Return the devices that `names` (CUDA_VISIBLE_DEVICES) lists by number, UUID prefix or MIG part; None: all."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
-    shown: set[int] = set()
-    has_unknown = False
+    listed: set[int] = set()
+    is_one_missing = False  # whether a listed UUID belongs to no device that reports its UUID
     for name in (part.strip() for part in names.split(",")):
         if name.isdigit():
-            shown.add(int(name))
+            listed.add(int(name))
         elif name.startswith(("GPU-", "MIG-")):
             gpu = _gpu_of_part(name) if name.startswith("MIG-") else name
             found = {number for number, uuid in enumerate(uuids) if gpu and uuid.startswith(gpu)}
-            shown |= found
-            has_unknown = has_unknown or not found
+            listed |= found
+            is_one_missing = is_one_missing or not found
         else:
             break  # CUDA ends the list at a name that it does not know.
-    # A GPU that has fallen off the bus tells no UUID. It is this process's if a named one is missing.
-    return [device for number, device in enumerate(devices) if number in shown or (has_unknown and not uuids[number])]
+    if is_one_missing:  # it may be a GPU that has fallen off the bus and no longer reports its UUID
+        listed |= {number for number, uuid in enumerate(uuids) if not uuid}
+    return [device for number, device in enumerate(devices) if number in listed]
 
 
 def _gpu_of_part(name: str) -> str:
-    """Return the UUID of the GPU that a MIG part "MIG-UUID" or "MIG-GPU-UUID/1/0" belongs to; "" if not known."""
+    """Return the UUID of the GPU of a MIG part, named "MIG-UUID" or "MIG-GPU-UUID/1/0"; "" if it is not known."""
     if name.startswith("MIG-GPU-"):
         return name.removeprefix("MIG-").partition("/")[0]
     part = _query("nvmlDeviceGetHandleByUUID", name)
@@ -236,7 +237,7 @@ def _uncorrected_errors(handle: Any, counter: int) -> int | None:
 
 
 def _recovery_action(handle: Any) -> str:
-    """Return what the driver (R570 or later) asks for to repair this GPU, such as "reset the GPU"; "" if nothing."""
+    """Return what the driver (R570 or later) asks for to repair this GPU, such as "reset the GPU"; "" for nothing."""
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return ""
@@ -298,7 +299,7 @@ class GpuReading:
 
 
 class GpuSampler:
-    """A connection to the GPU driver (NVML) that reads the GPUs of this node; `close` ends it."""
+    """Connection to the GPU driver (NVML) that reads the GPUs of this node, until `close`."""
 
     def __init__(self, probe: GpuProbe) -> None:
         self._probe = probe
@@ -323,7 +324,7 @@ class GpuSampler:
 
     @property
     def fault(self) -> str:
-        """Return one line on why the GPUs of the newest reading cannot be trusted; "" if they can be trusted.
+        """Return why the GPUs of the newest reading cannot be trusted, in one line; "" if they can.
 
         GPUs are not trusted if they have had uncorrected memory errors since their first reading, because these damage
         results. Heat and throttling do not count: they make a run slow, not wrong.

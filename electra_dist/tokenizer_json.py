@@ -55,7 +55,6 @@ def refuse_one_text(lines: Sequence[str]) -> None:
 
 class TokenizerJson:
     """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
-
     It encodes text with the methods of `WordPieceTokenizer` (`tokenizer.py`).
 
     Attributes:
@@ -137,7 +136,6 @@ class TokenizerJson:
 
     def shown_tokens(self) -> list[str]:
         """Return the tokens in the order of their ids, as a person reads them.
-
         Byte-level tokens are decoded: a token that continues a word begins with ##, and a part of a character becomes
         U+FFFD. Special tokens, and the tokens of other kinds of tokenizers, are unchanged.
         """
@@ -181,8 +179,9 @@ class TokenizerJson:
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
-    """Return (X, Y) if a post-processor puts the tokens X and Y around texts A, B: `X A Y` and `X A Y B Y`; else None.
-    With `with_types`, B and the Y after it must have token type 1, and everything before them type 0.
+    """Return the tokens (X, Y) that a post-processor puts around texts A and B, as `X A Y` and `X A Y B Y`, or None.
+    None means that it forms other rows. With `with_types`, B and the Y after it must have token type 1, and everything
+    before them type 0.
     """
     if post_processor is None:
         return None
@@ -282,7 +281,7 @@ def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _decoded(token: str, byte_of: dict[str, int]) -> str:
-    """Decode a byte-level token to readable text: a space at its beginning is removed; without one, ## is prefixed."""
+    """Decode a byte-level token to readable text: remove a space at its beginning or, without one, prefix ##."""
     text = token
     is_byte_level = all(character in byte_of for character in token)  # False for some added tokens
     if is_byte_level:

@@ -171,7 +171,7 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether a run needs no training, because all its checkpoints are scored; False without measures."""
+        """Return whether all checkpoints of a run are scored, so that it need not train; False without measures."""
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )

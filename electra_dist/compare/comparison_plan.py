@@ -59,7 +59,7 @@ class Plan:
     cells: tuple[Cell, ...]
 
     def of(self, entry: str) -> list[Cell]:
-        """Return the runs of the objective that has the name `entry` in the config, in the order of the seeds."""
+        """Return the runs of the objective that the config names `entry`, in the order of the seeds."""
         return [cell for cell in self.cells if cell.entry == entry]
 
 

@@ -208,12 +208,15 @@ class ContextMeasure(Measure):
     metric = "ROC-AUC"
 
     def __init__(self, heldout: Corpora) -> None:
-        """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places."""
+        """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places.
+        There are R rows read, and Q shown rows of S tokens: copies of rows, in which some tokens are replaced.
+        """
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
         ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
+        # Replaced tokens are compared with as many original ones; all other tokens have the label NOT_COMPARED.
         is_compared_QS = context.label_QS != NOT_COMPARED
-        # Index of the row and position in it, of each compared token.
+        # Of each compared token: (index of its shown row, position), whether it is replaced, and which row was read.
         self._places = [(int(row), int(position)) for row, position in np.argwhere(is_compared_QS)]
         self._is_replaced = context.label_QS[is_compared_QS] == REPLACED
         self._source_rows = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)[is_compared_QS]
@@ -361,7 +364,7 @@ class CheckpointScore:
         return self.measured.score
 
     def record(self) -> dict[str, Any]:
-        """Return what compare.json has of the score; its details are those of single layers or kinds of pairs."""
+        """Return the entry of compare.json for this score; its details are the scores of layers or kinds of pairs."""
         measured = self.measured
         of_layers = {f"layer {layer}": score for layer, score in enumerate(measured.layer_scores)}
         return {

@@ -42,7 +42,7 @@ class Config(AllSections):
         return self
 
     def __repr__(self) -> str:
-        """Return one line with what tells one run from another; `load.dump_yaml` returns the whole configuration."""
+        """Return one line with the values that distinguish runs; `load.dump_yaml` returns the whole configuration."""
         tower = self.model.discriminator
         return (
             f"Config({self.run_dir!r}: objective {self.objective.name}, {tower.num_layers} layers of "
@@ -58,7 +58,8 @@ class Config(AllSections):
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
         """Return the values that determine a run's results, as a JSON tree; a run resumes only if none has changed.
         Other values, such as micro-batch, ZeRO stage and logging, may change at a restart. `numerics` is the version
-        of random draws and rounding (None: `self.numerics`); a lower one gives what an older program recorded.
+        of random draws and rounding; None stands for `self.numerics`. For an older version, the result is what a
+        program of that version has recorded.
         """
         if numerics is None:
             numerics = self.numerics
@@ -108,14 +109,17 @@ _NEW_DEFAULTS: dict[str, Any] = {"discriminator_mlm_weight": 0.0, "generator_sha
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Return section `model`; with architecture `bert` without keys of `modern`, so that old digests stay the same."""
+    """Return the section `model` for the identity.
+    If the architecture is `bert`, the keys that were added with `modern` are removed, so that old digests stay the
+    same.
+    """
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out newer keys that have their default (`_NEW_DEFAULTS`), so that older runs' digests stay the same."""
+    """Leave out the keys of `_NEW_DEFAULTS` that have their default, so that older runs' digests stay the same."""
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 

@@ -51,7 +51,7 @@ _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate the config file `path`. An override is a text such as "train.micro_batch=32", its value YAML.
+    """Read and validate the config file `path`, changed by overrides such as "train.micro_batch=32" (values are YAML).
     A path configs/NAME that does not exist is taken from the files that come with the package. A later override
     replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.
     """
@@ -151,7 +151,7 @@ def _meaning(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _general_key(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the key of `keys.fields` for the place of a value: `data.phases[].corpus` for data.phases.0.corpus."""
+    """Return the key under which `keys.fields` lists the place of a value, such as `data.phases[].corpus`."""
     known = fields(root)
     key = ""
     for part in location:
@@ -265,7 +265,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the file that config file `path` extends: `name`, beside `path` or packaged. None if `name` is None."""
+    """Return the file `name` that config file `path` extends, beside `path` or packaged; None if `name` is None."""
     if name is None:
         return None
     if not isinstance(name, str):

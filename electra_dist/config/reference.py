@@ -39,7 +39,10 @@ def reference() -> str:
 
 
 def _tables(root: type[BaseModel], title: str) -> list[str]:
-    """Return a Markdown table for each section, with those within it; `title` is that of the own keys of `root`."""
+    """Return a Markdown table for a section and for each section within it.
+
+    `title` is the title of the first table, with the section's own keys.
+    """
     rows: dict[str, list[str]] = {"": []}  # by section of the root
     schedules = set()
     for key, field in fields(root).items():

@@ -220,7 +220,7 @@ def _between_sections(config: AllSections) -> Iterator[str]:
 
 
 def _attention(config: AllSections) -> Iterator[str]:
-    """Yield what the backend of attention, the architecture or its rows cannot do."""
+    """Yield contradictions between the attention backend and the architecture, objective or rows."""
     model, engine = config.model, config.engine
     is_one_way = config.objective.facts.has_cloze_generator
     if engine.attention == "flex" and (model.attention_dropout or is_one_way):
@@ -382,7 +382,10 @@ def check_targets_are_separate(config: AllSections) -> None:
 
 
 def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield the other places that the run uses: (name, parts of the path, whether everything inside is used, too)."""
+    """Yield the places that the run uses beside its targets, as (name, parts of the path, whether all of it is used).
+
+    "All of it" means that everything inside the folder counts as used, too.
+    """
     yield "run_dir", _place(config.run_dir), False
     for name in RUN_FOLDERS:
         yield f"the folder {name}/ of the run", _place(str(Path(config.run_dir) / name)), True
@@ -395,7 +398,10 @@ def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bo
 
 
 def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
-    """Split a path or s3:// URL into parts. All spellings of one place give equal parts; links are followed."""
+    """Split a path or an s3:// URL into its parts.
+
+    Links are followed, and all spellings of one place give equal parts.
+    """
     if url.startswith("s3://"):
         parts = [part for part in url.removeprefix("s3://").split("/") if part]
         return ("s3", (endpoint_url or "").rstrip("/"), *parts)

@@ -170,7 +170,7 @@ def check_overrides(overrides: Sequence[str], values: Mapping[str, Any] | None =
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
-    """Return those settings of a model with this hidden size that differ from the defaults; empty for a Base model."""
+    """Return the settings that depend on the hidden size, where they differ from the defaults; {} for a Base model."""
     if width < BASE_WIDTH:
         return {"lr": 3e-4}
     if width >= LARGE_WIDTH:

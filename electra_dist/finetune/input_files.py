@@ -130,10 +130,10 @@ class Table(NamedTuple):
 
 
 def read_table(file: Path, delimiter: str | None = None, has_header: bool = True) -> Table:
-    """Read a table; the name decides its format, and a name without a known ending stands for .tsv.
+    """Read a table; the ending of its name decides the format, and a name without a known ending counts as .tsv.
 
-    With a `delimiter` the file is read as .csv, except if it is .jsonl or of Arrow. `has_header` is for .tsv files.
-    Raises UserError if the file cannot be read as what it is named.
+    If `delimiter` is given, the file is read as .csv, except if it is .jsonl or in Arrow's format. `has_header` is for
+    .tsv files. Raises UserError if the content does not have the format.
     """
     try:
         with readable(file):

@@ -141,7 +141,8 @@ def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column)
 def find_split(data: Path, split: str) -> Path | None:
     """Return the table for `split` (train, dev or test) in the folder `data`; None if there is none.
 
-    A `data` that is a table itself is that for training. Raises UserError if the folder has several.
+    If `data` is itself a table, it is the training table. Raises UserError if the folder has several tables for
+    `split`.
     """
     if data.is_file() or (data / SAVED_STATE).is_file():
         return data if split == "train" else None
@@ -157,10 +158,11 @@ def find_split(data: Path, split: str) -> Path | None:
 def find_columns(
     table: Table, text_a: Column, text_b: Column | None, label: Column, is_regression: bool
 ) -> tuple[Column, Column]:
-    """Return the columns of the text and of the label; one that is "" is found if there is exactly one candidate.
+    """Return the columns of text and label; a given name is kept, and for "" the only candidate is found.
 
-    A column with a usual name is a candidate. If there is none, a label is any column whose values repeat, for a
-    regression one of numbers, and a text any column in which most values have several words.
+    Columns with a usual title are candidates. If there are none, any column of repeating values may be the label (of a
+    regression: any column of numbers), and any column of mostly several words the text. Raises UserError if there is
+    not exactly one candidate.
     """
     taken = (text_a, text_b, label)
     if label == "":
@@ -175,7 +177,7 @@ def find_columns(
 
 
 def find_text_column(table: Table, taken: Collection[Column | None]) -> str:
-    """Return the only column, other than those that are `taken`, that has texts; raise UserError if there is none."""
+    """Return the only column of texts that is not in `taken`; raise UserError if there is not exactly one."""
     free = [column for column in table.columns if column not in taken]
     found = [column for column in free if column.lower() in _TEXT_TITLES]
     found = found or [column for column in free if _have_words(_sample(table, column))]
@@ -211,7 +213,7 @@ def _have_words(values: list[str]) -> bool:
 
 
 def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tuple[Texts, Texts]:
-    """Return (training, development) examples, of which `held_out_rows` chooses the latter."""
+    """Return (training, development) examples; `held_out_rows` chooses the development examples."""
     keys: list[str] | list[float] = [float(label) for label in texts.label] if is_regression else texts.label
     held_out = held_out_rows(texts.file, keys, share, seed)
     kept = sorted(set(range(len(keys))) - set(held_out))
@@ -219,10 +221,10 @@ def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tup
 
 
 def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: float, seed: int) -> list[int]:
-    """Return the numbers of a `share`, at most a half, of the rows with each key; it depends on keys and seed only.
+    """Choose rows to hold out: about a `share`, at most a half, of the rows with each key; return their numbers.
 
-    A text that is the key of one row stays in training; numbers are taken in equal distances. Raises UserError, which
-    names `file`, if no row would be held out.
+    The choice depends on keys and seed only. A key is a label; a label (not a number) that occurs once stays in
+    training. Raises UserError, which names `file`, if no row would be held out.
     """
     num_of = Counter(keys)
     rank = np.random.default_rng(seed).permutation(len(keys))

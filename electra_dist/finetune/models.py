@@ -63,7 +63,7 @@ class HuggingFaceNetwork(Network):
     """Model of transformers for a task. Its dropout needs no keys."""
 
     def __init__(self, model: nn.Module, special: SpecialIds, family: Family) -> None:
-        """Take a model of a class of `family`."""
+        """Take a model of a Hugging Face class that belongs to `family`."""
         super().__init__()
         self.model = model
         self.special = special
@@ -93,7 +93,7 @@ class StockNetwork(HuggingFaceNetwork):
         settings: FinetuneConfig,
         seed: int,
     ) -> None:
-        """Copy the weights of `encoder`, and add a head; `head_config` has its entries of config.json."""
+        """Copy the weights of `encoder`, and add a head; `head_config` holds the head's entries of config.json."""
         try:
             from transformers import AutoConfig, models
         except ImportError:
@@ -147,11 +147,11 @@ class TaskModel(nn.Module):
         return outputs.float()
 
     def hf_config(self) -> dict[str, Any] | None:
-        """Return config.json of the class of transformers that the network is; None if it is none."""
+        """Return the content of config.json for the Hugging Face class that equals this network, or None."""
         return self.network.config if isinstance(self.network, StockNetwork) else None
 
     def hf_weights(self) -> State:
-        """Return the weights of that class in fp32 on the host."""
+        """Return the weights in fp32 on the host; only for a network that has an `hf_config`."""
         assert isinstance(self.network, StockNetwork)
         return {name: weight.detach().float().cpu() for name, weight in self.network.model.state_dict().items()}
 
@@ -337,7 +337,7 @@ def _encoder_weights(encoder: Pretrained, shape: Any) -> dict[str, torch.Tensor]
 
 
 def _pretrained_head(encoder: Pretrained, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head that a class of ModernBERT takes over; empty if they do not fit."""
+    """Return the weights that a ModernBERT class takes over from the pretraining head; {} if they do not fit."""
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     head = encoder.head_state()
     fitting = {

@@ -208,7 +208,10 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
-    """Return the index at which `answer` occurs nearest to `start`, the lower of two equally near; -1 for none."""
+    """Return the index at which `answer` occurs nearest to `start`, or -1 if it does not occur.
+
+    If two occurrences are equally near, the lower index is returned.
+    """
     if passage_text.startswith(answer, start):
         return start
     last_before = passage_text.rfind(answer, 0, start + len(answer))
@@ -296,7 +299,7 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return for each passage token the number of the window that has the most context for it (see `_owner`)."""
+    """Return, for each passage token, the number of the window that has the most context around it."""
     # If several overlapping windows scored the same answer, some of them would do so with little context.
     if len(spans) <= 1:
         return [0] * num_tokens

@@ -117,7 +117,7 @@ class ScoreStore:
             self._scores[measured.identity, measured.seed] = measured
 
     def find(self, identity: str, seed: int) -> Measured | None:
-        """Return the stored score, the last one of several; None if there is none."""
+        """Return the newest stored score with this identity and seed, or None if there is none."""
         return self._scores.get((identity, seed))
 
     def add(self, measured: Measured, checkpoint: Mapping[str, Any] | None = None) -> None:
@@ -138,8 +138,8 @@ class ScoreStore:
 class SeedSummary:
     """Summary of the results of one task over its seeds: median, lowest and highest score, and failed seeds.
 
-    A diverged seed (NaN or infinite loss) has no score and is left out of these three numbers. They are None if all
-    seeds diverged.
+    A diverged seed (NaN or infinite loss) has no score, so it is not part of the median, lowest and highest score.
+    These are None if all seeds diverged.
     """
 
     task: str

@@ -146,7 +146,7 @@ def copy_best(folder: Path, results: Sequence[Measured]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy `source` to `target` and return `target`; the model's weights are hard-linked instead where possible."""
+    """Copy `source` to `target` and return `target`; a file of weights is hard-linked instead if possible."""
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)
@@ -157,7 +157,7 @@ def _link_weights(source: str, target: str) -> str:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Rename the complete folder `temporary` to `folder`; files that only an existing `folder` has are kept."""
+    """Rename the complete folder `temporary` to `folder`; files of an existing `folder` that it lacks are kept."""
     previous = folder.with_name(f".{folder.name}.previous")
     if previous.exists():  # left by a command that was killed in here
         _move_other_files(previous, folder)

@@ -147,7 +147,10 @@ def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: Finetu
 
 
 def _has_its_model(result: Measured, folder: Path | None) -> bool:
-    """Return whether `folder` has a result's model; True if none is expected (folder None, or the loss diverged)."""
+    """Return whether `folder` holds a result's model.
+
+    True, too, if no model is expected, because `folder` is None or the loss diverged.
+    """
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity

@@ -324,7 +324,7 @@ class Answers(NamedTuple):
     no_answer: dict[int, float]  # the lowest no-answer logit of the windows
 
     def text(self, number: int, question: Question) -> str:
-        """Return the text of the answer to a question; "" without a span."""
+        """Return the text of the answer to a question, or "" if no span was found."""
         if number not in self.best:
             return ""
         _, first_token, last_token = self.best[number]

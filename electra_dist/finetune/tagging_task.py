@@ -97,8 +97,8 @@ def entity_metrics(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
 
 def tag_metrics(
     true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], has_spans: bool
-) -> tuple[dict[str, float], str]:
-    """Return the metrics of predicted tags of sentences, and a description if all predictions are equal, else ""."""
+) -> dict[str, float]:
+    """Return the accuracy of predicted tags (of at least one word), and with `has_spans` the `entity_metrics`."""
     num_words = sum(map(len, true))
     num_right = sum(
         tag == guess
@@ -108,10 +108,15 @@ def tag_metrics(
     metrics = {"accuracy": num_right / num_words}
     if has_spans:
         metrics |= entity_metrics(true, predicted)
-    different_tags = {tag for tags in predicted for tag in tags}
-    if len(different_tags) == 1 and num_words > 1:
-        return metrics, f"degenerate: all {num_words} predictions are `{different_tags.pop()}`"
-    return metrics, ""
+    return metrics
+
+
+def _failures(predicted: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return one failure if all words, at least two, are predicted to have the same tag; otherwise ()."""
+    tags = [tag for sentence in predicted for tag in sentence]
+    if len(tags) > 1 and len(set(tags)) == 1:
+        return (f"degenerate: all {len(tags)} predictions are `{tags[0]}`",)
+    return ()
 
 
 _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
@@ -228,9 +233,8 @@ class TaggingTask(Task):
 
     def score(self, predicted: Sequence[Sequence[str]]) -> TaskOutcome:
         """Score the predicted tags of all development sentences; the same tag for all words counts as a failure."""
-        metrics, failure = tag_metrics([sentence.tags for sentence in self.dev], predicted, self.has_spans)
-        failures = (failure,) if failure else ()
-        return TaskOutcome(metrics, failures, (self._predictions_file(predicted),))
+        metrics = tag_metrics([sentence.tags for sentence in self.dev], predicted, self.has_spans)
+        return TaskOutcome(metrics, _failures(predicted), (self._predictions_file(predicted),))
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:
         """Return a file with a word, its tag and its predicted tag per line, as the evaluation of CoNLL reads it."""

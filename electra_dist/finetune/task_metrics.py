@@ -48,7 +48,7 @@ def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, flo
 
 
 def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
-    """Return a one-line description if all predictions are equal (degenerate), otherwise an empty string.
+    """Return a one-line description if all predictions are equal (degenerate), otherwise "".
 
     A model that always predicts the same has learnt nothing from its inputs, although its accuracy may look high.
     Fewer than two predictions are never degenerate. `labels` are the names of the labels; empty for a regression.
@@ -154,7 +154,10 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return (L2 penalty with the best held-out score, this score), or (smallest penalty, None) without any score."""
+    """Return the L2 penalty with the best held-out score, and this score.
+
+    If nothing is held out, or all other rows have one label, return the smallest penalty and None.
+    """
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]
     fitted_features = train_NF[~is_held_out_N]

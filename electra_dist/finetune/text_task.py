@@ -102,7 +102,7 @@ class LabelTargets:
 
     @classmethod
     def of(cls, spec: TextSpec, train: Texts) -> LabelTargets:
-        """Take the labels (of a regression, their range) from `spec` or else from the whole training file `train`."""
+        """Take the labels, or a regression's range, from `spec`; if it has none, from the training file `train`."""
         if spec.kind == "regression":
             return cls((), spec.span or _range_of(label_values(train)), spec.span is not None)
         labels = spec.labels or _labels_of(train)
@@ -207,7 +207,10 @@ def label_values(texts: Texts) -> list[float]:
 
 
 def _range_of(values: list[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of `values`; if both are equal, a larger number stands for the highest."""
+    """Return the lowest and the highest of `values`.
+
+    If both are equal, the second result is a larger number, because callers divide by the difference.
+    """
     low = min(values)
     high = max(values)
     if high == low:
@@ -396,14 +399,17 @@ class TextTask(Task):
         classification one number per label, [N, L], for a regression the predicted number, [N, 1]. The outcome counts
         as failed if all predictions for a file are equal.
         """
+        from electra_dist.finetune.task_metrics import degenerate
+
         metrics: dict[str, float] = {}
         failures = []
         for prefix, output_NL in outputs.items():
-            file_metrics, file_failure = text_metrics(self._label_targets, output_NL, self.dev_target[prefix])
+            file_metrics = text_metrics(self._label_targets, output_NL, self.dev_target[prefix])
             for name, value in file_metrics.items():
                 metrics[f"{prefix}{name}"] = value
-            if file_failure:
-                failures.append(file_failure)
+            failure = degenerate(self._label_targets.predictions(output_NL), self.labels)
+            if failure:
+                failures.append(failure)
         return TaskOutcome(metrics=metrics, failures=tuple(failures))
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> tuple[float, ItemResults]:
@@ -435,13 +441,11 @@ def text_outputs(model: TaskModel, ids: Ids, targets: LabelTargets, batch: int, 
     return output_NL
 
 
-def text_metrics(targets: LabelTargets, output_NL: np.ndarray, target_N1: np.ndarray) -> tuple[dict[str, float], str]:
-    """Return the metrics of outputs, and a description if all predictions are equal, else ""."""
-    from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
+def text_metrics(targets: LabelTargets, output_NL: np.ndarray, target_N1: np.ndarray) -> dict[str, float]:
+    """Return the metrics of a model's outputs: those of a classification, or those of a regression."""
+    from electra_dist.finetune.task_metrics import classification_metrics, regression_metrics
 
     predicted_N = targets.predictions(output_NL)
     if targets.labels:
-        metrics = classification_metrics(predicted_N, target_N1[:, 0], len(targets.labels))
-    else:
-        metrics = regression_metrics(predicted_N, target_N1[:, 0])
-    return metrics, degenerate(predicted_N, targets.labels)
+        return classification_metrics(predicted_N, target_N1[:, 0], len(targets.labels))
+    return regression_metrics(predicted_N, target_N1[:, 0])

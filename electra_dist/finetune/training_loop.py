@@ -146,7 +146,7 @@ def quiet(what: str, done: int, total: int) -> None:
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
     """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
 
-    The last rows are not used if they do not fill a batch. If all passes together are less than one batch, rows are
+    Rows that do not fill a last batch are not used. If all epochs together have fewer rows than a batch, rows are
     repeated to fill it.
     """
     return max(1, int(num_examples * settings.epochs / settings.batch))

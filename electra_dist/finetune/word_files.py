@@ -283,9 +283,9 @@ def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None
 
 
 def read_words(file: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]] | None]:
-    """Read sentences with or without tags, and return their words and their tags.
+    """Read sentences with or without tags; return their words and their tags, or None for the tags.
 
-    A file without tags has one word on each line and no tab or space; the tags are None then.
+    A file without tags has one word on each line and no tab or space.
     """
     lines = [line.strip(" ") for line in split_lines(read_regular(file, MOST_DATA_BYTES), file)]
     if file.suffix == ".conllu" or any("\t" in line or " " in line for line in lines):

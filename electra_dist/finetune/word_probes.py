@@ -260,7 +260,10 @@ def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.T
 
 
 def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence[_Batch]) -> float | None:
-    """Train a probe in place; keep its best weights on held-out data and return their accuracy (None without data)."""
+    """Train a probe in place; keep its best weights on held-out data, and return their accuracy.
+
+    If there is no held-out data, the last weights are kept, and None is returned.
+    """
     optimizer = torch.optim.Adam(probe.parameters(), lr=_LR)
     best_score: float | None = None
     best_weights = {}

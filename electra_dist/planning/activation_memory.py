@@ -161,9 +161,9 @@ def _statistics(tower: TowerConfig, recompute: bool) -> int:
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
     """Return how many values per token the backward pass of one layer needs in addition to the kept activations.
 
-    The peak is in the second matrix product of the feed-forward network, where three gradients are alive: of the
-    product's output, of the residual (hidden values each) and of the product's input (intermediate values). The
-    product's output (hidden values), which is counted as kept, is already freed.
+    The peak is in the second matrix product of the feed-forward network. At this point three gradients are alive: that
+    of the product's output (hidden), of the residual (hidden) and of the product's input (intermediate). The kept
+    output of the product (hidden) is freed by then, so hidden + intermediate values are added.
     """
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
@@ -179,7 +179,7 @@ def _num_inner(model: ModelConfig) -> int:
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the places that a row reserves for masked tokens, as a share of its positions (`masking.num_slots`)."""
+    """Return the largest number of masked tokens of a row (`masking.num_slots`), divided by the row's length."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
@@ -195,7 +195,7 @@ def _token_head(hidden: int, embedding_width: int) -> int:
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
     """Return how many values the generator's head keeps for its backward pass, per token of a row.
 
-    It keeps them for predicted positions only, so the number for one of these is multiplied by their share.
+    It keeps values for masked positions only, so their number is multiplied by the share of masked positions.
     """
     width = model.generator_embedding_width
     if objective.facts.has_cloze_generator:
@@ -206,7 +206,8 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
     """Return how many values per token the discriminator's head keeps while its layers run their backward pass.
 
-    Only a head that predicts tokens still holds values then. With `mlm` the discriminator is the only network.
+    A head that detects replaced tokens has freed its values by then; only one that predicts tokens keeps some. With
+    `mlm` the discriminator is the only network.
     """
     if objective.facts.copies_tokens:
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))

@@ -91,7 +91,7 @@ def make_budget(config: Config) -> Budget:
 def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    The operators grow with the layers, those of the generator included if the objective runs one.
+    Their number is linear in the number of layers, which includes the generator's if the objective runs one.
     """
     model = config.model
     num_layers = model.discriminator.num_layers
@@ -101,13 +101,19 @@ def launch_seconds(config: Config) -> float:
 
 
 def _micro_batches(config: Config, num_ranks: int) -> int:
-    """Return how many micro-batches each rank processes per step, smaller ones where the rows demand it."""
+    """Return how many micro-batches each rank processes per step.
+
+    If `train.micro_batch` does not divide a rank's rows, the largest smaller size that does is used.
+    """
     train = config.train
     return train.global_batch // (num_ranks * train.fitting_micro_batch(num_ranks))
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Predict the time of a run by the larger of its FLOPs' and its launches' time; None in fp32."""
+    """Predict the time of a run, or return None in fp32, for which no peak of a GPU is known.
+
+    A step takes the time of its FLOPs or the time to launch its operators, whichever is longer.
+    """
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(

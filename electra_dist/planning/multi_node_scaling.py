@@ -113,9 +113,10 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
 
 
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
-    """Return the seconds of one micro-batch, forward and backward: to compute it or to launch it, if that is longer.
+    """Return the seconds of one micro-batch, forward and backward.
 
-    `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
+    It is the longer of the time to compute it and the time to launch its operators. `gpu_tokens_per_s` is the
+    throughput of one GPU that never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))

@@ -65,7 +65,7 @@ def plan_sections(plan: Plan) -> list[PlanSection]:
 
 
 def _scaling(plan: Plan, cluster: Cluster) -> PlanSection:
-    """Return the table of the predictions for 1, 2, 4, ... nodes; a price adds the costs."""
+    """Return the table of the predictions for 1, 2, 4, ... nodes; if a price is known, with the costs."""
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
     header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
@@ -132,7 +132,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(plan: Plan) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; with `data.phases` of each corpus."""
+    """Return the table of steps, rows, tokens and epochs; if there are `data.phases`, with a row for each corpus."""
     config, budget = plan.config, plan.budget
     train = config.train
     seq_len = config.data.seq_len
@@ -275,7 +275,7 @@ def _largest_micro_batch(config: Config) -> PlanSection:
 
 
 def _with_precisions(gpu: str) -> str:
-    """Return the name of a GPU model; if it has no bf16, followed by the precisions that it supports."""
+    """Return the name of a GPU model; the precisions that it supports follow if bf16 is not among them."""
     return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 

@@ -46,7 +46,7 @@ class MetricColumns:
         return rows[:, self._fields.index(field)].copy()
 
     def points(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and the values of the records in which a field is finite, float64 [k] each."""
+        """Return steps and values, float64 [k] each, of the k records in which a field is finite."""
         values = self.column(field)
         is_finite = np.isfinite(values)
         return self.column("step")[is_finite], values[is_finite]
@@ -74,7 +74,7 @@ class RunCurves:
 
     @property
     def last_step(self) -> float:
-        """Return the highest step of all records; 0 without any."""
+        """Return the highest step of all records, or 0 if there are none."""
         return max((columns.column("step").max() for columns in self.columns.values() if len(columns)), default=0)
 
 

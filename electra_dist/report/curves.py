@@ -220,7 +220,7 @@ def _draw_legend_above(axes: Axes, handles: Sequence[Artist]) -> None:
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
-    """Draw a dashed line at `panel.chance`, the value that a random guess reaches, unless it is None."""
+    """Draw a dashed line at `panel.chance`, the value that a random guess reaches; draw nothing if it is None."""
     if panel.chance is not None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
@@ -283,7 +283,9 @@ def _scientific(value: float) -> str:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return the multiples of each power of ten that get a tick, more on a shorter axis. Both ends must be above 0."""
+    """Return the factors of each power of ten that get a tick, more of them the fewer powers the axis spans.
+    An axis of one or two powers of ten, for example, has ticks at 1, 2 and 5. Both ends must be above 0.
+    """
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)

@@ -233,7 +233,9 @@ def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
 
 
 def tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
-    """Estimate from the newest training record the tokens, without padding, in `rows_seen` rows; None without one."""
+    """Estimate the number of tokens, without padding, in `rows_seen` rows; None if no training step is recorded.
+    The estimate multiplies by the tokens per row of the newest training record.
+    """
     for record in reversed(records):
         if isinstance(record, StepRecord) and record.rows_seen:
             return record.tokens_seen * rows_seen / record.rows_seen

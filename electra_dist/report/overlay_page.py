@@ -38,8 +38,8 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the shortest ends of the paths, equally long, that tell all runs apart.
-    If a folder is given twice, nothing tells its runs apart, and the paths are returned as they were given.
+    """Return a name for each run: the shortest path suffixes, equally long, that are all distinct.
+    If a folder is given twice, no suffixes are distinct, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
     if len(set(names)) == len(names):
@@ -48,7 +48,9 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
-    """Shorten paths to their last components, as few as make all differ; if two are equal, keep whole paths."""
+    """Return the shortest suffixes of paths, of equally many parts, that are all distinct, joined by "/".
+    If two paths are equal, the whole paths are returned.
+    """
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []
     for num_parts in range(1, longest + 1):
@@ -71,7 +73,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures(runs: Sequence[RunRecord]) -> list[list[str]]:
-    """Return a row for each figure that any run has, such as a loss: its name, then its value in each run."""
+    """Return a table row for each figure that any run has, such as a loss: its name, then its value in each run."""
     columns = [_figures_of(run) for run in runs]
     rows = []
     for figure in columns[0]:

@@ -65,8 +65,9 @@ class _Word(NamedTuple):
 
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of a finished or running run to `path` (None: report.html in `run_dir`), and return the path.
-    Raises UserError if the folder does not exist, holds no run or cannot be written.
+    """Write the report of a finished or running run, and return its path.
+    If `path` is None, it is report.html in the run's folder. Raises UserError if the folder does not exist, holds no
+    run or cannot be written.
     """
     run_dir = Path(run_dir)
     text = report_page(read_run(run_dir))
@@ -105,8 +106,8 @@ def report_page(run: RunRecord) -> str:
 
 
 def _verdict(run: RunRecord) -> tuple[str, str] | None:
-    """Return whether the run learns, as (CSS class, text): `electra-dist status` warns in the same case.
-    None if no evaluation has a context AUC.
+    """Return whether the run learns, as (CSS class, sentence), or None if no context AUC was evaluated.
+    The sentence is a warning in the same cases in which `electra-dist status` warns.
     """
     if run.config is None or not run.metrics.evals:
         return None
@@ -138,7 +139,7 @@ def _sample_words(samples: Samples | None) -> list[list[_Word]]:
 
 
 def _word(tokens: Sequence[tuple[str, str, float]]) -> _Word:
-    """Make a word of its tokens: (token of the corpus, token that the discriminator read, its P(replaced))."""
+    """Make a word of tuples (original token, token that the discriminator read, its probability of "replaced")."""
     originals, shown, probabilities = zip(*tokens, strict=True)
     is_replaced = originals != shown
     probability = max(probabilities)
@@ -151,7 +152,7 @@ def _word(tokens: Sequence[tuple[str, str, float]]) -> _Word:
 
 
 def _joined(tokens: Sequence[str]) -> str:
-    """Return tokens as text; those of the corpus may be several words where the generator put the end of a word."""
+    """Join WordPiece tokens to text: a token that begins with "##" continues the word before it."""
     return " ".join(tokens).replace(f" {CONTINUATION}", "").removeprefix(CONTINUATION)
 
 
@@ -181,7 +182,7 @@ def _event_row(event: LedgerEvent) -> list[str]:
 
 
 def _checkpoints(ledger: Sequence[LedgerEvent]) -> dict[str, Any]:
-    """Return the number of checkpoints, the newest step and the median stop of training; empty without any."""
+    """Return number and newest step of the checkpoints, and the median pause of training; {} if there are none."""
     saves = [event for event in ledger if event.event == "checkpoint"]
     if not saves:
         return {}

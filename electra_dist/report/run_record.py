@@ -66,7 +66,7 @@ class MetricsHistory:
 
     @property
     def newest(self) -> StepRecord | None:
-        """Return the newest record of a training step; None without any."""
+        """Return the newest record of a training step, or None if there is none."""
         return self.recent[-1] if self.recent else None
 
     def mean(self, field: str) -> float:
@@ -79,7 +79,7 @@ class MetricsHistory:
         return float(np.median(values)) if len(values) else None
 
     def power_readings(self) -> Iterator[PowerReading]:
-        """Yield the power at each logged step; nothing without any power."""
+        """Yield the power at each logged step that has one."""
         train = self.columns["train"]
         power_w = train.column("gpu_power_w")
         if np.isfinite(power_w).any():
@@ -157,8 +157,8 @@ class RunRecord:
 
     def state(self) -> tuple[str, str]:
         """Return the state of the run as (CSS class, text for the reader with the steps done).
-        The class is "done", "stop" (on request, or for lack of storage), "crash" (or an unhealthy node), or "open", as
-        the run is going on or was killed and could not record its end.
+        The class is "done"; "stop" if the run was stopped by a request or by full or lost storage; "crash" after an
+        error or on an unhealthy node; and "open" if no end is recorded: the run goes on, or it was killed.
         """
         of_total = f" of {self.num_steps:,}" if self.num_steps else ""
         ending = newest_ending(self.ledger)
@@ -176,7 +176,9 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run folder as far as it is written. Raises UserError if it is no run folder or a file is damaged."""
+    """Read the files of a run folder; what is not written yet stays empty.
+    Raises UserError if it is no run folder or a file is damaged.
+    """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
@@ -207,7 +209,9 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
 
 
 def _config(run_dir: Path) -> Config | None:
-    """Return the validated config of the run; None if the file is missing, or from a version with other keys."""
+    """Return the validated config of the run.
+    None if the file is missing, or if a program with other keys wrote it.
+    """
     try:
         return open_run(run_dir)
     except UserError:

@@ -17,10 +17,10 @@ MAX_TILES = 8  # figures that are shown in tiles
 
 
 def run_figures(run: RunRecord) -> list[Tile]:
-    """Return the figures of a run, the most important first: what it has learnt, how far and how fast it is, the rest.
+    """Return the figures of a run, most important first: what it has learnt, its progress and speed, then the rest.
 
-    Each has a name, a value and a remark, which says what a good value is or what a guess reaches. Without any record
-    the list is empty.
+    Each has a name, a value and a remark, which says what a good value is or what a guess reaches. If the run has no
+    records, the list is empty.
     """
     metrics = run.metrics
     losses = _training_losses(metrics)
@@ -38,6 +38,7 @@ def run_figures(run: RunRecord) -> list[Tile]:
 
 
 def _heldout_figures(run: RunRecord) -> list[Tile]:
+    """Return the figures of the newest evaluation on held-out rows; [] if there was none."""
     evals = run.metrics.evals
     if not evals:
         return []
@@ -46,8 +47,7 @@ def _heldout_figures(run: RunRecord) -> list[Tile]:
     if math.isfinite(last.context_auc):
         remark = f"0.5 = chance (token frequency alone), 1 = perfect; standard error {last.context_auc_se:.4f}"
         figures.append(("Context AUC, held out", f"{last.context_auc:.4f}", remark))
-    guess = constant_guess_loss(mean(run.metrics.recent, "replaced_fraction")) if run.metrics.recent else math.nan
-    rtd_remark = f"{_since(evals[0], 'rtd_loss')}{_constant_guess(guess)}"
+    rtd_remark = f"{_since(evals[0], 'rtd_loss')}{_constant_guess(run.metrics.recent)}"
     mlm_remark = f"{percent(last.mlm_accuracy)} of the masked tokens right; {_since(evals[0], 'mlm_loss')}"
     return [
         *figures,
@@ -57,18 +57,21 @@ def _heldout_figures(run: RunRecord) -> list[Tile]:
     ]
 
 
-def _constant_guess(loss: float) -> str:
+def _constant_guess(recent: Sequence[StepRecord]) -> str:
+    """Return a remark on the RTD loss that the same guess for every token reaches, or "" if it is not known."""
+    if not recent:
+        return ""
+    loss = constant_guess_loss(mean(recent, "replaced_fraction"))
     return f"; the same guess for every token reaches {loss:.3f}" if math.isfinite(loss) else ""
 
 
 def _training_losses(metrics: MetricsHistory) -> list[Tile]:
-    """Return the losses in training, means of the newest 20 records."""
+    """Return the losses in training, as means of the newest 20 records; [] if there are no records."""
     if metrics.first is None:
         return []
     recent = metrics.recent
-    guess = constant_guess_loss(mean(recent, "replaced_fraction"))
     averaged = f"mean of {len(recent)} records"
-    rtd_remark = f"{averaged}; {_since(metrics.first, 'rtd_loss')}{_constant_guess(guess)}"
+    rtd_remark = f"{averaged}; {_since(metrics.first, 'rtd_loss')}{_constant_guess(recent)}"
     return [
         ("RTD loss, training", f"{mean(recent, 'rtd_loss'):.4f}", rtd_remark),
         ("MLM loss, training", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),

@@ -62,7 +62,7 @@ def hyperparameters(settings: Settings) -> Settings:
 
 
 def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:
-    """Return a tracker for each service that the config names, or []; each connects in the background."""
+    """Return a tracker for each service that the config names; each connects in the background."""
     trackers = []
     wandb_project = log.wandb
     if wandb_project is not None:
@@ -165,7 +165,7 @@ def _one_line(error: Exception) -> str:
 
 
 class WandbService:
-    """Run at Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
+    """Service that sends values to Weights & Biases, online or offline as the environment variable WANDB_MODE says."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
         """Begin or continue the run at the service; its files go into RUN/wandb/. May raise any error."""
@@ -197,7 +197,10 @@ class WandbService:
 
 
 class MlflowService:
-    """The run as MLflow keeps it: on a server or, without MLFLOW_TRACKING_URI, in a database in the run folder."""
+    """Service that sends values to MLflow, at the server MLFLOW_TRACKING_URI.
+
+    If this variable is not set, values go into a database in the run folder.
+    """
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
         """Begin or continue the run at the server; a missing experiment is created. May raise any error."""
@@ -235,7 +238,7 @@ class MlflowService:
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:
-    """Return the content of tracking.json: name of a service -> id of the run there; {} without the file."""
+    """Return the content of tracking.json: name of a service -> id of the run there; {} if there is no file."""
     next_step = "delete it, and the next start begins a new record at the services"
     return find_document(run_dir / TRACKING_FILE, dict[str, Any], next_step) or {}
 

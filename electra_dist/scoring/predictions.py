@@ -42,7 +42,7 @@ _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
 class Predictions(NamedTuple):
-    """Predictions for a file, in two forms, and their metrics."""
+    """Predictions for the rows of a file, as records and as a table, with their metrics."""
 
     objects: list[Row]  # one for each text, sentence or question
     rows: list[Row]  # one for each text, word or question, of plain values
@@ -61,10 +61,10 @@ class Predictions(NamedTuple):
 
 
 class TunedModel:
-    """Folder of a model for a task, whose weights are loaded by `predict`."""
+    """Model in a folder that fine-tuning has written; its weights are loaded by `load`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what the folder says about itself; for the output folder of fine-tuning, that of its best seed."""
+        """Read the settings in a model's folder; in an output folder of fine-tuning, those of its best seed."""
         if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
             folder = folder / "best"
         self.folder = folder
@@ -124,9 +124,10 @@ def open_predictions(
     label: str | None = None,
     delimiter: str | None = None,
 ) -> Predict:
-    """Read a file for a model, and return the function that predicts; the columns are those of a table.
+    """Read a file for a model, and return the function that predicts.
 
-    A column that is None is that of the training data if the file has it; otherwise that of the text is found.
+    `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
+    used if the file has it; otherwise the column of the text is searched for.
     """
     is_table = file.suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
     if model.kind == "QuestionAnswering":
@@ -221,7 +222,7 @@ def _predict_texts(
         probabilities = dict(zip(targets.labels, probability_NL[index], strict=False))
         objects.append({**one, "probabilities": probabilities} if targets.labels else one)
         rows.append({**one, **{f"p({name})": value for name, value in probabilities.items()}})
-    metrics = {} if target_N1 is None else text_metrics(targets, output_NL, target_N1)[0]
+    metrics = {} if target_N1 is None else text_metrics(targets, output_NL, target_N1)
     return Predictions(objects, rows, metrics)
 
 
@@ -253,7 +254,7 @@ def _predict_tags(
             row: Row = {"sentence": index, "word": word, "prediction": tags[place], "probability": best[place]}
             rows.append(row if true is None else {**row, "label": true[index][place]})
     predicted = [one["prediction"] for one in objects]
-    metrics = {} if true is None else tag_metrics(true, predicted, has_spans)[0]
+    metrics = {} if true is None else tag_metrics(true, predicted, has_spans)
     return Predictions(objects, rows, metrics)
 
 

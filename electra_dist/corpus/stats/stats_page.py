@@ -69,16 +69,21 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
         name=name,
         fingerprint=manifest.fingerprint,
         tiles=_tiles(manifest, report, figures),
-        has_report=report is not None,
-        preparations=[] if report is None else [_preparation(text) for text in report.prepared.values()],
-        inputs_skipped=[] if report is None else _inputs_skipped(report),
-        documents_skipped=[] if report is None else _documents_skipped(report),
-        files_with_losses=[] if report is None else _files_with_losses(report),
-        sources=[] if report is None else _sources(report, short_names),
+        build=None if report is None else _build_tables(report, short_names),
         record_sources=_record_sources(figures, report, short_names),
         charts=_charts(manifest, report, figures),
         samples=[_sample(sample, short_names) for sample in figures.samples],
     )
+
+
+def _build_tables(report: BuildReport, short_names: Mapping[str, str]) -> dict[str, list[Any]]:
+    return {
+        "preparations": [_preparation(text) for text in report.prepared.values()],
+        "inputs_skipped": _inputs_skipped(report),
+        "documents_skipped": _documents_skipped(report),
+        "files_with_losses": _files_with_losses(report),
+        "sources": _sources(report, short_names),
+    }
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
@@ -103,7 +108,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
-    """Return source -> name on the page: as few of the last folders of the source's path as make the names differ."""
+    """Return source -> its name on the page: the shortest path suffixes that are all distinct."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -129,7 +134,7 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> list[list[s
 def _record_sources(
     figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return the tokens by the source in each document's record (`metadata.source`); [] if none has one.
+    """Return the tokens of each source that documents name in their records (`metadata.source`); [] if none does.
     A licence is shown only for text that `corpus prepare` made.
     """
     prepared = {} if report is None else report.prepared
@@ -171,8 +176,8 @@ def _range(first: int, after: int) -> str:
 
 
 def bar_chart(title: str, labels: Sequence[str], numbers: Sequence[int]) -> BarChart:
-    """Return a chart without the bars of 0 at both ends; without any bar if all numbers are 0.
-    The lengths of the bars are logarithmic where one bar would hide the others.
+    """Return a chart without the bars of 0 at both ends, so without any bar if all numbers are 0.
+    The lengths of the bars are logarithmic if one bar would otherwise hide the others.
     """
     filled = [place for place, number in enumerate(numbers) if number]
     if not filled:
@@ -204,7 +209,7 @@ def _documents_skipped(report: BuildReport) -> list[list[str]]:
 
 
 def _files_with_losses(report: BuildReport) -> list[list[str]]:
-    """Return reason, file and number of lost documents; of a path, as many last folders as make the files differ."""
+    """Return (reason, file, number of lost documents), each file by the shortest path suffix that is distinct."""
     found = [
         (kind, file, number)
         for kind, skipped in report.documents_skipped.items()
@@ -243,7 +248,7 @@ def _total(numbers: Mapping[str, int]) -> int:
 
 
 def _sample(sample: RowSample, short_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a sample row for the page: (name of the document, "" if it is not known, text) of each example."""
+    """Return a sample row for the page: for each example, the name of its document ("" if not known) and its text."""
     examples = []
     for number, text in enumerate(sample.texts):
         origin = ""
