@@ -55,11 +55,11 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how many bytes of input files (on disk) are read; earlier calls have read `done_bytes`."""
+        """Begin to show the bytes of input files (on disk) that are read; earlier calls have read `done_bytes`."""
         self._begin("reading", total_bytes, done_bytes)
 
     def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how many bytes of undecoded documents became rows; `done_bytes` did so in earlier calls."""
+        """Begin to show the bytes of documents that became rows; `done_bytes` of all became rows in earlier calls."""
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
@@ -68,7 +68,7 @@ class BuildConsole:
         self._advance(num_bytes, f"{self._documents:,} documents")
 
     def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Count documents that became rows: their bytes before decoding and tokens of text. Show the new counts."""
+        """Count documents that became rows, with their bytes before decoding and their tokens, and show the sums."""
         self._documents += num_documents
         self._tokens += num_tokens
         elapsed_s = max(time.monotonic() - self._started, 1e-9)  # not 0, because it is a divisor

@@ -194,7 +194,7 @@ def write_report(store: Store, report: BuildReport) -> None:
 
 
 def read_report(store: Store) -> BuildReport | None:
-    """Return the report of the corpus in `store`; None if it has no build.json, because it was indexed.
+    """Return the report of the corpus in `store`, or None if it has no build.json because its shards were indexed.
 
     Raises UserError if build.json is damaged or of another version of the format.
     """
@@ -240,7 +240,7 @@ class SourceNotes(Section):
     prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
 
     def licence(self, source: str) -> str | None:
-        """Return a source's licence from corpus.licences, else all licences in its prepare.json, else None."""
+        """Return a source's licence from corpus.licences, or all licences in its prepare.json, or None."""
         if source in self.licences:
             return self.licences[source]
         if source in self.prepared:

@@ -107,7 +107,10 @@ class Counts(Section):
         numbers[SKIPPED_BYTES + kind] += num_bytes
 
     def forget_small_losses(self) -> None:
-        """Keep for each kind of skipped document the `MAX_NAMES` files with most of them: a record stays small."""
+        """Keep only the files with most skipped documents, `MAX_NAMES` for each kind of skip: a record stays small.
+
+        Of the other fields with text, the most frequent `MAX_FIELDS` are kept.
+        """
         limits = [(files, MAX_NAMES) for files in self.losses.values()]
         for counts, limit in [*limits, (self.other_fields, MAX_FIELDS)]:
             kept = dict(most_frequent(counts, limit))
@@ -122,7 +125,7 @@ class Counts(Section):
             numbers["undecodable_bytes"] += num_bytes
 
     def keep_document(self, source: str, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
-        """Count a document that is "used" or "heldout" (`outcome`): its length in tokens, and those that are [UNK]."""
+        """Count a document whose `outcome` is "used" or "heldout", with the numbers of its tokens and of its [UNK]."""
         numbers = self.of_source(source)
         num_tokens = 0
         for ids in sentences:
@@ -146,7 +149,7 @@ class Counts(Section):
         return {reason: dict(sorted(self.skipped[reason].items())) for reason in found}
 
     def summary_of_skipped(self) -> str:
-        """Return what is left out on one line, such as ".html 3, .pdf 1 (no known ending)"; "" if there is none."""
+        """Return what is left out as one line, such as ".html 3, .pdf 1 (no known ending)", or "" if nothing is."""
         parts = []
         for reason, numbers in self.skipped_by_reason().items():
             counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())
@@ -155,7 +158,7 @@ class Counts(Section):
 
 
 def most_frequent(counts: Counter[str], number: int) -> list[tuple[str, int]]:
-    """Return the names with the highest counts, the highest first; of equal counts, in the order of the names."""
+    """Return the `number` names with the highest counts, highest first; names of equal counts are sorted."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:number]
 
 

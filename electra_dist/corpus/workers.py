@@ -71,7 +71,7 @@ class WorkerPool(Generic[Task, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """Cancel all tasks that do not run, wait for those that do (or kill them), and end the processes."""
+        """Cancel the tasks that have not begun, wait for the others or kill them, and end the processes."""
         if self._pool is None:
             return
         if error is not None and (self._isolated or isinstance(error, WorkerKilled)):
@@ -109,7 +109,8 @@ class WorkerPool(Generic[Task, Result]):
     def _wait(self, pending: set[Future[Result]]) -> tuple[set[Future[Result]], set[Future[Result]]]:
         """Wait for at least one task; return those that have ended and those that have not.
 
-        The pool itself misses the end of a worker that starts while the pool's own thread lists the workers.
+        The end of a worker is watched here, too, because the pool itself misses it if the worker starts while the
+        pool's own thread lists the workers.
         """
         while True:
             done, still_pending = wait(pending, timeout=_WATCH_INTERVAL_S, return_when=FIRST_COMPLETED)

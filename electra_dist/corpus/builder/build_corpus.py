@@ -52,7 +52,7 @@ _LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in mem
 
 @dataclass(frozen=True)
 class Part:
-    """Part `number` of `count` of a build: a share of its input and its shards, so that several machines can build."""
+    """Part `number` of `count` of a build: the share of the input and of the shards that one machine does."""
 
     number: int  # from 1
     count: int
@@ -63,7 +63,7 @@ class Part:
         return f"{self.number}/{self.count}"
 
     def owns(self, number: int) -> bool:
-        """Return whether this part processes input group `number`, or document bucket `number`; both count from 0."""
+        """Return whether this part processes the input group, or the bucket of documents, with a number from 0."""
         return number % self.count == self.number - 1
 
 
@@ -94,9 +94,9 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 def build_part(request: BuildRequest, part: Part, console: BuildConsole | None = None) -> int | None:
     """Do one part of a build: read input files, and write this part's shards. `join_parts` then finishes the corpus.
 
-    All parts need equal requests. Returns how many shards of the part were finished before this call; None if the
-    whole corpus was finished, so that nothing was done. Raises ManifestMismatch if the output holds another corpus, or
-    if the inputs have changed.
+    Returns how many of the part's shards earlier calls had finished; None if the whole corpus was finished, so that
+    nothing was done. All parts need equal requests. Raises ManifestMismatch if the output holds another corpus, or if
+    the inputs have changed.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
@@ -168,7 +168,7 @@ class _PartOfBuild:
         return resumed_shards
 
     def _keep_origins(self, with_origins: bool) -> None:
-        """Set `corpus.origins` to what this build was begun with, and say so if the request has another value."""
+        """Use the `corpus.origins` with which this build was begun; print a line if the request has another."""
         if self._request.corpus.origins == with_origins:
             return
         self._console.say(

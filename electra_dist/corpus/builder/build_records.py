@@ -220,7 +220,7 @@ class BuildRecords:
         return self._read(_NOTES_KEY, BuildNotes)
 
     def damaged_parameters(self, error: DamagedJson) -> UserError:
-        """Return the error that reports damaged parameters (progress/build.json), for the caller to raise."""
+        """Return, not raise, the error that the recorded parameters (progress/build.json) are damaged."""
         return damaged_file(
             f"{self._store.url}/{_BUILD_KEY}", error, f"delete {_FOLDER} and the shards beside it, and build again"
         )
@@ -230,7 +230,7 @@ class BuildRecords:
         self._write(_group_key(group.number), group)
 
     def groups(self, known: Collection[int] = ()) -> dict[int, ReadGroup]:
-        """Return number -> record of the groups that were read; the groups `known` are left out."""
+        """Return number -> record of the groups that were read, except those in `known`."""
         keys = [_group_key(number) for number in self.group_numbers() if number not in known]
         groups = in_parallel(lambda key: self._read(key, ReadGroup), keys)
         return {group.number: group for group in groups}
@@ -283,7 +283,10 @@ class BuildRecords:
         return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
-        """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32; the bucket must have some."""
+        """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32.
+
+        Call it only for a bucket whose record counts held-out rows.
+        """
         key = _heldout_key(bucket.number, "npy")
 
         def parse(data: bytes) -> np.ndarray:
@@ -297,7 +300,7 @@ class BuildRecords:
         return self._store.read_verified(key, parse)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
-        """Return the table that names the documents of a bucket's held-out rows; the build must write origin files."""
+        """Return the table of the documents of a bucket's held-out rows; the build must write origin files."""
         key = _heldout_key(bucket.number, "parquet")
 
         def parse(data: bytes) -> pyarrow.Table:

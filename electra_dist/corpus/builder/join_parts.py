@@ -60,7 +60,7 @@ _USED_PARAMETERS = TypeAdapter(_UsedParameters)
 
 @dataclass(frozen=True)
 class JoinedCorpus:
-    """A finished corpus: manifests, report, and how much of it existed before the call that returns this object."""
+    """A finished corpus: manifests, report, and how much of it earlier calls had finished."""
 
     manifest: CorpusManifest
     heldout: CorpusManifest | None  # None if no document was held out

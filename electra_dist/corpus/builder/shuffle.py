@@ -71,12 +71,15 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell of the documents whose copy number `copy` lies in `cell`; this inverts `copy_key`."""
+    """Return the cell of the documents whose copies with number `copy` lie in `cell`; the inverse of `copy_key`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 
 def num_copies(key: int, epochs: float) -> int:
-    """Return how often a document is used: `epochs` rounded up or down by a hash of its key, with mean `epochs`."""
+    """Return how often a document is used: `epochs` rounded up or down at random, with mean `epochs`.
+
+    A hash of the document's key takes the place of the random draw.
+    """
     whole = int(epochs)
     threshold = int((epochs - whole) * 2**64)
     draw = int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"copies").digest(), "little")
@@ -84,7 +87,7 @@ def num_copies(key: int, epochs: float) -> int:
 
 
 def cells_of_bucket(bucket: int, num_buckets: int) -> range:
-    """Return the cells (ranges of shuffle keys) of a bucket; all buckets, in order, have nearly equally many cells."""
+    """Return the cells (ranges of shuffle keys) of a bucket; they are adjacent, and nearly as many as any other's."""
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)
 
 

@@ -207,8 +207,8 @@ class _RowMaker:
     def make(self, bucket: int) -> FinishedBucket:
         """Write the shards of a bucket (a range of documents) and then its record; return the record.
 
-        Only the written record has the digests of the held-out rows and of their documents; the returned one lacks
-        them.
+        The returned record lacks the digests of the held-out rows and of their documents, which only the written one
+        has.
         """
         chunks: list[ChunkRows] = []
         train_origins: list[pyarrow.Table] = []
@@ -352,8 +352,8 @@ class RowSample(NamedTuple):
 def sample_rows(spills: Sequence[SpillFile], request: BuildRequest) -> RowSample:
     """Make rows of the first documents of the shuffled corpus, at least 1 MB (`SAMPLE_BYTES`), and measure the rows.
 
-    The documents are read in cells of 1/4096 of the corpus each, from all spill files. Of the last cell, only those
-    are used that are needed.
+    The documents are read from all spill files, in cells of 1/4096 of the corpus each. Documents of the last cell that
+    are not needed are left out.
     """
     documents: list[RawDocument] = []
     size = 0
@@ -373,7 +373,7 @@ def sample_rows(spills: Sequence[SpillFile], request: BuildRequest) -> RowSample
 
 
 def _first_documents(spills: Sequence[SpillFile]) -> Iterator[RawDocument]:
-    """Yield the documents of the shuffled corpus from its beginning on; each reading takes twice as many cells."""
+    """Yield the documents of the shuffled corpus from its beginning on, reading twice as many cells each time."""
     end = 0
     while end < NUM_CELLS:
         start = end

@@ -91,9 +91,9 @@ class RowSearch:
         return None not in self._origins
 
     def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
-        """Return the rows with at least `least` consecutive tokens of a text; `forms` are from `tokens_of_text`.
+        """Return the rows with at least `least` consecutive tokens of a text, whose forms come from `tokens_of_text`.
 
-        The tokens of one form are enough. A form with fewer than `least` tokens must occur in the row as a whole.
+        A row matches if it matches one form. A form with fewer than `least` tokens must occur in the row as a whole.
         """
         from electra_dist.data.shard_cache import rows_of_shards  # It imports torch, which takes seconds.
 
@@ -207,7 +207,7 @@ def tokens_of_text(text: str, corpora: Corpora) -> list[list[int]]:
 def _rows_with_tokens(
     rows: NDArray[np.integer], tokens: list[int], special_ids: set[int], least: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the number of each row of a shard with at least `least` consecutive tokens of a text, and how many."""
+    """Yield the rows of a shard with a run of at least `least` tokens of the text, as (number, longest run)."""
     assert 1 <= least <= len(tokens)
     for row in _possible_rows(rows, tokens, least):
         kept = [token for token in rows[row].tolist() if token not in special_ids]
@@ -217,7 +217,7 @@ def _rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return candidates: the numbers of rows that hold some `least` consecutive tokens of the text in any order."""
+    """Return the rows that may match: those with all of some `least` consecutive tokens of the text, in any order."""
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
     found = np.zeros(num_rows, np.bool_)

@@ -82,11 +82,11 @@ def is_page(name: str) -> bool:
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether a file's name marks it as no data, so that a search of its folder leaves it out.
+    """Return whether a file is left out by its name, as Spark, pandas and pyarrow do, because it holds no data.
 
-    As in Spark, pandas and pyarrow, a parquet table is left out if its name or a folder's name begins with an
-    underscore, except for partitions (`_year=2024`). So are all files in Spark's folders `_temporary` and
-    `_delta_log`. `_posts/a.md` is text.
+    These are parquet files whose name, or a folder in it, begins with an underscore and is no partition
+    (`_year=2024`), and all files in Spark's folders `_temporary` and `_delta_log`. Other files, such as `_posts/a.md`,
+    are read.
     """
     parts = PurePosixPath(name).parts
     if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):

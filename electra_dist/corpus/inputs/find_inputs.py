@@ -121,7 +121,7 @@ class _Search:
                 self._add_local(path, source, is_pattern=paths != [given])
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
-        """Add a local file, or the files below a local folder; `source` is the input that the user gave."""
+        """Add a local file, or the files below a local folder; `source` is the path as the user gave it."""
         root = Path(path)
         if "://" in path:
             raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
@@ -201,7 +201,7 @@ class _Search:
         self._add(identity, InputFile(key, identity, kind.format, size, source, is_given))
 
     def _add(self, identity: str, file: InputFile) -> None:
-        """Add a file. An empty one is counted as left out, but keeps its place in the order of the files."""
+        """Add a file; an empty one is also counted as left out, but keeps its place in the order of the files."""
         self.file_of_identity[identity] = file
         if file.size == 0:
             self.skipped.skip_input("empty_file", file.name)
@@ -304,7 +304,10 @@ def paths_of_input(given: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return a file's source: in the input folder texts, "texts/wiki" for wiki/a.txt, and "texts" for a.txt."""
+    """Return a file's source: the input folder, with the file's first folder in it if there is one.
+
+    In the input folder texts, wiki/a.txt is of the source "texts/wiki", and a.txt of "texts".
+    """
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
 

@@ -93,7 +93,7 @@ class _Window:
         self._position += 1
 
     def next_value(self) -> str:
-        """Return the text of the JSON value at the position, and move past it; raise OSError if there is none."""
+        """Return the text of the JSON value at the position, and move past it; raise OSError if there is no value."""
         while True:
             try:
                 _, end = _PARSER.raw_decode(self._text, self._position)

@@ -233,7 +233,7 @@ def _check_text_column(schema: pyarrow.Schema, text_field: str) -> list[str]:
 
 
 def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None:
-    """Return the type of a column or of a field within one; None unless there is exactly one of this name."""
+    """Return the type of a column, or of a field within a column; None if no or several columns have this name."""
     found: Any = None
     fields: Iterable[pyarrow.Field] = schema
     for name in path:
@@ -246,7 +246,7 @@ def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None
 
 
 def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iterator[str]:
-    """Yield the names of columns, and in place of one with fields the names of these, such as data.text."""
+    """Yield the names of columns; for a column with fields, the names of its fields, such as data.text."""
     for field in fields:
         inner = _fields_within(field.type)
         if inner:

@@ -87,48 +87,47 @@ class DecodedText(NamedTuple):
 
 
 def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
-    """Return the text of a document, as `decode_counted` decodes it; raise SkippedDocument without usable text."""
+    """Return the text of a document, as `decode_counted` does; raise SkippedDocument if it has none."""
     return decode_counted(document, text_field, undecodable).text
 
 
 def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
     """Decode a document to text without a byte order mark; raise SkippedDocument if it has no usable text.
 
-    `text_field` names the field of a JSON line that holds the text, "data.text" the field text in the object in the
-    field data. `undecodable` decides about bytes that are not
-    UTF-8, and about half a surrogate pair in JSON: "skip" leaves the document out, "replace" puts U+FFFD there, which
-    WordPiece drops. Half a pair counts as six bytes, the length of its escape. Whether the tokenizer finds any token
-    in the text is not checked here.
+    `text_field` names the field of a JSON line that holds the text; "data.text" is the field `text` within `data`.
+    `undecodable` says what to do about bytes that are not UTF-8 and half surrogate pairs in JSON: "skip" leaves the
+    document out, "replace" puts U+FFFD there, which WordPiece drops. Half a pair counts as the six bytes of its
+    escape. A text without any token is not noticed here.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
-    replaced_bytes = 0
-    try:
-        text = document.data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        replaced_bytes = _num_undecodable_bytes(document.data)
-        if undecodable == "skip":
-            raise SkippedDocument("undecodable", replaced_bytes) from None
-        text = document.data.decode("utf-8-sig", "replace")
-    if not text.strip():
+    content, num_undecodable = _decode_bytes(document.data)
+    if num_undecodable and undecodable == "skip":
+        raise SkippedDocument("undecodable", num_undecodable)
+    if not content.strip():
         raise SkippedDocument("empty")
-    names = DocumentNames(document.id)
-    if document.is_json:
-        record = _parse_record(text)
-        text = _text_of_record(record, text_field)
-        names = _names_of_record(record)
-        num_halves = _num_half_pairs(text)
-        if num_halves:
-            replaced_bytes += num_halves * _BYTES_OF_ESCAPE
-            if undecodable == "skip":
-                raise SkippedDocument("undecodable", replaced_bytes)
-            text = _SURROGATE.sub("\ufffd", text)
-    return DecodedText(text, replaced_bytes, names)
+    if not document.is_json:
+        return DecodedText(content, num_undecodable, DocumentNames(document.id))
+
+    record = _parse_record(content)
+    text = _text_of_record(record, text_field)
+    num_halves = _num_half_pairs(text)
+    if num_halves:
+        num_undecodable += num_halves * _BYTES_OF_ESCAPE
+        if undecodable == "skip":
+            raise SkippedDocument("undecodable", num_undecodable)
+        text = _SURROGATE.sub("\ufffd", text)
+    return DecodedText(text, num_undecodable, _names_of_record(record))
 
 
-def _num_undecodable_bytes(data: bytes) -> int:
-    # "surrogateescape" makes one lone surrogate of each such byte, and valid UTF-8 holds no surrogate.
-    return _num_half_pairs(data.decode("utf-8", "surrogateescape"))
+def _decode_bytes(data: bytes) -> tuple[str, int]:
+    """Return the text of UTF-8 bytes, with U+FFFD for bytes that are not UTF-8, and the number of these bytes."""
+    try:
+        return data.decode("utf-8-sig"), 0
+    except UnicodeDecodeError:
+        # "surrogateescape" makes one lone surrogate of each such byte, and valid UTF-8 holds no surrogate.
+        num_undecodable = _num_half_pairs(data.decode("utf-8", "surrogateescape"))
+        return data.decode("utf-8-sig", "replace"), num_undecodable
 
 
 def _num_half_pairs(text: str) -> int:
@@ -160,7 +159,7 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def path_of_field(field: str, names: Container[str]) -> list[str]:
-    """Return where a field lies in a record with these `names`: ["a", "b"] for "a.b", unless that is itself a name."""
+    """Return the path of a field in a record: ["a", "b"] for "a.b", or ["a.b"] if that is one of its `names`."""
     return [field] if field in names else field.split(".")
 
 

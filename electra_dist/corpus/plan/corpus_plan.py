@@ -74,7 +74,7 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """Core-hours, traffic and S3 requests of one step of a planned build."""
+    """One step of a planned corpus build: its core-hours, traffic and S3 requests."""
 
     name: str  # for the table of `electra-dist corpus plan`
     core_hours: float
@@ -115,7 +115,7 @@ class CorpusPlan:
 
     @property
     def hours(self) -> float:
-        """Return the duration of the whole build on all machines in hours, if nothing waits for storage."""
+        """Return the elapsed hours of the whole build, with all machines at work and no wait for storage."""
         shared = sum(step.core_hours for step in [*self.prepare, *self.parallel])
         return shared / (self.num_machines * self.cores_per_machine) + self.merge.core_hours
 
@@ -156,7 +156,10 @@ def workload_of_files(
     num_machines: int = 1,
     cores_per_machine: int = 1,
 ) -> Workload:
-    """Return the workload of a corpus of these files, whose text is like the sample; `kept` as above."""
+    """Return the workload of a corpus of these files, whose text is like the sample measured in `rates`.
+
+    `kept`, in (0, 1], is the share of the raw text that `corpus prepare` keeps.
+    """
     input_bytes = sum(file.size for file in files)
     raw_text_bytes = input_bytes * rates.text_bytes / rates.input_bytes
     return Workload(
@@ -264,9 +267,9 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return into how many groups a build divides its input files, each of `file_bytes`.
+    """Return into how many groups a build divides its input files, of `file_bytes` each.
 
-    A group takes files until it has `group_bytes`, at least one.
+    A group is complete when its files have at least `group_bytes`.
     """
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
@@ -290,7 +293,7 @@ def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
 
 
 def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
-    """Plan the stages of `corpus prepare`: the first one reads the raw text, each later one the text that was kept."""
+    """Plan the stages of `corpus prepare`: the first one reads the raw text, each later one the text that is kept."""
     steps = []
     for number, stage in enumerate(rates.prepare):
         text = work.raw_text_bytes if number == 0 else work.text_bytes

@@ -158,7 +158,7 @@ class _Measurement:
     def _read(self) -> tuple[list[RawDocument], int, float]:
         """Read all documents; return (documents of the sample, their bytes (at least 1), their share of all bytes).
 
-        As CPU time of this step, the time to read all files is recorded, multiplied by this share.
+        The CPU time recorded for this step is that of reading all files, multiplied by this share.
         """
         documents: list[RawDocument] = []
         sample_bytes = 0

@@ -73,9 +73,9 @@ class Measurement:
     preparation: PrepareConfig | None  # of `corpus prepare`, whose stages are then measured, too
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call kept for the same input, settings and machine, or measure new rates.
+        """Return the rates that an earlier call has stored for this input, settings and machine, or measure them.
 
-        With `again`, rates are always measured. New rates are kept for later calls.
+        With `again`, rates are always measured. New rates are stored for later calls.
         """
         path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
@@ -163,7 +163,10 @@ class Measurement:
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return a vocabulary filled up to `size` entries with [unusedN]; `size` sets how many bytes a token id takes."""
+    """Return a vocabulary filled up to `size` entries with [unusedN].
+
+    The size decides whether a token id takes two or four bytes.
+    """
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 

@@ -161,7 +161,7 @@ class DropRecorder:
         self.characters_out[document.metadata["source"]] += len(document.text)
 
     def drop(self, step: str, reason: str, document: Any) -> None:
-        """Count a document that a step drops, and keep it as a sample if its hash is among the smallest."""
+        """Count a document that a step drops, and keep it as a sample if few dropped documents have a smaller hash."""
         source = document.metadata["source"]
         self.dropped[step, reason, source] += 1
         key = hashlib.blake2b(f"{document.id}\n{document.text}".encode(), digest_size=16).hexdigest()
@@ -171,11 +171,11 @@ class DropRecorder:
         del samples[self._samples_per_filter :]
 
     def writer(self, step: str, reason: str = "duplicate") -> ExclusionWriter:
-        """Return an object that counts what a step drops; `reason` is recorded where the step itself gives none."""
+        """Return an object that counts what a step drops; `reason` is recorded if the step itself gives none."""
         return ExclusionWriter(self, step, reason)
 
     def is_current(self, document: Any) -> bool:
-        """Return whether `document` is the very object that was read last; a shortened copy of it is not."""
+        """Return whether `document` is the object that was read last; a shortened copy of it is another object."""
         return document is self._current
 
     def as_json(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class ExclusionWriter:
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
-        """Count in `recorder` under the name `step`; `reason` is used where the step itself gives no reason."""
+        """Count in `recorder` under the name `step`; `reason` is used if the step itself gives no reason."""
         self._recorder = recorder
         self._step = step
         self._reason = reason

@@ -174,7 +174,7 @@ def _environment_of_submission(executor: SlurmPipelineExecutor) -> Iterator[None
 def _slurm_executor(
     config: PrepareConfig, stage: Stage, depends: SlurmPipelineExecutor | None
 ) -> SlurmPipelineExecutor:
-    """Return datatrove's executor for a stage as a Slurm array; it waits for the stage `depends` (None: for none)."""
+    """Return datatrove's executor that runs a stage as a Slurm array, after the stage `depends` if there is one."""
     settings = config.executor.slurm
     assert settings is not None
     # The tasks use this Python; launch_pickled_pipeline is a command beside it.

@@ -174,7 +174,7 @@ def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder:
 def _repetition_filter(
     settings: GopherRepetitionSection, tokenizer: str | PlainWords, recorder: DropRecorder
 ) -> GopherRepetitionFilter:
-    """Return Gopher's filter of repeated text, with limits for n-grams as pairs (n, share) for datatrove."""
+    """Return Gopher's filter of repeated text; datatrove takes the limits of n-grams as pairs (n, largest share)."""
     shares = settings.model_dump(exclude={"top_n_grams", "dup_n_grams"})
     return GopherRepetitionFilter(
         **shares,
@@ -262,7 +262,7 @@ class OfflineLanguageFilter(LanguageFilter):
         self.model = _LocalLanguageModel(settings.model, languages)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True to keep a document, else (False, its likeliest language), or (False, "unknown") without one."""
+        """Return True to keep a document, or (False, its likeliest language, or "unknown" if none is found)."""
         labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
         if not labels:
             return False, "unknown"  # nothing in the text is in the vocabulary of the model
@@ -348,5 +348,5 @@ class PlainWords(WordTokenizer):
 
 
 def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return the value for `language` in datatrove's steps: a `PlainWords`, or a language code, which means spaCy."""
+    """Return the value for `language` in datatrove's steps: a `PlainWords`, or a language code for spaCy."""
     return config.spacy_language if config.words == "spacy" else PlainWords()

@@ -240,7 +240,7 @@ def _whole_body(record: Any) -> bytes:
 
 
 def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
-    """Decode a page. Without text, the `dropped` of the returned page is "undecodable" or "empty"."""
+    """Decode a page; if it has no text, its `dropped` is "undecodable" or "empty"."""
     if not data.strip():
         return Page("", is_html, url, "empty")
     try:

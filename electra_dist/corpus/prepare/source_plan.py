@@ -81,7 +81,7 @@ def _files_of_source(
 
 
 def _divide(files: list[InputFile], num_tasks: int) -> list[list[int]]:
-    """Give each file, the largest first, to the task with the fewest bytes so far; return the tasks' file indices."""
+    """Give each file, largest first, to the task with the fewest bytes so far; return each task's file indices."""
     tasks: list[list[int]] = [[] for _ in range(num_tasks)]
     loads = [(0, rank) for rank in range(num_tasks)]  # a heap of (bytes, task)
     for index in sorted(range(len(files)), key=lambda index: (-files[index].size, index)):
@@ -92,7 +92,7 @@ def _divide(files: list[InputFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
-    """Return the settings that decide the result: library versions, and the config without folders and machines."""
+    """Return what decides the result: the config without folders and machines, and the versions of the libraries."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}

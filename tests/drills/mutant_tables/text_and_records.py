@@ -71,8 +71,8 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="corpus: a byte order mark becomes part of the text",
         file="electra_dist/corpus/inputs/text_decoding.py",
-        original='text = document.data.decode("utf-8-sig")\n',
-        mutated='text = document.data.decode("utf-8")\n',
+        original='return data.decode("utf-8-sig"), 0\n',
+        mutated='return data.decode("utf-8"), 0\n',
         test="tests/corpus/test_text_readers.py::test_a_byte_order_mark_at_the_start_of_a_document_is_dropped",
     ),
     Mutant(
