@@ -40,7 +40,9 @@ _WRITE_TEST = "write-test"  # one name, so that the next start deletes the objec
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in one store: saved after `step` steps by start `attempt` of the run. It may be damaged."""
+    """Checkpoint in one store, saved after `step` steps by the start of the run with number `attempt`.
+    It may be damaged; nothing has been read.
+    """
 
     step: int
     attempt: int
@@ -61,7 +63,7 @@ class Checkpoint:
         return f"{self.folder}/{name}"
 
     def manifest(self) -> Manifest:
-        """Read and verify the manifest, but no tensor file; repeat a faulty reading.
+        """Read and verify the manifest, but no tensor file; a reading that finds a fault is repeated.
         Raises TornCheckpoint if the manifest is damaged or belongs to another folder, StoreMissing if there is none.
         """
         key = self.key(MANIFEST)
@@ -84,8 +86,8 @@ class Checkpoint:
         return manifest
 
     def tensors(self, file: FileEntry) -> tuple[list[TensorEntry], str]:
-        """Read and verify a file's header; return the tensors that it lists, and what is wrong ("" for a good header).
-        Raises TornCheckpoint if the header is as it was written, but inconsistent.
+        """Read and verify a file's header; return the tensors that it lists, and "" or what is wrong with the header.
+        Raises TornCheckpoint if the header is undamaged but contradicts itself.
         """
         key = self.key(file.name)
 
@@ -103,7 +105,7 @@ class Checkpoint:
         return ([], fault) if fault else (tensors_of_header(file, header), "")
 
     def set_aside(self, reason: str) -> None:
-        """Withdraw the checkpoint without deleting data: rename its manifest, so that no load takes it.
+        """Withdraw the checkpoint: rename its manifest, so that no load takes it; no data is deleted.
         A repair may restore it. `reason` is stored in set-aside.txt. Raises StoreMissing if there is no manifest.
         """
         data = self.store.read(self.key(MANIFEST))
@@ -114,7 +116,7 @@ class Checkpoint:
 
 
 def missing(file: str) -> str:
-    """Return the text for a missing file; callers compare with it to tell a missing file from a damaged one."""
+    """Return the description of a missing file, by which callers tell a missing file from a damaged one."""
     return f"{file} is missing"
 
 
@@ -128,8 +130,8 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 
 def checkpoints(stores: Sequence[Store]) -> list[Checkpoint]:
     """Return every checkpoint of several stores that has a manifest, newest first; copies in the order of the stores.
-    It costs one listing for each store. No manifest is read, so the checkpoints may be damaged. Stores that are away
-    are waited for at once, because each of them may have the newest checkpoint.
+    Each store is listed once, and no manifest is read, so the checkpoints may be damaged. If stores do not respond,
+    all are waited for at the same time, because each of them may have the newest checkpoint.
     """
     found = itertools.chain.from_iterable(in_parallel(_checkpoints_in, stores))
     return sorted(found, key=lambda checkpoint: (-checkpoint.step, -checkpoint.attempt))
@@ -146,15 +148,15 @@ def _checkpoints_in(store: Store, prefix: str = "step-") -> list[Checkpoint]:
 
 
 def copies_of_each(found: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
-    """Group neighbouring checkpoints of one step and attempt, which are copies in several stores."""
+    """Group the result of `checkpoints`: each list has the copies of one checkpoint in several stores."""
     groups = itertools.groupby(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
     return [list(copies) for _, copies in groups]
 
 
 def tries(copies: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, float]]:
-    """Yield the copies of a checkpoint in the order in which to read them, each with the longest wait in seconds.
-    All come once with a short wait, then with the whole patience of their stores. So a store that is away is waited
-    for only if no other one has a good copy.
+    """Yield (copy of a checkpoint, longest wait in seconds) in the order in which to try to read the copies.
+    If there are several, each comes first with a short wait, then with the whole patience of its store. So a store
+    that does not respond is waited for only if no other one has a good copy.
     """
     if len(copies) > 1:
         for copy in copies:
@@ -165,7 +167,7 @@ def tries(copies: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, float]]:
 
 def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:
     """Return the checkpoints of one step, those of the newest start first; copies in the order of the stores.
-    A store that is away is left out, unless no other store has such a checkpoint: then it is waited for.
+    A store that does not respond is left out; it is waited for only if no other store has such a checkpoint.
     """
     found: list[Checkpoint] = []
     away: list[Store] = []
@@ -188,9 +190,9 @@ def open_targets(config: Config, patience: Patience | None = None) -> list[Store
 
 
 def check_targets(config: Config, patience: Patience | None = None) -> None:
-    """Write an object to each store of `checkpoint.targets` and delete it: a bad store is found before a run begins.
-    Raises UserError if two stores hold one object: they are one place with two names, as with a bind mount.
-    The default target is not checked: it is inside the run folder. Call it on rank 0 only.
+    """Write an object to each store of `checkpoint.targets` and delete it, to find a bad store before a run begins.
+    Raises UserError if two stores hold the same object: they are one place with two names, as with a bind mount. The
+    default target is not checked: it is inside the run folder. Call it on rank 0 only.
     """
     if not config.checkpoint.targets:
         return
@@ -219,13 +221,13 @@ class OtherRun(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Run that must have written a checkpoint, described by two digests that every manifest records."""
+    """The run that must have written a checkpoint, known by digests that every manifest records."""
 
     identities: frozenset[str]  # digests of its identity, one for each version of its arithmetic (`numerics`)
     corpora: frozenset[str]  # fingerprint of its corpus
 
     def fault(self, state: RunState) -> str:
-        """Return why a checkpoint is not of this run; "" if it is."""
+        """Return why a checkpoint with this state is not of this run, or "" if it is."""
         if state.identity_sha256 not in self.identities:
             return "a run with another config (model, objective, optimizer, seed, steps, batch) wrote it"
         if state.corpus_fingerprint not in self.corpora:
@@ -252,7 +254,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the owner for a run folder's config and `identity` (its identity.json); None if `identity` is empty."""
+    """Return the owner for a run folder's config and its identity.json; None if `identity` is empty."""
     if not identity:
         return None
     numerics = {*range(1, config.numerics + 1), identity["numerics"]}

@@ -60,8 +60,8 @@ def read_chosen(
     owner: Owner | None = None,
 ) -> ChosenWeights:
     """Read the fp32 master weights of a chosen checkpoint, or their mean with `num_averaged - 1` earlier checkpoints.
-    The best checkpoint has the highest context AUC on held-out rows or, without a discriminator, the lowest loss.
-    Raises OtherRun if a checkpoint is not of the run `owner` (None: any run), UserError if too few are good.
+    The best checkpoint has the highest context AUC on held-out rows or, without a discriminator, the lowest loss. If
+    `owner` is given, OtherRun is raised for a checkpoint of another run. Raises UserError if too few are good.
     """
     progress(0, num_averaged)
     if choice == "best":
@@ -107,7 +107,7 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Read the checkpoints of `steps` one by one; yield good ones, and add a line to `damaged` for each other one."""
+    """Read the checkpoints of `steps` one by one; yield the good ones, and add a line to `damaged` for each other."""
     for step in steps:
         try:
             state, weights, damaged_copies = assemble(targets, step)
@@ -128,15 +128,15 @@ def _best_first(targets: Sequence[Store]) -> list[int]:
 
 
 def _steps(found: Iterable[Checkpoint]) -> list[int]:
-    """Return the steps of checkpoints in their order, each step once."""
+    """Return the steps of checkpoints in the given order, each once."""
     return list(dict.fromkeys(checkpoint.step for checkpoint in found))
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
+    """Read the whole fp32 weights of the newest good checkpoint, or of that at `step`, onto the CPU.
     Returns run state, weights by parameter name, and a line for each checkpoint that was passed over, because it is
-    damaged or could not be read and has a copy. Nothing is written. Earlier `targets` are preferred. Raises UserError
-    if there is no good checkpoint.
+    damaged or could not be read and has a copy. Earlier `targets` are preferred. Nothing is written, and no process
+    group is needed. Raises UserError if there is no good checkpoint.
     """
     damaged: dict[Checkpoint, str] = {}
     found = checkpoints(targets) if step is None else checkpoints_of_step(targets, step)

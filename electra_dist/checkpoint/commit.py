@@ -93,7 +93,7 @@ def begin_attempt(
 
 
 def _newest_start(target: Store) -> tuple[int, bytes]:
-    """Return the number of the newest start in a target and the content of its file; (0, b"") if there was none."""
+    """Return the number of the newest start in a target and the content of its file, or (0, b"") if there is none."""
     number = newest_attempt(target)
     return number, target.read(_attempt_key(number)) if number else b""
 
@@ -101,7 +101,10 @@ def _newest_start(target: Store) -> tuple[int, bytes]:
 def _check_older_run(
     target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> None:
-    """Raise an error unless the newest start in a target was of this run, with older numerics that are accepted."""
+    """Raise an error unless the newest start in a target was of this run.
+    If it had older numerics, this run is recognized by `older_runs`, and OtherNumerics is raised unless they are
+    accepted.
+    """
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
     if numerics is None:
@@ -120,17 +123,18 @@ def _attempt_document(run: dict[str, str]) -> bytes:
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
     """Try to reserve the number `attempt` for this start of the run; return whether it is reserved on every target.
-    A file on each target reserves it. If another start was faster on one, the caller tries the next number; the files
-    that this call has created on other targets stay.
+    A file on each target reserves it. If another start was faster on one target, the caller tries the next number;
+    files that this call has created on other targets stay.
     """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
 
 
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
-    """Raise UserError if `write_new` replaces an existing file; this process has just created `key` with `document`.
-    Some S3 services ignore the header If-None-Match of a PUT. There, two starts of a run could take the same number,
-    and the older one could overwrite a checkpoint of the newer one.
+    """Raise UserError if the store's `write_new` replaces an existing file, instead of refusing it.
+    This process has just created `key` with the content `document`. Some S3 services ignore the header If-None-Match
+    of a PUT. There, two starts of a run could take the same number, and the older one could overwrite a checkpoint of
+    the newer one.
     """
     if target.write_new(key, document):
         raise UserError(
@@ -141,7 +145,7 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of the run in a target; 0 if there was none. It costs one listing."""
+    """Return the number of the newest start of the run in a target, by one listing; 0 if there was none."""
     numbers = [0]
     for key in target.list(_ATTEMPTS):
         name = _ATTEMPT_KEY.fullmatch(key)
@@ -164,8 +168,8 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 def leftovers(target: Store, attempt: int) -> list[str]:
     """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
-    They are all files of unfinished checkpoints (neither committed nor set aside as unusable) from starts before
-    `attempt`. The newest start, `attempt`, may still be writing its own.
+    They are the files of unfinished checkpoints from starts before `attempt`; the newest start, `attempt`, may still
+    be writing. A checkpoint is finished if it has a manifest, also one that was renamed by `Checkpoint.set_aside`.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
@@ -190,13 +194,13 @@ def _attempt_of(key: str) -> float:
 
 
 def is_of_checkpoint(key: str) -> bool:
-    """Return whether a key in a checkpoint folder names a file of the checkpoint, not one that a user put there."""
+    """Return whether a key in a checkpoint's folder is a file of the checkpoint, and not one that a user put there."""
     _, _, name = key.partition("/")
     return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or FileEntry.parse(name) is not None
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder of a start before `attempt`; False outside such folders."""
+    """Return whether a key is in the checkpoint folder of a start before `attempt`; False for any other key."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -232,8 +236,8 @@ def _two_writers(checkpoint: Checkpoint, action: str) -> Fenced:
 
 
 def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callable[[], None]) -> tuple[FileEntry, ...]:
-    """Wait until a listing shows the whole file of every rank; return the files in the order of the ranks.
-    A shared file system may show an earlier size for a while. Such a file is not yet counted.
+    """Wait until a listing shows the file of every rank in its full size; return the files in the order of the ranks.
+    A shared file system may show an earlier, smaller size for a while.
     """
     limit_s = FILES_TIMEOUT_S + checkpoint.store.patience.limit_s  # the other ranks may wait for their storage first
     deadline = time.monotonic() + limit_s
@@ -297,7 +301,7 @@ def _attempt_key(attempt: int) -> str:
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """Scores of a checkpoint on held-out rows, from which the best checkpoint is chosen. None means no score."""
+    """Scores of a checkpoint on held-out rows, from which the best checkpoint is chosen; None for a missing score."""
 
     context_auc: float | None = None  # None without a discriminator
     loss: float | None = None  # of the discriminator or, without one, of the network that predicts tokens
@@ -312,7 +316,7 @@ def superfluous(
     rollback_steps: int,
     scores: Mapping[Checkpoint, HeldOutScore],
 ) -> list[Checkpoint]:
-    """Return the checkpoints of one store that the retention policy does not keep, oldest first. Nothing is deleted.
+    """Return the checkpoints of one store that the retention policy does not keep, oldest first; nothing is deleted.
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
     `keep_steps` names its step, or if it is one of the first `keep_best` in `best_first`. Two are always kept: the
     newest, and the newest that is at least `rollback_steps` (`guard.most_skipped`) older. A rollback skips at most
@@ -331,7 +335,7 @@ def superfluous(
 
 
 def best_first(candidates: Sequence[Checkpoint], scores: Mapping[Checkpoint, HeldOutScore]) -> list[Checkpoint]:
-    """Return the checkpoints that have a score on held-out rows, the best first; of equal ones the newest first.
+    """Return the checkpoints that have a score on held-out rows, best first; of equally good ones the newest first.
     Checkpoints with a context AUC come first, the highest first; the others follow by their loss, the lowest first.
     """
     ranked = []
@@ -346,7 +350,7 @@ def best_first(candidates: Sequence[Checkpoint], scores: Mapping[Checkpoint, Hel
 
 
 def held_out_score(checkpoint: Checkpoint) -> HeldOutScore:
-    """Read a checkpoint's scores on held-out rows from its manifest; `NOT_EVALUATED` if absent or unreadable.
+    """Read a checkpoint's scores on held-out rows from its manifest; `NOT_EVALUATED` if it has none or is unreadable.
     Raises StoreAway if the store does not respond, so that a good checkpoint does not count as one without scores.
     """
     try:
@@ -366,8 +370,8 @@ def retain(
     scores: dict[Checkpoint, HeldOutScore],
 ) -> None:
     """Delete the checkpoints of a target that the retention policy does not keep (see `superfluous`). Rank 0 only.
-    Checkpoints that were set aside stay. If the policy has `keep_best`, `scores` receives the scores that it lacks.
-    Raises Fenced if a newer start of the run exists; nothing was deleted then.
+    Checkpoints that were set aside (withdrawn) stay. If the policy has `keep_best`, missing entries of `scores` are
+    read and added. Raises Fenced, before anything is deleted, if a newer start of the run exists.
     """
     candidates = checkpoints([target])
     if policy.keep_best:

@@ -46,8 +46,9 @@ _EVENLY_DIVIDED = (0, 3)  # ZeRO stages at which rank r stores `part(numel, rank
 
 
 def part(numel: int, world_size: int, rank: int) -> Range:
-    """Return the elements of a parameter that a rank stores if the ranks divide it evenly; empty for the last ranks.
-    All parts have the same size, except that the last ones are shorter. So DeepSpeed divides parameters at stage 3.
+    """Return the elements of a parameter that a rank stores if the ranks divide the parameter evenly.
+    All parts have the same size, except that the last ranks may have a shorter or an empty one. So DeepSpeed divides
+    parameters at ZeRO stage 3.
     """
     size = -(-numel // world_size)
     start = min(rank * size, numel)
@@ -79,7 +80,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What the name of a rank's tensor file says. The file consists of a header and tensors, without gaps."""
+    """A rank's tensor file, as its name describes it. The file consists of a header and tensors, without gaps."""
 
     rank: int  # that wrote it
     size_bytes: int  # of the whole file
@@ -121,7 +122,7 @@ class LossScaleState(_Frozen):
 
 
 class RunState(_Frozen):
-    """What a checkpoint records besides tensors, equal on all ranks; it tells which run and step were saved."""
+    """What a checkpoint records besides tensors, equal on all ranks: which run and step it is of, and their state."""
 
     step: int  # steps done or skipped; the next one has this number
     attempt: int  # start of the run that wrote the checkpoint, from 1
@@ -145,7 +146,7 @@ class RunState(_Frozen):
 
     @property
     def is_divided_evenly(self) -> bool:
-        """Return whether the ranks divide each parameter evenly (`part`), as at ZeRO 0 and 3, and not at 1 and 2."""
+        """Return whether the ranks divide each parameter evenly by `part`: True at ZeRO 0 and 3, False at 1 and 2."""
         return self.zero_stage in _EVENLY_DIVIDED
 
     def parts(self, rank: int) -> dict[str, Range]:

@@ -32,7 +32,7 @@ THREADS = 4  # requests at a time
 
 @dataclass(frozen=True)
 class Request:
-    """One read from a store: tensors of one file that follow one another without a gap, so that one call suffices."""
+    """One read from a store: adjoining tensors of one file."""
 
     file: str  # file name in the checkpoint's folder
     tensors: tuple[TensorEntry, ...]  # at least one, in the order of the file
@@ -70,16 +70,16 @@ class CheckpointReader:
     """Reader of one checkpoint, whose manifest it has read; several threads may use it at once."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest | None = None) -> None:
-        """Read the manifest unless it is given. Raises TornCheckpoint if it is damaged, StoreMissing if absent."""
+        """Read the manifest unless it is given; raise TornCheckpoint if it is damaged, StoreMissing if absent."""
         self.checkpoint = checkpoint
         self.manifest = checkpoint.manifest() if manifest is None else manifest
         self._store = checkpoint.store
 
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
-        """Read verified values into the views of `fragments`; return what is wrong, [] if all is good.
+        """Read verified values into the views of `fragments`; return what is wrong, [] if all is good. Not collective.
         Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
-        overwritten. `check` names further files whose size and header are verified; the ranks share them. Not
-        collective. Raises TornCheckpoint if a file does not fit the manifest.
+        overwritten. Size and header of the files in `check` are verified, too, so that the ranks can share this work.
+        Raises TornCheckpoint if a file does not fit the manifest.
         """
         destinations = _Destinations(fragments)
         needed_ranks = {file.rank for file in check}
@@ -100,7 +100,9 @@ class CheckpointReader:
         return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
 
     def faults(self, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
-        """Verify every byte of one tensor file; return what is wrong, [] for a good file. `advance`: see `verify`."""
+        """Verify every byte of one tensor file; return what is wrong, [] for a good file.
+        `advance` is called with the number of bytes read since its last call.
+        """
         faults = self._size_faults(file)
         if faults == [missing(file.name)]:
             return faults
@@ -118,7 +120,7 @@ class CheckpointReader:
         return [*faults, *header_faults, *itertools.chain(*faults_of_requests)]
 
     def _size_faults(self, file: FileEntry) -> list[str]:
-        """Compare the size of a file with that in its name; for a missing file return `[missing(file.name)]`."""
+        """Compare the size of a file with that in its name; return what is wrong, also if the file is missing."""
 
         def read_once() -> tuple[list[str], str]:
             try:
@@ -146,7 +148,8 @@ class CheckpointReader:
 
     def _read(self, request: Request, use: Callable[[TensorEntry, memoryview], None]) -> list[str]:
         """Read the tensors of a request. Pass each one that matches its digest to `use`; return a line for each other.
-        `use` receives little-endian fp32 bytes. If a wrong tensor is read again, `use` receives the good ones, too.
+        `use` gets little-endian fp32 bytes. If a wrong tensor makes the request be read again, it gets the good ones
+        again.
         """
         key = self.checkpoint.key(request.file)
         first_byte = request.tensors[0].offset
@@ -210,7 +213,7 @@ class _Destinations:
 def verify(
     checkpoint: Checkpoint, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and what is wrong.
+    """Verify every byte of a checkpoint; return its manifest, None if damaged or missing, and a list of what is wrong.
     `advance` is called from several threads, with the number of bytes read since its last call. After a StoreError,
     the checkpoint may still be good.
     """

@@ -43,7 +43,7 @@ Status = Literal["committed", "damaged", "of another run", "set aside", "leftove
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder found in a store. Its tensor files were not read: a "committed" one may be damaged."""
+    """Checkpoint folder found in a store, with its status; its tensor files were not read and may be damaged."""
 
     checkpoint: Checkpoint
     status: Status  # "committed": the manifest is good; "damaged": it is not; "leftover": there is no manifest
@@ -53,8 +53,8 @@ class Found:
 
 def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
-    It costs one listing, and one request for each checkpoint that is committed or set aside. Without `owner`,
-    checkpoints of other runs are not recognized.
+    It costs one listing, and one request for each checkpoint that is committed or set aside. If `owner` is None,
+    checkpoints of other runs are not recognized as such.
     """
     names_of_checkpoints: dict[tuple[int, int], set[str]] = {}
     for key in target.list("step-"):
@@ -93,10 +93,13 @@ def repair(
     owner: Owner | None = None,
 ) -> Iterator[str]:
     """Repair the checkpoints of all targets while the caller iterates; yield one line for each change.
-    A damaged checkpoint is restored from another target or a donor, or set aside if none has a good copy; then files
-    that no checkpoint needs are deleted. With `dry_run` the lines say what would be done. `advance` receives, from
-    several threads, the bytes verified since its last call. `owner` is the run (None: see attempts/*.json).
-    Raises OtherRun before any change if a checkpoint in a target or a donor is of another run.
+    A damaged checkpoint is restored from a good copy in another target or in a donor, a store that is only read. If
+    there is no good copy, its manifest is renamed (set aside), so that no load takes it. Then files that no checkpoint
+    needs are deleted. With `dry_run`, the lines say what would be done.
+
+    `advance` gets, from several threads, the bytes verified since its last call. `owner` is the run that wrote the
+    checkpoints; None stands for the one that attempts/*.json of each target names. Raises OtherRun before any change
+    if a checkpoint is of another run.
     """
     surveys = [survey(target) for target in targets]
     for found in itertools.chain(*surveys):
@@ -114,7 +117,7 @@ def repair(
 
 
 def _owner_of(found: Found) -> Owner | None:
-    """Return which run wrote a checkpoint, from attempts/*.json or else its manifest; None if both are lost."""
+    """Return the run that wrote a checkpoint, from attempts/*.json or else its manifest; None if both are missing."""
     run = run_of_attempt(found.checkpoint.store, found.checkpoint.attempt)
     manifest = _own_manifest(found)
     if run is None and manifest is not None:
@@ -126,7 +129,7 @@ def _owner_of(found: Found) -> Owner | None:
 
 
 def _own_manifest(found: Found) -> Manifest | None:
-    """Return the manifest of a checkpoint, also of one that was set aside; None if it is damaged or missing."""
+    """Return the manifest of a checkpoint, also if it was set aside; None if it is damaged or missing."""
     if found.status == "set aside":
         with contextlib.suppress(TornCheckpoint):
             return Manifest.parse(found.checkpoint.store.read(found.checkpoint.key(SET_ASIDE)))
@@ -134,14 +137,14 @@ def _own_manifest(found: Found) -> Manifest | None:
 
 
 def _manifest_in(store: Store, checkpoint: Checkpoint) -> Manifest | None:
-    """Return the manifest of the checkpoint of the same name in another store; None if it is damaged or missing."""
+    """Return the manifest of this checkpoint's copy in another store; None if it is damaged or missing."""
     with contextlib.suppress(TornCheckpoint, StoreMissing):
         return replace(checkpoint, store=store).manifest()
     return None
 
 
 def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
-    """Raise OtherRun if another run than `owner` wrote a checkpoint, or its supposed copy in a donor (a store)."""
+    """Raise OtherRun if another run than `owner` wrote a checkpoint or its supposed copy in one of `donors`."""
     checkpoint = found.checkpoint
     if found.manifest is not None:
         owner.check(found.manifest.state, checkpoint.store.url)
@@ -182,7 +185,9 @@ def _repair_checkpoint(
     advance: Callable[[int], None],
     owner: Owner | None,
 ) -> Iterator[str]:
-    """Verify a checkpoint; restore a damaged one from a good copy or, without one, set it aside. Yield log lines."""
+    """Verify a checkpoint and, if it is damaged, restore it from a good copy; if there is none, set it aside.
+    Yields a line for the log for each change.
+    """
     if found.status == "leftover" or found.note.startswith(WITHDRAWN):
         return
     checkpoint = found.checkpoint
@@ -206,8 +211,9 @@ def _repair_checkpoint(
 
 
 def _is_copy(copy: Checkpoint, found: Found, owner: Owner | None) -> bool:
-    """Return whether `copy` is one of `found`: the same manifest or, if the manifest is lost, the same run.
-    The manifests of copies are equal, because a save writes the same files, digests and time to all targets.
+    """Return whether `copy`, of the same name, is a copy of `found`: it has the same manifest.
+    A save writes the same files, digests and time to all targets, so the manifests of copies are equal. If the
+    manifest of `found` is lost, the same run is enough.
     """
     manifest = _manifest_in(copy.store, copy)
     if manifest is None:
@@ -219,7 +225,7 @@ def _is_copy(copy: Checkpoint, found: Found, owner: Owner | None) -> bool:
 
 
 def _restore(found: Found, donor: Checkpoint, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
-    """Copy the damaged files from a donor, then the manifest, so that the checkpoint exists only when all are good."""
+    """Copy the damaged files from `donor`, then the manifest, so that the checkpoint counts only when all are good."""
     checkpoint = found.checkpoint
     manifest = donor.manifest()
     yield f"{checkpoint.url} is damaged: {'; '.join(faults)}"
@@ -258,7 +264,7 @@ def _copy(source: Store, destination: Store, key: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Result of comparing one parameter and its optimizer moments in two checkpoints."""
+    """Difference between one parameter, with its optimizer moments, in two checkpoints."""
 
     name: str  # of the parameter
     largest: dict[Kind, float]  # kind (weights or a moment) -> largest absolute difference; NaN if either has a NaN
@@ -266,7 +272,7 @@ class Difference:
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
+    """Return (field, value in `a`, value in `b`) for every field in which the states of two checkpoints differ.
     World size, ZeRO stage and package versions are among them; they may differ although all weights are equal.
     """
     return [

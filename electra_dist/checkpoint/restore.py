@@ -50,11 +50,11 @@ _FURTHER_FIELDS_OF_A_RUN = {
 
 
 class _Discarded(TornCheckpoint):
-    """Error for a checkpoint that was trained on steps which this run skips since a later rollback."""
+    """Error for a checkpoint that a later rollback has discarded: it was trained on steps that the run now skips."""
 
 
 class _Fault(NamedTuple):
-    """Reason why a rank cannot load a checkpoint: a fault of the checkpoint, or of a store that cannot be read."""
+    """Why a rank cannot load a checkpoint: the checkpoint has a fault, or its store cannot be read."""
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
@@ -63,7 +63,7 @@ class _Fault(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load_newest` has found, besides the values that it has written into the fragments."""
+    """Result of `load_newest`, besides the values that it writes into the fragments."""
 
     state: RunState | None  # None if the run begins at step 0
     set_aside: list[str]  # a line for the log about each checkpoint that was set aside
@@ -123,7 +123,8 @@ def _read(
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
     """Read a checkpoint on all ranks; wait for its target at most `limit_s` seconds. Collective.
-    Returns its run state and None, or the fault that all ranks judge it by, a damage before any other.
+    Returns the checkpoint's state and None, or None and one fault for all ranks. If ranks find different faults, a
+    damaged checkpoint counts before any other.
     """
     with checkpoint.store.patience.at_most(limit_s):
         state, own_fault = _read_own_part(checkpoint, fragments, expected, older_identities, stopped)
@@ -148,8 +149,8 @@ def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
     """Rename the manifest of every checkpoint in all stores, so that a run begins again at step 0; return log lines.
-    Checkpoints that were set aside before are marked, too, so that no repair restores them. The tensor files stay.
-    Rank 0 only, while no save is under way.
+    A checkpoint whose manifest was renamed before is marked, too, so that no repair restores it. Tensor files stay.
+    Call it on rank 0 only, while no save is under way.
     """
     reason = f"{WITHDRAWN}the run was begun again from scratch"
     lines = []
@@ -201,7 +202,7 @@ def _read_own_part(
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
     """Read and verify this rank's `fragments`; check size and header of its share of the files. Not collective.
-    Returns the checkpoint's run state and None, or None and the first fault.
+    Returns the checkpoint's state and None, or None and the first fault.
     """
     try:
         reader = CheckpointReader(checkpoint)

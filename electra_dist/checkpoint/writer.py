@@ -108,9 +108,9 @@ class CheckpointWriter:
             self.on_wait(time.monotonic() - self._last_progress)
 
     def wait(self) -> None:
-        """Wait until no save is in flight. If it has failed, raise its error (once); else that of a failed deletion.
-        Success means on rank 0 that all targets have the checkpoint, and on other ranks that their own file is stored.
-        The deletion of old checkpoints may still go on.
+        """Wait until no save is in flight, and raise the error of the last save, once; else that of a failed deletion.
+        If nothing is raised, rank 0 knows that all targets have the checkpoint, and any other rank that its own file
+        is stored. The deletion of old checkpoints may still go on.
         """
         if self._save is not None:
             self._wait_for(self._save)
@@ -119,13 +119,13 @@ class CheckpointWriter:
             self._deletion.raise_error()
 
     def raise_failure(self) -> None:
-        """Raise the error of a save or deletion that has failed, once; wait for none that goes on."""
+        """Raise the error of a save or deletion that has failed, once; do not wait for one that is still running."""
         for task in (self._save, self._deletion):
             if task is not None:
                 task.raise_error()
 
     def close(self) -> None:
-        """Wait for the last save and deletion, and free the host buffer. If one of the two failed, raise its error."""
+        """Wait for the last save and deletion, and free the host buffer; raise the error of one that has failed."""
         save = self._save
         self._save = None  # a second call raises nothing
         if save is not None:
@@ -140,7 +140,7 @@ class CheckpointWriter:
                 task.raise_error()
 
     def space_shortage(self, num_ranks: int) -> str:
-        """Return a text about a disk with too little space for the next checkpoint; "" if all disks have enough.
+        """Return a line about a disk with too little space for the next checkpoint, or "" if all disks have enough.
         Call it on rank 0, after `reserve`. It assumes that every rank saves as much as this one.
         """
         assert self._buffer is not None
@@ -246,7 +246,7 @@ class _ReportedPieces(Sequence[bytes | memoryview]):
 
 
 def _in_all(targets: Sequence[Store], function: Callable[[Store], None]) -> None:
-    """Call a function for all targets at once; raise the first error, but `Fenced` before any other."""
+    """Call a function for all targets at once; of several errors, raise a `Fenced` first, else the first one."""
 
     def error_of(target: Store) -> Exception | None:
         try:
@@ -262,7 +262,7 @@ def _in_all(targets: Sequence[Store], function: Callable[[Store], None]) -> None
 
 
 def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if a rank holds other parts of the parameters than every reader will compute."""
+    """Raise RuntimeError if a rank holds other ranges of the parameters than those that readers will compute."""
     held = {
         tensor.name: (tensor.start, tensor.start + len(tensor.values)) for tensor in tensors if tensor.kind == "master"
     }
@@ -274,7 +274,7 @@ def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:
 
 
 def _shortage(folders: Sequence[Path], needed_bytes: int) -> str:
-    """Return a text about a disk that is too full for `needed_bytes` in each folder on it; "" if all have enough.
+    """Return a line about a disk that has too little space for `needed_bytes` in each folder; "" if all have enough.
     The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over,
     because the save will report it.
     """

@@ -41,7 +41,10 @@ class Console:
     """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway if the disk may recover, else UserError."""
+        """Open log.txt, and print to `stream` (None: stdout).
+
+        Raises StoreAway if the disk refuses now but may recover, otherwise UserError.
+        """
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
         self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
@@ -179,7 +182,7 @@ def _step_of(step: int, total_steps: int) -> str:
 
 
 def _percent(fraction: float | None) -> str:
-    """Return a fraction as a percentage of five characters; a dash if it is None, NaN or infinite."""
+    """Return a fraction as a percentage of five characters; "-" if it is None, NaN or infinite."""
     if fraction is None or not math.isfinite(fraction):
         return "    -"
     has_room_for_decimal = abs(fraction) < 0.9995  # A larger fraction would be rounded to 100.0, which is too wide.

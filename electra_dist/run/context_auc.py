@@ -41,7 +41,7 @@ def is_stuck(record: EvalRecord, config: Config) -> bool:
 
 
 def was_reported(evaluations: Iterable[EvalRecord], config: Config) -> bool:
-    """Return whether the run has already warned, because one of its earlier evaluations was stuck."""
+    """Return whether an earlier evaluation of the run was stuck, so that the warning was printed before."""
     return any(is_stuck(record, config) for record in evaluations)
 
 

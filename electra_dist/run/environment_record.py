@@ -57,7 +57,7 @@ class _GpuDevice(Record):
 
 
 class _Gpus(Record):
-    """Entry "gpus" of environment.json, which is empty without GPUs."""
+    """Entry "gpus" of environment.json; it is empty if there is no GPU."""
 
     driver: str | None = None
     devices: list[_GpuDevice] = []
@@ -205,7 +205,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name from /proc/cpuinfo; if that file gives none, what Python knows."""
+    """Return the processor's name from /proc/cpuinfo, or what Python's `platform` says if the file has none."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -217,7 +217,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """Return the driver version, and the name and memory (1e9 bytes) of each GPU of this node; empty without NVML."""
+    """Return the driver version, and name and memory (1e9 bytes) of each GPU of this node; {} without NVML."""
     probe = GpuProbe.open()
     if probe is None:
         return {}
@@ -295,7 +295,7 @@ def write_environment(
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the run folder's environment.json; empty if the file does not exist."""
+    """Return the content of the run folder's environment.json, or {} if there is no such file."""
     next_step = "move it away; the next start of the run writes it again"
     content = find_document(Path(run_dir) / ENVIRONMENT_FILE, _Environment, next_step)
     return {} if content is None else content.fields()

@@ -32,7 +32,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorClass:
-    """A kind of end of a rank: how its output shows it, whose fault it is, and what follows."""
+    """A kind of failure of a rank: how its output shows it, whose fault it is, and what follows."""
 
     name: str
     title: str  # for a person
@@ -46,7 +46,7 @@ class ErrorClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Why a rank has ended, with the line of its output that shows it ("": no line does)."""
+    """Why a rank has ended, with the line of its output that shows this, or "" if no line does."""
 
     error: ErrorClass
     line: str = ""
@@ -296,14 +296,14 @@ _BY_NAME = {
 
 
 def class_of(name: str) -> ErrorClass:
-    """Return the class with a name; the one of unknown ends for a name that this version does not know."""
+    """Return the class with a name; for a name that this version does not know, the class of unknown failures."""
     return _BY_NAME.get(name, _UNKNOWN)
 
 
 def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
-    """Return why a rank ended with an exit code (-N: signal N), by the last lines that it wrote to stderr, `output`.
+    """Return why a rank ended, judged by its exit code (-N for signal N) and its last lines on stderr, `output`.
 
-    `num_killed_for_memory` is how many processes of its node the kernel killed for lack of memory while it ran.
+    `num_killed_for_memory` is how many processes of the node the kernel killed for lack of memory while the rank ran.
     """
     lines = [line.strip() for line in output.splitlines()]
     lines = [line for line in lines if line and not _HARMLESS.search(line)]
@@ -328,9 +328,10 @@ def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
 
 
 def decisive(findings: Iterable[tuple[int, Finding]]) -> tuple[int, Finding] | None:
-    """Return the rank, with its finding, that explains the end of all; None without one.
+    """Return the rank whose end explains why all ranks ended, with its finding; None if there are no findings.
 
-    A rank that ended because another one did is taken only if all did; then, and among equals, the first one given.
+    Ranks that ended only because another one did are considered last. Among the others, the class that comes first in
+    `CLASSES` wins, then the finding that comes first.
     """
     found = list(findings)
     causes = [item for item in found if not item[1].error.is_consequence]
@@ -344,7 +345,7 @@ def decisive(findings: Iterable[tuple[int, Finding]]) -> tuple[int, Finding] | N
 
 
 def is_same_fault(line: str, other: str) -> bool:
-    """Return whether two telling lines name the same fault: they are equal but for numbers and addresses."""
+    """Return whether two lines of output show the same fault: they differ in numbers and addresses only."""
     return _without_numbers(line) == _without_numbers(other)
 
 
@@ -367,7 +368,7 @@ def _last_match(error: ErrorClass, lines: list[str]) -> str:
 
 
 def _last_exception(lines: list[str]) -> str:
-    """Return the line of the newest traceback that names its exception; "" without one."""
+    """Return the line of the last traceback that names its exception, or "" if there is no traceback."""
     if _TRACEBACK not in lines:
         return ""
     newest = len(lines) - lines[::-1].index(_TRACEBACK)

@@ -24,7 +24,7 @@ from electra_dist.store.patience import Patience, waiting
 
 
 class Failure(DatedRecord):
-    """Why a start of the ranks has failed on one node: a line of failures/node-K.jsonl."""
+    """Why a start of the ranks has failed on one node, as its supervisor records it in failures/node-K.jsonl."""
 
     start: str  # name of the start, such as job-4711-0-start-000002
     node: str  # its name for the scheduler
@@ -38,7 +38,7 @@ class Failure(DatedRecord):
 
     @property
     def kind(self) -> ErrorClass:
-        """Return its class."""
+        """Return the class of the failure, which tells whose fault it is and what follows."""
         return class_of(self.error)
 
     @property
@@ -48,7 +48,7 @@ class Failure(DatedRecord):
 
     @property
     def account(self) -> str:
-        """Return in one line what has happened and what follows."""
+        """Return one line on where the rank failed and why, and whether that ends the run."""
         text = f"rank {self.rank} on {self.node}: {self.kind.title}, {self.place}"
         if not self.repeated:
             return text
@@ -59,7 +59,10 @@ class Failure(DatedRecord):
 def record_failure(
     run_dir: Path, node: int, failure: Failure, outputs: Mapping[int, str], patience: Patience | None = None
 ) -> None:
-    """Append a failure to the file of node number `node`, and replace the files of its ranks' last output."""
+    """Append a failure to the file of node number `node`, and write the last output of its ranks to files.
+
+    `outputs` maps a rank to its last output, which replaces that of an earlier failure.
+    """
 
     def write() -> None:
         file = JsonlFile(_file(run_dir, node))
@@ -73,7 +76,7 @@ def record_failure(
 
 
 def read_failures(run_dir: Path, patience: Patience | None = None) -> list[Failure]:
-    """Return the failures of all nodes, oldest first; [] if no start has failed under a supervisor."""
+    """Return the failures of all nodes, oldest first; [] if no start under a supervisor has failed."""
 
     def read() -> list[Failure]:
         files = sorted((Path(run_dir) / FAILURES_DIR).glob("node-*.jsonl"))
@@ -89,7 +92,10 @@ def output_file(run_dir: Path, rank: int) -> Path:
 
 
 def is_repetition(finding: Finding, step: int | None, earlier: Iterable[Failure]) -> bool:
-    """Return whether a fault of code, data or config has come back at the same step: no restart helps. Pure."""
+    """Return whether the same fault of code, data or config came at the same step before, so that no restart helps.
+
+    `earlier` has the failures of earlier starts. Nothing is read.
+    """
     return finding.error.repeats_are_final and any(
         before.error == finding.error.name and before.step == step and is_same_fault(before.line, finding.line)
         for before in earlier
@@ -97,16 +103,20 @@ def is_repetition(finding: Finding, step: int | None, earlier: Iterable[Failure]
 
 
 def newest_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return what explains the newest failed start: of its nodes, one that did not fail because of another."""
+    """Return the failure that explains the newest failed start; None if no start has failed.
+
+    If the start failed on several nodes, it is one that did not fail because of another node.
+    """
     of_start = [failure for failure in failures if failure.start == failures[-1].start]
     causes = [failure for failure in of_start if not failure.kind.is_consequence]
     return next(iter(causes or of_start), None)
 
 
 def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[Failure]) -> dict[str, Any]:
-    """Return the account of the last end of a run as a JSON object; "state" is "running or killed" without one.
+    """Return what is known of the last end of a run, as a JSON object.
 
-    The newer of the last failure that a supervisor recorded and the last end in the ledger decides. Pure.
+    The newest failure recorded by a supervisor or the last end in the ledger decides, whichever is newer. If neither
+    exists, "state" is "running or killed". Nothing is read.
     """
     failure = newest_failure(failures)
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]

@@ -130,14 +130,14 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """Return what identity.json says about the run in a folder (`run_identity`); empty if no run was begun there."""
+    """Return the content of identity.json in a run's folder (`run_identity`), or {} if no run was begun there."""
     next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
     identity = find_document(run_dir / IDENTITY_FILE, _Identity, next_step)
     return {} if identity is None else identity.model_dump()
 
 
 def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
-    """Return the fingerprints of a run's `num_phases` corpora from its identity.json; None if no run was begun there.
+    """Return the fingerprints of a run's `num_phases` corpora from identity.json, or None if no run was begun.
 
     The fingerprint of `data.corpus` comes first, then those of `data.phases` in the order in which the run reads them.
     """
@@ -156,7 +156,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 
 
 def recorded_numerics(run_dir: Path) -> int | None:
-    """Return the version of random draws and rounding of the run's last start; None if no run was begun there."""
+    """Return the version of random draws and rounding of the run's last start, or None if no run was begun."""
     if not (run_dir / IDENTITY_FILE).exists():
         return None
     numerics: int = read_identity(run_dir)["numerics"]
@@ -164,7 +164,10 @@ def recorded_numerics(run_dir: Path) -> int | None:
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
-    """Raise OtherNumerics if the run's version of random draws and rounding is not `current`, unless allowed."""
+    """Raise OtherNumerics if the run's version of random draws and rounding is not `current`.
+
+    Nothing is raised if `accept_new_numerics` is True.
+    """
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
@@ -205,7 +208,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
-    """Return the digest of each input that a run folder's inputs.json records; empty if there is no such file.
+    """Return the digests of inputs that a run folder's inputs.json records, or {} if there is no such file.
 
     Such inputs lie outside the run folder, may be read again at a later start, and are not part of the run's identity.
     An input's name is its config key and its place, such as "data.heldout s3://bucket/heldout".
@@ -273,15 +276,21 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
 
 def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
-    """Return the digest of tokenizer.json or vocab.txt (`name`) in SHA256SUMS; None in an old run without it."""
+    """Return the digest that SHA256SUMS lists for tokenizer.json or vocab.txt (`name`).
+
+    None if the run folder has no SHA256SUMS because an old version wrote it.
+    """
     digests_file = run_dir / DIGESTS_FILE
     if not digests_file.exists():
         return None
     with readable(digests_file):
         lines = read_regular(digests_file).decode(errors="replace").splitlines()
-    sha256_by_name = {file: sha256 for sha256, _, file in (line.partition("  ") for line in lines)}
+    sha256_of_file = {}
+    for line in lines:  # SHA-256, two spaces and the name, as the command sha256sum writes them
+        sha256, _, file = line.partition("  ")
+        sha256_of_file[file] = sha256
     return NamedDigest(
-        sha256=sha256_by_name.get(name, "nothing"),
+        sha256=sha256_of_file.get(name, "nothing"),  # no file has the digest "nothing", so the check will fail
         named_by=str(digests_file),
         next_step=f"restore both from a backup, or start the run once more, which writes {name} again from the corpus",
     )

@@ -33,7 +33,7 @@ from electra_dist.run.number_formats import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds of a run's wall-clock time by activity; goodput is the share in which it made steps that count."""
+    """Seconds of a run's wall-clock time by activity; goodput is the share in which it made steps that it has kept."""
 
     queue: float = 0.0
     boot: float = 0.0
@@ -57,7 +57,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float | None:
-        """Return the goodput, in [0, 1]; None if the run has spent no time outside the queue yet."""
+        """Return the goodput, in [0, 1], or None if the run has spent no time outside Slurm's queue yet."""
         outside_queue_s = self.wall - self.queue
         if outside_queue_s <= 0:
             return None
@@ -107,7 +107,10 @@ def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Go
 
 
 def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) -> list[tuple[float, float]]:
-    """Return for each start of the run (seconds in Slurm's queue, seconds from begin of the job to the process)."""
+    """Return, for each start of the run, its seconds in Slurm's queue and its seconds to boot.
+
+    Booting is the time from the begin of the job to the start of the process.
+    """
     queue_and_boot_s = []
     previous_index = -1
     previous_end = -math.inf
@@ -121,7 +124,10 @@ def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) ->
 
 
 def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return (queue seconds of all jobs that led to one start, seconds from the last job's begin to the process)."""
+    """Return the queue and boot seconds of one start, to which one or several jobs have led.
+
+    The queue seconds of all these jobs are added up; booting is from the begin of the last job to the process.
+    """
     queue_s = 0.0
     boot_s = 0.0
     busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already

@@ -151,7 +151,10 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest heartbeats of `ranks` (None: all), sorted by rank; some may be of an earlier start."""
+    """Return the newest heartbeats of `ranks` (None: of all ranks), sorted by rank.
+
+    A heartbeat may be of an earlier start, which its `attempt` tells.
+    """
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths: Iterable[Path] = folder.glob("rank-*.json")
     if ranks is not None:
@@ -161,9 +164,10 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 
 
 def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
-    """Delete a rank's heartbeat if it has `attempt` 0, because preflight, the test before a run, wrote it.
+    """Delete the heartbeat that preflight, the test before a run, wrote for a rank; its `attempt` is 0.
 
-    Call this while the rank's process is not running. A heartbeat that cannot be deleted stays.
+    Call this while the rank's process is not running. A heartbeat of training stays, and so does one that cannot be
+    deleted.
     """
     if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
         with contextlib.suppress(OSError):
@@ -175,7 +179,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _plain(reason: str) -> str:
-    """Cut a reason to `REASON_CHARACTERS`, and put "?" for characters that are not ASCII or need an escape in JSON."""
+    """Cut a reason to `REASON_CHARACTERS`, and put "?" for characters that JSON would escape."""
     shortened = reason[:REASON_CHARACTERS]
     return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
@@ -189,7 +193,7 @@ def _encode(beat: Beat) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
-    """Return the heartbeat in a file's bytes; None if length or checksum is wrong, as while the file is written."""
+    """Return the heartbeat in a file's bytes, or None if length or checksum is wrong, as during a write."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     is_whole = len(line) == RECORD_BYTES and checksum.isdigit()
@@ -202,7 +206,7 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """Return the heartbeat in a file; read it again if a write is in progress. None if it stays unreadable."""
+    """Return the heartbeat in a file, after another try if a write is in progress; None if it stays unreadable."""
     with contextlib.suppress(OSError, StoreError):
         for _ in range(_TRIES):
             beat = _decode(read_regular(path))
@@ -214,7 +218,7 @@ def _read(path: Path) -> Beat | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Seconds without a heartbeat, in each phase, after which a rank counts as hung."""
+    """Limits, one for each phase, for the seconds that a rank may be silent before it counts as hung."""
 
     setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
     step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
@@ -223,8 +227,8 @@ class HangLimits:
     eval_s: float = 600.0
     storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
 
-    def of(self, beat: Beat) -> float:
-        """Return the seconds for which a rank may be silent after heartbeat `beat`; infinity if the rank is done."""
+    def silence_s(self, beat: Beat) -> float:
+        """Return the longest allowed silence after heartbeat `beat`, in seconds; infinity if the rank is done."""
         if beat.phase == "done":
             return float("inf")
         if beat.phase == "storage":
@@ -237,13 +241,15 @@ class HangLimits:
             return max(self.step_floor_s, self.step_factor * beat.step_s)
         return self.setup_s
 
-    def of_its_collective(self, beat: Beat) -> float:
-        """Return the seconds that a collective of all ranks may take, given the newest heartbeat of one rank.
-        The first step after a checkpoint or evaluation gets the longest limit: others may still be busy with these.
+    def collective_s(self, beat: Beat) -> float:
+        """Return the seconds that a collective of all ranks may take, after the newest heartbeat of this rank.
+
+        In the first step after a checkpoint or evaluation, other ranks may still be busy with these, so the longest of
+        the limits applies.
         """
         if _is_first_of_step_phase(beat) and beat.step_s is not None:
-            return max(self.of(beat), self.checkpoint_s, self.eval_s)
-        return self.of(beat)
+            return max(self.silence_s(beat), self.checkpoint_s, self.eval_s)
+        return self.silence_s(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
@@ -260,14 +266,14 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """Silence of a rank, and the limit for it; the function `hung` returns only silences above their limit."""
+    """How long a rank has been silent, and the limit that applies to it."""
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
     phase: Phase
     step: int  # optimizer steps done
     quiet_s: float  # seconds without a heartbeat
-    limit_s: float  # the limit that they exceed
+    limit_s: float  # seconds above which the rank counts as hung
 
     @property
     def is_too_long(self) -> bool:
@@ -285,12 +291,14 @@ def hung(
     all_beats: Sequence[Beat] = (),
     not_before: float = float("-inf"),
 ) -> list[Hung]:
-    """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
-    Other ranks usually wait for the culprit in a collective. A rank above its own limit may wait for ranks that have
-    made no more steps, or that wait for storage. It counts as hung only if all these ranks have been silent, too, for
-    the longest of their limits. For this check `all_beats` has the heartbeats of all nodes.
+    """Return the silences of hung ranks, the likely culprit first: by fewest steps, then by longest silence.
+
+    Other ranks usually wait for the culprit in a collective. So a rank above its own limit counts as hung only if the
+    ranks for which it may wait have all been silent, too, for the longest of their limits. These are ranks that have
+    made no more steps, or that wait for storage; `all_beats` has the heartbeats of all nodes to find them.
+
     Heartbeats before `started` are ignored; a rank of `ranks` without a newer one counts as in setup since `started`.
-    Time before `not_before`, until which no heartbeat could be written, does not count as silence.
+    Until `not_before` no heartbeat could be written, so the time before it is no silence.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     silences = []
@@ -311,11 +319,11 @@ def hung(
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return how long a rank and all ranks that it may wait for have all been silent, and their longest limit."""
+    """Return how long a rank and all ranks for which it may wait have been silent, and the longest of their limits."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
-    limit_s = max(limits.of(considered_beat) for considered_beat in considered)
+    limit_s = max(limits.silence_s(considered_beat) for considered_beat in considered)
     return Hung(
         rank=beat.rank,
         host=beat.host,
@@ -327,7 +335,7 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may wait for rank `other`, which waits for storage itself or is neither done nor ahead."""
+    """Return whether a rank may wait for `other`, because that waits for storage, or is neither done nor ahead."""
     # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 

@@ -35,18 +35,18 @@ class Start:
 
     @property
     def ended_by(self) -> Ending | None:
-        """Return the event that ended it; None: it goes on, or was killed."""
+        """Return the event that ended this start, or None if it goes on or was killed."""
         endings = [event.event for event in self.events if event.event in ENDINGS]
         return cast(Ending, endings[-1]) if endings else None
 
     @property
     def setup(self) -> Mapping[str, float]:
-        """Return the seconds before the first event by activity: import, build, restore."""
+        """Return the seconds from its launch to its first event by activity: import, build, restore."""
         return self.events[0].setup_s
 
     @property
     def began(self) -> float:
-        """Return when its process was started."""
+        """Return when its process was launched."""
         return self.events[0].unix_s - sum(self.setup.values())
 
     @property
@@ -56,7 +56,7 @@ class Start:
 
     @property
     def first_step(self) -> int:
-        """Return how many steps were done when it began."""
+        """Return the number of steps that were done when it began."""
         return self.events[0].step
 
     @property
@@ -66,12 +66,12 @@ class Start:
 
     @cached_property
     def newest(self) -> LedgerEvent:
-        """Return the newest event that records how its time was spent; its first event without one."""
+        """Return the newest event that records how time was spent, or the first event if there is none."""
         return [self.events[0], *(event for event in self.events if event.spent_s is not None)][-1]
 
     @property
     def spent(self) -> Mapping[str, float]:
-        """Return the seconds by activity: first (the first step), step (the others), data, stall, eval."""
+        """Return the seconds by activity: "first" (first step), "step" (other steps), "data", "stall" and "eval"."""
         return self.newest.spent_s or {}
 
     @property
@@ -81,7 +81,7 @@ class Start:
 
     @property
     def compile_s(self) -> float:
-        """Return how much longer the first step was than the mean of the others; 0 with fewer than two steps."""
+        """Return how much longer the first step was than the mean of the others; 0 if there are fewer than two."""
         num_other_steps = self.num_steps - 1
         if num_other_steps <= 0:
             return 0.0
@@ -98,9 +98,9 @@ class Start:
 
 
 def starts(ledger: Sequence[LedgerEvent]) -> list[Start]:
-    """Return every start of the run, the first and the restarts, that the ledger records, oldest first.
+    """Return every start of the run in the ledger, the first one and the restarts, oldest first.
 
-    Late events that carry the number of another start are left out.
+    An event that a process wrote late, after the next start had begun, is left out: it carries its own start's number.
     """
     indexes = [index for index, event in enumerate(ledger) if event.event in STARTS]
     return [
@@ -110,7 +110,7 @@ def starts(ledger: Sequence[LedgerEvent]) -> list[Start]:
 
 
 def seconds_per_step(starts: Sequence[Start]) -> float:
-    """Return the mean seconds of a step over all starts, without compiling and data waits; 0 before the first step."""
+    """Return the mean seconds of a step over all starts, without compilation and waits for data; 0 without steps."""
     num_steps = sum(start.num_steps for start in starts)
     if num_steps == 0:
         return 0.0
@@ -135,7 +135,7 @@ def newest_checkpoint(ledger: Sequence[LedgerEvent]) -> int:
 
 
 def events_at_newest_checkpoint(ledger: Sequence[LedgerEvent]) -> int:
-    """Return how many events the ledger had just after the newest checkpoint was first recorded; 0 without one."""
+    """Return the number of events in the ledger up to the first record of the newest checkpoint; 0 if none exists."""
     reached_step = newest_checkpoint(ledger)
     for num_events, event in enumerate(ledger, start=1):
         if proves_checkpoint(event) and event.step == reached_step:
@@ -155,12 +155,12 @@ class Link:
 
     @property
     def session(self) -> str:
-        """Return the name of this start, such as job-4711-0 (`session_of`)."""
+        """Return the name of this start by `session_of`, such as job-4711-0."""
         return session_of(self.begin)
 
     @property
     def submitted_and_began(self) -> tuple[float, float]:
-        """Return the Unix times of its submission and its begin; the next known time replaces a missing one."""
+        """Return the Unix times of its job's submission and begin; if one is not recorded, the next known time."""
         began = _unix_s(self.begin.started, self.begin.unix_s)
         return _unix_s(self.begin.submitted, began), began
 
@@ -179,7 +179,7 @@ def session_of(record: JobBegan | JobEnded) -> str:
 
 
 def since_submission(jobs: Sequence[JobRecord]) -> Sequence[JobRecord]:
-    """Return the records from a person's newest submission on; all without one."""
+    """Return the records from the newest submission by a person on; all records if there is none."""
     submissions = [number for number, record in enumerate(jobs) if isinstance(record, JobSubmitted)]
     return jobs[submissions[-1] :] if submissions else jobs
 
@@ -190,7 +190,7 @@ def _unix_s(time: str | None, default: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
-    """What is known of a run apart from its ledger. Without Slurm the three fields about jobs stay False."""
+    """What is known of a run apart from its ledger; without Slurm, the fields about jobs stay False."""
 
     now: float  # Unix seconds
     sign_of_life: float | None  # Unix seconds of the newest heartbeat, metrics record or event; None: never
@@ -201,16 +201,20 @@ class RunEvidence:
 
 
 def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
-    """Return what ended the run, if it is the ledger's last event; None: it goes on, was killed or never began."""
+    """Return how the run ended, or None if the ledger's last event is no end.
+
+    None means that the run goes on, was killed, or never began.
+    """
     has_ended = bool(ledger) and ledger[-1].event in ENDINGS
     return cast(Ending, ledger[-1].event) if has_ended else None
 
 
 def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
-    """Classify a run by the first of these that decides: "done" in the ledger, queue, last event, sign of life.
+    """Classify a run by ledger, queue and sign of life: the first of them that decides.
 
-    A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
-    Slurm, a killed run looks like a run in a long step until the newest sign of life is older than the patience.
+    The order is: "done" in the ledger, Slurm's queue, the last event of the ledger, the newest sign of life. A run is
+    "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without Slurm, a
+    killed run counts as living until its newest sign of life is older than `evidence.patience_s`.
     """
     if any(event.event == "done" for event in ledger):
         return "finished"

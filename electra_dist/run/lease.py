@@ -56,7 +56,7 @@ _TRIES = 20  # of reading the newest lease, which may be released or taken over 
 
 
 class LeaseLost(UserError):
-    """Error that this process has lost the lease: it must not write into the run folder, and ends without a save."""
+    """Error of a process that has lost the lease: it must not write into the run folder, and ends without a save."""
 
 
 class LeaseOwner(BaseModel, frozen=True):
@@ -80,7 +80,7 @@ class LeaseOwner(BaseModel, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLease:
-    """Newest lease of a run folder at one moment. Two readings are equal if nobody renewed the lease in between."""
+    """Newest lease of a run folder as read at one moment; two readings differ if it was renewed in between."""
 
     number: int  # 0: no lease was ever taken
     path: Path
@@ -101,12 +101,15 @@ class FoundLease:
 
     @property
     def description(self) -> str:
-        """Return who the owner is, for messages, or that the lease's file is damaged."""
+        """Return who the owner is, as a part of a message; if the lease's file is damaged, this is said instead."""
         owner = self.owner
         return f"an owner whose file {self.path} is damaged" if owner is None else owner.description
 
     def is_free(self, silent_s: float) -> bool:
-        """Return whether another process may take the lease, which the caller saw without a renewal for `silent_s`."""
+        """Return whether another process may take the lease.
+
+        `silent_s` is for how long the caller has watched the lease without seeing a renewal.
+        """
         if self.is_released:
             return True
         owner = self.owner
@@ -176,7 +179,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Renew an owned lease; if the lease is lost, set `_lost` to the reason. Errors of the storage are ignored."""
+        """Renew the lease if this process owns it; if it is lost, store the reason. Errors of the disk are ignored."""
         with self._looking, contextlib.suppress(OSError):
             newest = find_newest(self._lease.path.parent)
             is_held = newest.path == self._lease.path and newest.content == self._lease.content
@@ -186,7 +189,10 @@ class RunLease:
                 renew(self._lease.path)
 
     def _find_loss(self, newest: FoundLease) -> str:
-        """Return how the lease was lost, in one line; "" if only its file was deleted, which is then restored."""
+        """Return in one line how the lease was lost, or "" if it was not.
+
+        If only its file was deleted, the lease is not lost: its owner writes the file again.
+        """
         if _file_id(self._run_dir) != self._folder_id:
             return (
                 f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
@@ -205,7 +211,7 @@ class RunLease:
 
 
 def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
-    """Return a run folder's lease for rank 0: its supervisor's lease or, without a supervisor, a new lease."""
+    """Return the lease of a run folder for rank 0: that of its supervisor or, if it has none, a new one."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return join_lease(run_dir, token) if token else take_lease(run_dir, "rank 0", say)
 
@@ -258,7 +264,7 @@ def take_lease(
 
 
 def join_lease(run_dir: Path, token: str) -> RunLease:
-    """Return the lease of this rank's supervisor, who passed `token`; raise LeaseLost if the supervisor lost it."""
+    """Return the lease that this rank's supervisor holds, known by its `token`; raise LeaseLost if it is lost."""
     folder = run_dir / LEASE_DIR
     with readable(folder):
         newest = find_newest(folder)
@@ -285,7 +291,7 @@ def read_owner(run_dir: Path) -> tuple[LeaseOwner, float] | None:
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a file or folder; None if it does not exist."""
+    """Return device and inode of a file or folder, or None if it does not exist."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -294,7 +300,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _remove_unused(run_dir: Path) -> None:
-    """Remove the released leases from a folder without a run, then the folder, if nothing else is in it."""
+    """Remove the released leases from a folder in which no run was begun; then the folder, if it is empty."""
     with contextlib.suppress(OSError):  # Another start has begun there, or the folder holds other files.
         for file in _files_in(run_dir / LEASE_DIR):
             if file.suffix == ".released":
@@ -304,7 +310,10 @@ def _remove_unused(run_dir: Path) -> None:
 
 
 def find_newest(folder: Path) -> FoundLease:
-    """Return the newest lease in the folder RUN/lease, with number 0 if there is none; OSError if reading fails."""
+    """Return the newest lease in the folder RUN/lease; its number is 0 if no lease was ever taken.
+
+    Raises OSError if reading fails.
+    """
     for _ in range(_TRIES):
         files = _files_in(folder)
         if not files:
@@ -347,9 +356,9 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
 
 
 def _write_locked(path: Path, content: bytes) -> int | None:
-    """Create a file that this process locks before other processes can see it; return the descriptor with the lock.
+    """Create a file that is locked by this process before other processes can see it; None if the file exists.
 
-    Returns None if the file exists.
+    Returns the file descriptor that keeps the lock.
     """
     lock = -1
     try:

@@ -39,7 +39,10 @@ Event = Literal[
 
 
 class LedgerEvent(DatedRecord):
-    """Event of ledger.jsonl. Only `time`, `event` and `step` are in each one; the others have some of these fields."""
+    """Event of a run, a line of ledger.jsonl.
+
+    Every event has `time`, `event` and `step`. Each of the other fields is set for some kinds of event only.
+    """
 
     event: str  # one of `Event`; another one of a newer version is read, too
     step: Count
@@ -112,16 +115,21 @@ class Ledger:
     """
 
     def __init__(self, run_dir: Path, patience: Patience | None = None) -> None:
-        """Open the file. `append`, `sync` and `close` wait for the disk with `patience` (None: not at all)."""
+        """Open the file.
+
+        If the disk is full or away, `append`, `sync` and `close` wait for it as long as `patience` says; None: not at
+        all.
+        """
         self._run_dir = Path(run_dir)
         self.patience = patience
         self._file = JsonlFile(self._run_dir / LEDGER_FILE)
         self._lock = threading.Lock()
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event with the current time (UTC), and return when it is on the disk (fsync).
+        """Append an event with the present time (UTC), and return when it is on the disk (fsync).
 
-        Raises StorageLost if the disk is full or away for longer than the patience; without one, StoreAway at once.
+        If the disk is full or away, wait for it as long as the patience says, then raise StorageLost. Without a
+        patience, raise StoreAway at once.
         """
         try:
             self._append(event, step, details)
@@ -136,7 +144,7 @@ class Ledger:
             self._append(event, step, details)
 
     def append_once(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event as `append_soon` does, unless the ledger has an event of this kind and step already."""
+        """Append an event as `append_soon` does, unless the ledger already has an event of this kind at this step."""
         if not has_event(self._run_dir, event, step, self.patience):
             self.append_soon(event, step, **details)
 
@@ -147,14 +155,14 @@ class Ledger:
 
     @waits
     def sync(self) -> None:
-        """Write the events that the disk has refused, with fsync. Raises StoreAway if the disk stays full or away."""
+        """Write the events that a full disk has refused before, with fsync; raise StoreAway if it still refuses."""
         with self._lock:
             self._file.sync()
 
     def close(self, *, waits: bool = True) -> None:
-        """Write the events that the disk has refused, and close the file; after StoreAway, call `close` again.
+        """Write the events that a full disk has refused, and close the file; after StoreAway, call `close` again.
 
-        With `waits` False, the disk is tried once, whatever the patience.
+        If `waits` is False, the disk is tried only once, whatever the patience.
         """
         waiting(self.patience if waits else None, self._file.close)
 
@@ -164,9 +172,9 @@ class Ledger:
 
 
 def read_ledger(path: Path, patience: Patience | None = None) -> list[LedgerEvent]:
-    """Return the events of a ledger.jsonl, oldest first; [] without a file. `path` is the file or its run folder.
+    """Return the events of a ledger.jsonl, oldest first; [] if there is no file. `path` is the file or its run folder.
 
-    A disk that is away is waited for with `patience` (None: not at all).
+    If the disk is away, wait for it as long as `patience` says; None: not at all.
     """
     path = Path(path)
 
@@ -178,19 +186,19 @@ def read_ledger(path: Path, patience: Patience | None = None) -> list[LedgerEven
 
 
 def has_event(run_dir: Path, event: Event, step: int, patience: Patience | None = None) -> bool:
-    """Return whether the ledger has an event of this kind and step, so that a restart need not record it again."""
+    """Return whether the ledger has an event of this kind at this step, so that a restart need not record it again."""
     return any(record.event == event and record.step == step for record in read_ledger(run_dir, patience))
 
 
 def append_job(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a "submit", "begin" or "end" with the current time (UTC) to slurm/jobs.jsonl; it is on the disk then."""
+    """Append a "submit", "begin" or "end" with the present time (UTC) to slurm/jobs.jsonl, with fsync."""
     file = JsonlFile(Path(run_dir) / JOBS_FILE)
     file.append(_job_record({"time": _now(), "event": event, **details}))
     file.close()
 
 
 def read_jobs(run_dir: Path) -> list[JobRecord]:
-    """Return the records of a run's Slurm jobs (submissions, begins and ends), oldest first; [] without Slurm."""
+    """Return the records of a run's Slurm jobs (submissions, begins and ends), oldest first; [] if there are none."""
     return list(read_records(Path(run_dir) / JOBS_FILE, _job_record))
 
 

@@ -93,7 +93,8 @@ class StepRecord(Record):
 class EvalRecord(Record):
     """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
 
-    Replacements are the generator's samples at temperature 1, whatever the schedules are.
+    The generator's replacements are sampled at temperature 1 at every step, even if `objective.temperature` has a
+    schedule.
     """
 
     kind: Literal["eval"] = "eval"
@@ -156,7 +157,8 @@ class MetricsWriter:
     ) -> None:
         """Open metrics.jsonl; TensorBoard shows `settings` (dotted config key -> value) as hyperparameters.
 
-        `sync` and `close` wait for the disk with `patience` (None: not at all); `write` never does.
+        If the disk is full or away, `sync` and `close` wait for it as long as `patience` says (None: not at all).
+        `write` never waits.
         """
         self.patience = patience
         self._run_dir = Path(run_dir)
@@ -171,7 +173,7 @@ class MetricsWriter:
         self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
-        """Drop the records of steps > `step`, which the run will repeat; return the last step that was recorded.
+        """Drop the records of steps after `step`, which the run will repeat; return the last step that was recorded.
 
         The result is at least `step`. Call this at every resume, before `write`.
         """
@@ -248,9 +250,10 @@ class MetricsWriter:
         return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
 
     def close(self, *, waits: bool = True) -> None:
-        """Sync and close all files; after StoreAway, metrics.jsonl stays open, and a later call tries again.
+        """Sync and close all files; after StoreAway, metrics.jsonl stays open, and `close` may be called again.
 
-        Samples that a full disk refuses are lost. With `waits` False, the disk is tried once, whatever the patience.
+        Samples that a full disk refuses are lost. If `waits` is False, the disk is tried only once, whatever the
+        patience.
         """
         if self._samples is not None:
             with contextlib.suppress(StoreAway):
@@ -266,7 +269,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _noted(self, path: Path) -> Iterator[None]:
-        """Guard a `with` block that writes to `path`: lock out other threads, and note if the disk refuses."""
+        """Guard a write to `path`: other threads wait, and if the disk refuses, a line is added to the problems."""
         with self._lock:
             try:
                 yield
@@ -290,7 +293,7 @@ class MetricsWriter:
 
 
 def parse_metric(fields: dict[str, Any]) -> Metric:
-    """Return the record of metrics.jsonl with these fields; raise ValueError for one that is damaged."""
+    """Return the record of metrics.jsonl that has these fields; raise ValueError if it is damaged."""
     kind = fields.get("kind")
     try:
         if kind == "train":
@@ -308,13 +311,13 @@ def parse_metric(fields: dict[str, Any]) -> Metric:
 
 
 def read_metrics(path: Path) -> list[Metric]:
-    """Return the records of metrics.jsonl, oldest first; [] without the file. `path` is the file or its run folder."""
+    """Return the records of metrics.jsonl (`path`, or in the run folder `path`), oldest first; [] without a file."""
     path = Path(path)
     return list(read_records(path / METRICS_FILE if path.is_dir() else path, parse_metric))
 
 
 def iter_steps(run_dir: Path, *, containing: bytes = b"") -> Iterator[StepRecord]:
-    """Yield the logged steps of a run, oldest first; all records whose lines have `containing` are checked."""
+    """Yield the logged steps of a run, oldest first; lines without the text `containing` are passed over unread."""
     for record in read_records(run_dir / METRICS_FILE, parse_metric, containing=containing):
         if isinstance(record, StepRecord):
             yield record
@@ -328,17 +331,17 @@ def iter_evaluations(run_dir: Path) -> Iterator[EvalRecord]:
 
 
 class NewestMetrics(NamedTuple):
-    """Newest record of each kind in metrics.jsonl; None where there is none."""
+    """Newest record of each kind in metrics.jsonl, or None for a kind without records."""
 
     step: StepRecord | None
     evaluation: EvalRecord | None
 
 
 def newest_metrics(run_dir: Path, *, with_evaluation: bool = True) -> NewestMetrics:
-    """Return the newest records of a run; without `with_evaluation`, none of an evaluation is looked for.
+    """Return the newest record of a training step and, unless `with_evaluation` is False, of an evaluation.
 
-    The file is read from its end, as far as necessary: to its beginning if a kind is missing. A damaged line that is
-    read is a UserError.
+    The file is read from its end, as far as necessary: to its beginning if a kind is missing. Raises UserError for a
+    damaged line among those read.
     """
     path = run_dir / METRICS_FILE
     step: StepRecord | None = None
@@ -358,7 +361,7 @@ def newest_metrics(run_dir: Path, *, with_evaluation: bool = True) -> NewestMetr
 
 
 def newest_samples(run_dir: Path) -> Samples | None:
-    """Return the text samples of the newest evaluation; None without any."""
+    """Return the text samples of the newest evaluation, or None if there are none."""
     return next(read_records(run_dir / SAMPLES_FILE, Samples.model_validate, reverse=True), None)
 
 
@@ -379,7 +382,7 @@ def replaced_words_table(samples: Sequence[TextSample]) -> str:
 
 
 def _is_in_order(file: Path) -> bool:
-    """Return whether no step is lower than the one before it and no kind has a step twice; parse no line as JSON."""
+    """Return whether steps never decrease and no kind has a step twice; lines are not parsed as JSON."""
     last_step = -1
     kinds: set[bytes] = set()  # of the records of the last step
     for line in lines(file):

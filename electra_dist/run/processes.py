@@ -18,15 +18,16 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
+    """Return this node's name: under Slurm the name that `sbatch --exclude` understands, otherwise the host name."""
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
     return os.fsencode(name).decode(errors="replace")  # The kernel accepts host names of any bytes.
 
 
 def mark_of(run_dir: Path, node: int) -> str:
-    """Return the text, such as "/runs/large#0", by which all processes of a run on a node are found.
+    """Return a text, such as "/runs/large#0", that marks all processes of a run on a node.
 
-    A supervisor passes it in the variable `MARK` to all processes that it starts. They keep it if the supervisor dies.
+    A supervisor gives it to every process that it starts, in the environment variable `MARK`. So its processes can be
+    found after its death.
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
@@ -62,7 +63,7 @@ def status_field(pid: int, name: str) -> str:
 
 
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, which all containers of a machine share; "" if it is unknown."""
+    """Return the kernel's random id of this boot, equal in all containers of a machine; "" if it is unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

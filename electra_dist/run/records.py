@@ -44,7 +44,7 @@ _LONGEST_LINE_BYTES = 16 << 20  # of a record; a longer line would fill the memo
 
 
 def _check_time(text: str) -> str:
-    """Return an ISO 8601 time unchanged; raise ValueError for another text or a time without a Unix time."""
+    """Return an ISO 8601 time unchanged; raise ValueError for any other text, or a time that has no Unix time."""
     try:
         datetime.fromisoformat(text).timestamp()
     except OverflowError:
@@ -79,7 +79,7 @@ class DatedRecord(Record):
 
 
 class Line(NamedTuple):
-    """Whole line of a file."""
+    """Complete line of a file, which ends with a line feed, and its place."""
 
     offset: int  # of its first byte in the file
     text: bytes  # without its newline
@@ -89,7 +89,10 @@ class JsonlFile:
     """JSON-lines file (one JSON object per line) that is open for appending, by one process only (not checked)."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file and remove a torn last line; raise StoreAway if waiting may help, else UserError."""
+        """Open or create the file, and remove an unfinished last line.
+
+        Raises StoreAway if the disk refuses now but may recover, otherwise UserError.
+        """
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
         self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
@@ -103,8 +106,8 @@ class JsonlFile:
     def append(self, record: Record | Mapping[str, Any]) -> None:
         """Append a record as a line. It survives a kill of this process and, after `sync`, a crash of the machine.
 
-        Raises StoreAway if the disk is full or away. The record then stays in memory: do not append it again, because
-        the next `append`, `flush` or `sync` that succeeds writes it.
+        Raises StoreAway if the disk is full or away. The record is then kept in memory, and the next call of `append`,
+        `flush` or `sync` that succeeds writes it. Do not append it again.
         """
         self._unwritten.append(encode(record))
         self.flush()
@@ -148,7 +151,7 @@ class JsonlFile:
         self.sync()
 
     def close(self) -> None:
-        """Sync the file and close it; after StoreAway it stays open, and a later call tries again."""
+        """Sync the file and close it; after StoreAway it stays open, and `close` may be called again."""
         if self._file != _CLOSED:
             self.sync()
             self.discard()
@@ -161,7 +164,7 @@ class JsonlFile:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
-        """Open the file anew after `replace`, and turn an OSError of the block into a StoreError."""
+        """Open the file again if `replace` has closed it, and turn an OSError of the block into a StoreError."""
         with writable(self.path):
             if self._file == _UNOPENED:
                 self._file = self._open()
@@ -207,10 +210,10 @@ def encode(record: Record | Mapping[str, Any]) -> bytes:
 def read_records(
     path: Path, parse: Callable[[dict[str, Any]], T], *, reverse: bool = False, containing: bytes = b""
 ) -> Iterator[T]:
-    """Yield the records of a JSON-lines file, oldest first or in `reverse`; nothing without a file.
+    """Yield the records of a JSON-lines file, oldest first or in `reverse`; none if there is no file.
 
-    `parse` makes a record of a line's JSON object, such as `LedgerEvent.model_validate`, and raises ValueError for a
-    damaged one; UserError then names the line. Lines without the text `containing` are neither parsed nor checked:
+    `parse` makes a record of a line's JSON object, such as `LedgerEvent.model_validate`, and raises ValueError if it
+    is damaged; UserError then names the line. Lines without the text `containing` are neither parsed nor checked:
     `b'"eval"'` finds the few evaluations in metrics.jsonl.
     """
     for line in lines(path, reverse=reverse):
@@ -219,7 +222,7 @@ def read_records(
 
 
 def parse_line(path: Path, line: Line, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Return the record in a line of the file `path`; raise UserError, which names the line's number, for damage."""
+    """Return the record in a line of the file `path`; if it is damaged, raise UserError with the line's number."""
     try:
         fields = parse_json_object(line.text)
     except DamagedJson:
@@ -235,7 +238,10 @@ def parse_line(path: Path, line: Line, parse: Callable[[dict[str, Any]], T]) -> 
 
 
 def lines(path: Path, *, reverse: bool = False) -> Iterator[Line]:
-    """Yield the whole lines of a file, oldest first or in `reverse`, without a torn one; nothing without a file."""
+    """Yield the complete lines of a file, oldest first or in `reverse`, without an unfinished last one.
+
+    If there is no file, nothing is yielded.
+    """
     with readable(path):
         try:
             file = open_regular(path)
@@ -328,7 +334,7 @@ def _floats_to_strings(value: Any) -> Any:
 
 
 def _strings_to_floats(value: Any) -> Any:
-    """Reverse `_floats_to_strings`; a text that happens to be one of these strings becomes a float, too."""
+    """Reverse `_floats_to_strings`. A text that was equal to one of its strings becomes a float, too."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -41,8 +41,8 @@ class Strike(Record):
 def add_strike(run_dir: Path, strike: Strike, patience: Patience | None = None) -> None:
     """Append a strike to the run's strikes.jsonl; it is on the disk on return.
 
-    Texts are shortened to one line: 300 characters for the reason, 64 for each other field. A disk that is full or
-    away is waited for with `patience` (None: not at all).
+    Texts are shortened to one line: 300 characters for the reason, 64 for each other field. If the disk is full or
+    away, wait for it as long as `patience` says; None: not at all.
     """
     line = _encode_strike(strike)
     waiting(patience, lambda: _append(Path(run_dir) / STRIKES_FILE, line))
@@ -78,7 +78,10 @@ def _encode_strike(strike: Strike) -> bytes:
 
 
 def read_strikes(run_dir: Path, patience: Patience | None = None) -> list[Strike]:
-    """Return all strikes of a run, oldest first, also expired ones; [] if there is no file. `patience`: as above."""
+    """Return all strikes of a run, oldest first, also expired ones; [] if there is no file.
+
+    If the disk is away, wait for it as long as `patience` says; None: not at all.
+    """
     return waiting(patience, lambda: list(read_records(Path(run_dir) / STRIKES_FILE, Strike.model_validate)))
 
 

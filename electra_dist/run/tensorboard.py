@@ -88,7 +88,10 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
-        """Open the files and write `settings`. Points of earlier starts are hidden from step `purge_step` on."""
+        """Open the files and write `settings`.
+
+        Points that earlier starts wrote for steps from `purge_step` on are hidden; None hides none.
+        """
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
         self._directory = directory
@@ -102,7 +105,7 @@ class TensorBoardWriter:
                 self._write_settings(settings)
 
     def take_problem(self) -> str:
-        """Return a line about the error that stopped all writing; "" without an error, and at later calls."""
+        """Return a line about the error that stopped all writing; "" if there is none or it was returned before."""
         problem = self._problem
         self._problem = ""
         return problem

@@ -95,7 +95,7 @@ class RankMonitor:
         self._step = step
         self._waits_for_storage = False
         self._heartbeat.beat(phase, step, self._patience.reason)
-        hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
+        hang_limit_s = self._limits.collective_s(self._heartbeat.last)
         limit_s = max(min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S), self._least_collective_s)
         # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
         change_s = abs(limit_s - self._collective_limit_s)

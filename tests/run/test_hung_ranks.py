@@ -138,7 +138,7 @@ def test_a_rank_that_waited_for_a_slower_rank_is_not_hung_when_that_rank_comes_b
     beats = [waiting, back]
 
     assert hung([waiting], 1071.0, LIMITS, all_beats=beats) == []
-    limit_s = LIMITS.of(back)
+    limit_s = LIMITS.silence_s(back)
     (rank,) = hung([waiting], 1070.5 + limit_s, LIMITS, all_beats=beats)
     assert (rank.rank, rank.limit_s) == (1, limit_s)
 

@@ -84,7 +84,7 @@ class SilenceWatch:
 
     def _beats_of_all_nodes(self, own_beats: Iterable[Beat], now: float) -> list[Beat]:
         """Return the heartbeats of all ranks if one of this node may wait for another node's; otherwise []."""
-        if any(now - beat.time > self._limits.of(beat) / 4 for beat in own_beats):
+        if any(now - beat.time > self._limits.silence_s(beat) / 4 for beat in own_beats):
             return self._first_seen.date(read_heartbeats(self._run_dir), now)
         return []
 
