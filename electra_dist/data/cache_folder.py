@@ -48,9 +48,10 @@ def choose_cache_folder(
     has_several_nodes: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> CacheFolder:
-    """Choose `configured` (`data.cache_dir`) if set, else `folder_in_run` for one node, else a folder on a local disk.
+    """Choose the folder of a node's cache: `configured` (`data.cache_dir`) if it is set.
 
-    The folder on a local disk is created; StoreError is raised if other users can read or write it.
+    Otherwise a run on one node uses `folder_in_run`, and a run on several nodes a folder on a local disk. That folder
+    is created; StoreError is raised if other users can read or write it.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")
@@ -63,7 +64,7 @@ def choose_cache_folder(
 
 
 def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
-    """Return the first writable temporary directory on a local disk; if there is none, Python's default directory."""
+    """Return the first writable temporary directory on a local disk, or Python's default one if there is none."""
     mounts = _read_mounts()
     named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
     for candidate in (*named, CacheFolder(Path("/tmp"), "/tmp")):
@@ -78,7 +79,7 @@ def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; raise StoreError if an existing one is not private."""
+    """Create a folder that only this user can read and write; if it exists and others can, raise StoreError."""
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
     if not is_private(path):
@@ -122,7 +123,7 @@ class CacheRoom(NamedTuple):
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return the most bytes that two shuffle windows can have: the sum of the 2 * `window_shards` largest shards."""
+    """Return the largest possible size of two shuffle windows: the sum of the 2 * `window_shards` largest shards."""
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 

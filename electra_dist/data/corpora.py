@@ -67,7 +67,7 @@ class Corpora:
 
     @classmethod
     def of(cls, store: Store, manifest: CorpusManifest, url: str | None = None) -> Corpora:
-        """Return the only phase of a run on one corpus; `url` names it in messages, by default as its store does."""
+        """Return the corpora of a run on one corpus; `url` names it in messages, and is by default the store's."""
         return cls(phases=(Phase(from_step=0, url=url or store.url, store=store, manifest=manifest),))
 
     @property
@@ -87,7 +87,7 @@ class Corpora:
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Return what corpus.json says of the tokenizer."""
+        """Return the entry of corpus.json about the tokenizer."""
         return self.phases[0].manifest.tokenizer
 
     @property
@@ -107,7 +107,7 @@ class Corpora:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the only corpus, or a SHA-256 over first step and fingerprint of every phase."""
+        """Return the fingerprint of the only corpus or, of several, a SHA-256 over first steps and fingerprints."""
         if len(self.phases) == 1:
             return self.phases[0].manifest.fingerprint
         parts = [
@@ -128,7 +128,7 @@ class Corpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def shard_name(self, shard: int) -> str:
-        """Return the name of a shard, which begins with `phase-n/` for the shards of the n-th later phase."""
+        """Return the name of a shard; in the n-th later phase it begins with `phase-n/`."""
         phase, _ = self._phase_of(shard, [len(phase.manifest.shards) for phase in self.phases])
         name = self.shards[shard].entry.name
         return f"phase-{phase}/{name}" if phase else name
@@ -145,7 +145,10 @@ class Corpora:
         return f"{self.phases[phase].store.url}/{self.phases[phase].manifest.row_name(row_in_corpus)}"
 
     def _phase_of(self, number: int, counts: Sequence[int]) -> tuple[int, int]:
-        """Return the phase that has a shard or row, of which each phase has `counts`, and its number in the phase."""
+        """Return the index of the phase to which a shard or a row belongs, and its number within that phase.
+
+        `counts` has the number of shards or rows of each phase.
+        """
         ends = np.cumsum(counts)
         phase = int(np.searchsorted(ends, number, side="right"))
         return phase, number - int(ends[phase]) + counts[phase]
@@ -160,7 +163,7 @@ class Corpora:
         return RowOrder(orders, [phase.from_step * global_batch for phase in self.phases])
 
     def phase_that_begins_at(self, step: int) -> Phase | None:
-        """Return the phase that begins at a step (from 0); None if no phase, or only the first one, begins there."""
+        """Return the later phase that begins at a step (from 0), or None if none does."""
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
@@ -231,7 +234,7 @@ def _check_alike(first: Phase, later: Phase) -> None:
 
 
 def with_corpus_vocabulary(config: Config, patience: Patience | None = None) -> tuple[Config, list[str]]:
-    """Set `model.vocab_size` to the size of the corpus's vocabulary, if that is smaller; also return a log line.
+    """Lower `model.vocab_size` to the size of the corpus's vocabulary; return the config and lines for the log.
 
     A little text gives fewer entries than a config allows. The tables have a multiple of 128 rows at any size. If the
     corpus is missing or damaged, the config is returned unchanged: the checks of the inputs then raise the error.

@@ -185,7 +185,7 @@ class RowLoader:
     def _look_ahead(self, first: int, end: int) -> None:
         """Begin to fetch the shards of all windows that overlap positions [first, end); close unneeded shards.
 
-        The shards of the following window are only noted in `_ahead`, so that they can be fetched later.
+        The shards of the following window are only remembered in `_ahead`, so that they can be fetched later.
         """
         if end <= self._horizon:
             return

@@ -233,7 +233,7 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
 
 
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
-    """Read the vocabulary file `key` of a store and check that it has the digest `expected` (None: no check).
+    """Read the vocabulary file `key` of a store, and check its digest if `expected` is given.
 
     Wrong content from S3 is read again a few times.
     """

@@ -65,8 +65,8 @@ class NodeCache:
     ) -> None:
         """Keep the shards in `directory`, which the first fetch creates.
 
-        Without `limit_bytes`, shards are deleted only when the disk is nearly full. `corpus` holds the SHA-256 of each
-        shard of the caller's corpora: shards of others are deleted first. Shards that this node fetches for its
+        If `limit_bytes` is None, shards are deleted only when the disk is nearly full. `corpus` holds the SHA-256 of
+        each shard of the caller's corpora: other shards are deleted first. Shards that this node fetches for its
         `peers` (the other nodes) are deleted last.
         """
         self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
@@ -95,8 +95,8 @@ class NodeCache:
     def ensure(self, shard: StoredShard, *, verify: bool, ask_peers: bool = True) -> None:
         """Fetch a shard into the folder if it is missing; wait if another process is fetching it.
 
-        With `verify`, the digest of an existing file is checked, too. With `ask_peers`, other nodes are asked before
-        the store. Raises ManifestMismatch if the fetched bytes are wrong several times in a row.
+        With `verify`, an existing file is fetched again if its digest is wrong. With `ask_peers`, other nodes are
+        asked before the store. Raises ManifestMismatch if the fetched bytes are wrong several times in a row.
         """
         entry = shard.entry
         path = self.path(entry)
@@ -204,7 +204,7 @@ class NodeCache:
         return shutil.disk_usage(self._directory).free - sum(max(0, num_bytes) for num_bytes in lacking.values())
 
     def _excess_bytes(self, needed_bytes: int) -> int:
-        """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none."""
+        """Return how many bytes must be deleted before `needed_bytes` can be written; 0 or less means none."""
         excess_on_disk = needed_bytes + _SPARE_BYTES - self._free_bytes()
         if self._limit_bytes is None:
             return excess_on_disk
@@ -216,9 +216,9 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Hold the exclusive flock `name` (a shard's SHA-256, or "eviction") of this folder in the `with` block.
+        """Hold an exclusive flock in this folder during the `with` block; `name` is a shard's SHA-256 or "eviction".
 
-        Without `wait`, BlockingIOError is raised if another process or thread holds it.
+        If another process or thread holds it, wait; if `wait` is False, raise BlockingIOError instead.
         """
         path = self._directory / "locks" / name
         with writable(path):
@@ -243,10 +243,11 @@ def eviction_order(
     last_used: Callable[[Path], float],
     preferred: Collection[str] = (),
 ) -> list[Path]:
-    """Return the shards (`<sha256>.tar`) among `paths` that may be deleted, the one to delete first in front.
+    """Return the shards (`<sha256>.tar`) among `paths` that may be deleted, in the order in which to delete them.
 
-    Shards of other corpora (digest not in `corpus`) come first, the least recently used one in front, and those whose
-    digests are `preferred` last. Digests in `wanted` are left out.
+    Shards of other corpora (digest not in `corpus`) come first, then the others, then those with digests in
+    `preferred`; within each group, the least recently used one comes first. Shards with digests in `wanted` are left
+    out.
     """
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)
@@ -264,7 +265,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the file's status; None if another process has deleted or renamed it."""
+    """Return a file's status, or None if another process has deleted or renamed it."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -289,7 +290,7 @@ def _last_used(path: Path) -> float:
 
 
 def _delete_unless_in_use(path: Path) -> None:
-    """Delete a shard unless a process has it open, and therefore holds a shared flock on it."""
+    """Delete a shard unless a process has it open, which is noticed by the shared flock on the file."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         if lock_file(stream, wait=False):
             path.unlink()

@@ -77,7 +77,7 @@ def _walk(
     purpose: Purpose,
     backwards: bool,
 ) -> Words:
-    """Move each place through the network, or back, until it is below its size (cycle walking)."""
+    """Move each place through the Feistel network, or back, until it is below its size (cycle walking)."""
     moved = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     epochs = epoch.astype(np.uint64)
@@ -101,7 +101,7 @@ def _walk(
 def _feistel(
     place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words, backwards: bool
 ) -> Words:
-    """Move each place by one pass through a network that permutes [0, num_left * num_right), or undo such a pass."""
+    """Move each place by one pass of a Feistel network that permutes [0, num_left * num_right), or undo a pass."""
     # num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
     # never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
     # place = left * num_right + right. Each round adds to one half a random number that depends only on the other
@@ -335,7 +335,7 @@ class RowOrder:
     def window_at(self, position: int) -> ShardWindow:
         """Return the shuffle window around a position, with all shards that must be on the node to read its rows.
 
-        A window that a phase's end cuts ends with the phase, but its rows may come from any shard of the whole window.
+        At the end of a phase the window is cut, but its rows may come from any shard of the whole window.
         """
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self.phases[number]

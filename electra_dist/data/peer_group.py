@@ -74,10 +74,11 @@ class PeerGroup:
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return the sort key of a shard: of several shards, this node fetches the one with the lowest key first.
+        """Return a number by which to sort shards: this node fetches shards with lower numbers first.
 
-        The key is 0 for a shard that this node fetches from the store, because other nodes wait for it. Otherwise it
-        is the owner's index minus this node's, modulo the number of nodes, so that nodes do not all ask one owner.
+        It is 0 for a shard that this node fetches from the store for all nodes, because other nodes wait for it.
+        Otherwise it is the owner's index minus this node's, modulo the number of nodes, so that nodes do not all ask
+        one owner.
         """
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
@@ -111,7 +112,7 @@ class PeerGroup:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard until the peer has it. Return False if the peer refuses or takes too long."""
+        """Ask a peer for a shard until it has it; return False if the peer refuses or takes too long."""
         most_fetched_bytes = -1
         asked_at = time.monotonic()
         last_progress_at = asked_at

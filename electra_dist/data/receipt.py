@@ -55,7 +55,7 @@ class Receipt:
         return Receipt(self.rows - other.rows, (self.digest - other.digest) & _MASK64)
 
     def times(self, count: int) -> Receipt:
-        """Return the receipt of using each row of this receipt `count` times, for example in `count` whole epochs."""
+        """Return the receipt of using each row of this one `count` times, for example in `count` whole epochs."""
         return Receipt(self.rows * count, (self.digest * count) & _MASK64)
 
     @property

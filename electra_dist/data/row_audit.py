@@ -211,7 +211,9 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> D
 
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpora: Corpora) -> str:
-    """Name the missing row and the row used too often, if at most one each; otherwise say how many rows are wrong."""
+    """Say how the used rows differ from those that were due.
+    If one row is missing, or one was used in place of another, they are named; otherwise the number of rows is given.
+    """
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
         if missing is not None:
@@ -235,7 +237,9 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
-    """Return the row of `due` [k] that was not used: the one whose hash is minus the digest, modulo 2**64; or None."""
+    """Return the row of `due` [k] that was not used, or None if none explains the digest.
+    Its hash is minus the digest of the surplus, modulo 2**64.
+    """
     missing_hash = np.uint64((Receipt() - surplus).digest)
     hits = np.flatnonzero(row_hash(due) == missing_hash)
     if hits.size == 0:
@@ -244,7 +248,9 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
-    """Return (missing row, row used instead), whose hashes differ by the digest, modulo 2**64; None if not found."""
+    """Return (missing row, row used instead), or None if no pair explains the digest.
+    Their hashes differ by the digest of the surplus, modulo 2**64.
+    """
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
     if extra is None:

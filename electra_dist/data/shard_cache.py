@@ -78,10 +78,10 @@ class ShardCache:
 
     @waits
     def open(self, shard_index: int) -> Shard:
-        """Return a verified, memory-mapped shard by its index in `corpora.shards`; wait for it if necessary.
+        """Return a shard, verified and mapped into memory, by its index in `corpora.shards`; wait for it if necessary.
 
-        A disk that is full or away is waited for. The shard stays open until `keep_only` or `close` closes it. Until
-        then, further calls return at once.
+        If the disk is full or does not respond, wait for that, too. The shard stays open until `keep_only` or `close`
+        closes it; until then, further calls return at once.
         """
         shard = self._shards.get(shard_index)
         if isinstance(shard, Shard):
@@ -149,7 +149,10 @@ class ShardCache:
         return count_V
 
     def _verify_again(self, index: int, shard: Shard, row: int) -> None:
-        """Verify a shard again because one of its rows has changed; fetch a damaged shard again. Report on stderr."""
+        """Close a shard of which a row has changed and open it again, which verifies it; report the outcome on stderr.
+
+        If it is damaged, opening it fetches it from S3 again; a damaged local shard raises ManifestMismatch.
+        """
         block = shard.block_of_row(row)
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.node_cache.refetches
@@ -262,7 +265,7 @@ class ShardCache:
         )
 
     def _open_file(self, path: Path, entry: ShardEntry, *, is_cached: bool) -> Shard | None:
-        """Open and return the shard in a file; None if its size or SHA-256 differs from the manifest entry."""
+        """Open the shard in a file, or return None if its size or SHA-256 differs from the manifest entry."""
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None

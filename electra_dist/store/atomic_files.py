@@ -41,7 +41,7 @@ MOST_DATA_BYTES = 1 << 32  # of a data set that is held in memory as a whole
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name (without folder) is that of a temporary file: `.NAME.<8 hexadecimal digits>.tmp`.
+    """Return whether a file name (without folder) is one of a temporary file: `.NAME.<8 hexadecimal digits>.tmp`.
 
     Temporary files are deleted as leftovers of killed processes. A user's own `.thesis.tmp` is not one of them.
     """
@@ -136,9 +136,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_file(file: int | IO[bytes], *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file by flock until it is closed or the process ends; return False on a file system without locks.
+    """Lock an open file by flock until it is closed or the process ends; False on a file system without locks.
 
-    Without `wait`, BlockingIOError is raised if another process holds the lock.
+    If another process holds the lock, wait for it; if `wait` is False, raise BlockingIOError instead.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -151,9 +151,9 @@ def lock_file(file: int | IO[bytes], *, shared: bool = False, wait: bool = True)
 
 
 def disk_problem(folder: Path) -> str:
-    """Return why nothing can be written to a folder's disk, such as "read-only file system"; "" if nothing is wrong.
+    """Return why nothing can be written to a folder's disk, such as "read-only file system", or "".
 
-    No write is tried, so a used-up quota is not noticed. A missing folder gives "", too.
+    Nothing is written for this, so a used-up quota is not noticed. The result for a missing folder is "".
     """
     try:
         disk = os.statvfs(folder)
@@ -169,7 +169,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path, next_step: str = "check the path, or build or restore the file") -> Iterator[None]:
-    """Convert an OSError in the `with` block to a one-line StoreError about `path`; no file gives StoreMissing.
+    """Convert an OSError of the `with` block to a one-line StoreError about `path`; StoreMissing if there is no file.
 
     `next_step` says what the user can do if there is no file.
     """
@@ -187,10 +187,10 @@ def readable(path: Path, next_step: str = "check the path, or build or restore t
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
+    """Convert an OSError of the `with` block to a StoreError of one line: `path` and what the user can do.
 
-    A disk that is full, read-only or does not respond raises StoreAway. A FileExistsError about `path` itself is not
-    converted, because callers of `replacing` with `only_new` expect it.
+    StoreAway is raised if the disk is full, read-only or does not respond. A FileExistsError about `path` itself is
+    not converted, because callers of `replacing` with `only_new` expect it.
     """
     try:
         yield
@@ -209,7 +209,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """Return the one-line error for an OSError about a file: StoreAway if waiting may help, else StoreError."""
+    """Return the one-line error for an OSError about a file: StoreAway if waiting may help, otherwise StoreError."""
     failure = os_failure(error)
     message = f"{path}: {failure.reason}; {failure.advice}"
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):

@@ -48,7 +48,7 @@ class Failure:
         """Return whether to retry, wait or stop after a failed S3 request.
 
         `answered` says whether the service has answered this store before. If so, wrong credentials or a wrong clock
-        will probably be corrected soon. If not, they are a mistake of the user.
+        will probably be corrected soon, and it is waited for. If not, they are a mistake of the user.
         """
         if answered and self.kind_after_success is not None:
             return self.kind_after_success
@@ -56,17 +56,23 @@ class Failure:
 
 
 def transient(reason: str, advice: str) -> Failure:
-    """Return the row of a failure that should pass at once."""
+    """Return the failure of a fault that should be gone at the next try."""
     return Failure(kind=FailureKind.TRANSIENT, reason=reason, advice=advice)
 
 
 def away(reason: str, advice: str, *, renew: bool = False) -> Failure:
-    """Return the row of storage that may come back within minutes; `renew`: with credentials that are read again."""
+    """Return the failure of storage that may come back within minutes.
+
+    With `renew`, the next try reads the credentials again.
+    """
     return Failure(kind=FailureKind.AWAY, reason=reason, advice=advice, renew_credentials=renew)
 
 
 def _user(reason: str, advice: str, *, then_away: bool = False, renew: bool = False) -> Failure:
-    """Return the row of a mistake of the user; with `then_away`, it may pass if the service has answered before."""
+    """Return the failure of a mistake of the user.
+
+    With `then_away`, it counts as storage that may come back if the service has answered before.
+    """
     later = FailureKind.AWAY if then_away else None
     return Failure(
         kind=FailureKind.USER, reason=reason, advice=advice, kind_after_success=later, renew_credentials=renew
@@ -354,7 +360,7 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def os_failure(error: OSError) -> Failure:
-    """Look up the error number of an OSError in `OS_FAILURES`; a number that is not listed counts as permanent."""
+    """Look up what an OSError means by its error number; a number that is not listed counts as permanent."""
     row = OS_FAILURES.get(error.errno or 0)
     if row is not None:
         return row

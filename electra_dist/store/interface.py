@@ -28,10 +28,10 @@ REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 class Store(ABC):
     """Folder of objects, local or on S3; an object is a sequence of bytes under a key (relative path with '/').
 
-    A store can be used from several threads. Every method waits while storage is full or away, with the `Patience` of
-    the store, and raises StorageLost when that ends; any other StoreError (access refused) is raised at once. Reading
-    an object that does not exist raises StoreMissing, on S3 only after a few tries, because a reader knows that the
-    object exists, for example from a manifest. `read_or_none` is for an object that may be missing.
+    A store can be used from several threads. If storage is full or does not respond, every method waits as long as the
+    store's `Patience` allows, then raises StorageLost; any other StoreError (access refused) is raised at once.
+    Reading an object that does not exist raises StoreMissing, on S3 only after a few tries, because a reader knows
+    that the object exists, for example from a manifest. `read_or_none` is for an object that may be missing.
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
@@ -39,11 +39,11 @@ class Store(ABC):
     reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds to wait before each further reading of wrong bytes
 
     def reread(self, key: str, read: Callable[[], tuple[Result, str]]) -> tuple[Result, str]:
-        """Read an object, or a part of it, again while its bytes are wrong, as `Patience.reread` does."""
+        """Call `read` again while the object's bytes are wrong, as `Patience.reread` does; return (value, fault)."""
         return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
 
     def verified(self, key: str, read: Callable[[], Result]) -> Result:
-        """Return what `read` reads from an object; it raises UserError, but no StoreError, for wrong content.
+        """Return the result of `read`, which reads an object; it raises UserError (no StoreError) for wrong content.
 
         Wrong content is read again (`reread`), because a service or a proxy may send another body, such as an error
         document with status 200.
@@ -63,7 +63,7 @@ class Store(ABC):
         return content
 
     def read_verified(self, key: str, parse: Callable[[bytes], Result]) -> Result:
-        """Read an object and return `parse(its bytes)`; `parse` raises UserError for wrong content (`verified`)."""
+        """Return `parse(bytes of an object)`; `parse` raises UserError for wrong content, which is read again."""
         return self.verified(key, lambda: parse(self.read(key)))
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Store(ABC):
         """Return all bytes of an object."""
 
     def read_or_none(self, key: str) -> bytes | None:
-        """Return all bytes of an object; None if it does not exist."""
+        """Return all bytes of an object, or None if it does not exist."""
         try:
             return self.read(key)
         except StoreMissing:
@@ -115,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object atomically with the content of a local file of any size."""
+        """Create or replace an object atomically; its content is that of a local file of any size."""
 
     @abstractmethod
     def sizes(self, prefix: str = "") -> dict[str, int]:

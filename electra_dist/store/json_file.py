@@ -56,7 +56,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_object(data: bytes | str) -> dict[str, Any]:
-    """Return the object in a JSON text; raise DamagedJson for damaged JSON and for a value that is not an object."""
+    """Return the object in a JSON text; raise DamagedJson if it is damaged or another value than an object."""
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise DamagedJson("it is not a JSON object")
@@ -85,9 +85,9 @@ def read_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T:
-    """Return the JSON object in a local file, or in an object of a store (store and key), as the type of `kind`.
+    """Return the JSON object in a local file or in an object of a store (store, key), converted to `kind`.
 
-    Raises StoreMissing for a missing file, `error_class` for a damaged one. `next_step` ends the message about a
+    Raises StoreMissing if there is no file, `error_class` if it is damaged. `next_step` ends the message about a
     damaged file: what the user can do, as an imperative.
     """
     if isinstance(place, Path):
@@ -106,7 +106,7 @@ def find_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T | None:
-    """Do what `read_document` does, but return None if there is no such file."""
+    """Do the same as `read_document`, but return None if there is no such file."""
     if isinstance(place, Path):
         return read_document(place, kind, next_step, error_class) if place.exists() else None
     store, key = place
@@ -127,7 +127,7 @@ def parse_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T:
-    """Return the JSON object in the bytes of the file `place` as the type of `kind`; see `read_document`."""
+    """Return the JSON object in `data`, the content of the file `place`, converted to `kind`; see `read_document`."""
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
         return validate_json(adapter, parse_json_object(data))
@@ -143,7 +143,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
 def damaged_file(
     place: Path | str, error: DamagedJson, next_step: str, error_class: type[UserError] = UserError
 ) -> UserError:
-    """Return the error to raise for a damaged JSON file. `next_step` tells the user what to do."""
+    """Return, not raise, the error about a damaged JSON file; `next_step` tells the user what to do."""
     return error_class(f"{place}: damaged, because {error}; {next_step}")
 
 

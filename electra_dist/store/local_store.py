@@ -42,7 +42,7 @@ class LocalStore(Store):
     """Store in a local or shared folder. The first write creates the folder; until then the store is empty."""
 
     def __init__(self, folder: Path, patience: Patience | None = None) -> None:
-        """Use a folder; without `patience`, no operation waits."""
+        """Use a folder. If `patience` is None, no operation waits for a disk that is full or away."""
         self.url = str(folder)
         self.patience = patience or Patience(0.0)
         self._folder = folder
@@ -157,7 +157,7 @@ class LocalStore(Store):
     @override
     @waits
     def delete(self, key: str) -> None:
-        """Delete the file, then each folder above it (in the store) that has become empty."""
+        """Delete the file, then each folder above it, within the store, that has become empty."""
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
@@ -172,9 +172,9 @@ class LocalStore(Store):
     @override
     @waits
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete what killed writers left: empty folders, and temporary files for which `doomed(final key)` is true.
+        """Delete what killed writers left, and return the number of deleted files.
 
-        Return the number of files.
+        These are temporary files for which `doomed(key of the finished file)` is True, and empty folders.
         """
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
@@ -197,7 +197,7 @@ class LocalStore(Store):
 
 
 def _check_space(path: Path, needed_bytes: int) -> None:
-    """Raise StoreAway if the disk is too full for a large file, because a try would fill it for other users, too."""
+    """Raise StoreAway if the disk has no room for a large file, because a try would fill it for other users, too."""
     try:
         free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free
     except OSError:

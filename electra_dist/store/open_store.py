@@ -14,8 +14,8 @@ def open_store(url: str, endpoint_url: str | None = None, patience: Patience | N
     """Return the store at a local path (~ is expanded), a file:// URL or s3://bucket/prefix; read nothing yet.
 
     A missing folder or bucket is noticed at the first use. `endpoint_url` names an S3-compatible service, such as
-    http://10.0.0.1:9000; None is AWS. All operations of the store wait with `patience` while storage is full or away;
-    None is that of a command. Raises UserError for a malformed URL or if boto3 is missing.
+    http://10.0.0.1:9000; None is AWS. `patience` says how long operations wait for storage that is full or does not
+    respond; None means three minutes, as in a command. Raises UserError for a malformed URL or if boto3 is missing.
     """
     if patience is None:
         patience = command_patience()

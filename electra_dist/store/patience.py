@@ -80,9 +80,9 @@ class Patience:
         pace: Pace | None = None,
         key: str = "cluster.storage_patience_s",
     ) -> None:
-        """Wait at most `limit_s` s (0: never). `note` receives a line when a wait begins and when storage is back.
+        """Wait at most `limit_s` seconds (0: never); call `note` when a wait begins and when storage is back.
 
-        `key` is the config key that sets the limit, for the error; "" if there is none.
+        `key` is the config key that sets the limit, named in the error; "" if there is none.
         """
         self.limit_s = limit_s
         self.pace = pace or Pace()
@@ -111,7 +111,7 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """Return why some thread waits for storage now (the first failure, as one line); "" if no thread waits."""
+        """Return why a thread waits for storage now (its first failure, as one line), or "" if none waits."""
         return next(iter(list(self._reasons.values())), "")
 
     @property
@@ -124,7 +124,7 @@ class Patience:
         self._is_abandoned.set()
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Call an operation until it succeeds, and return its value; raise its own error if no wait helps.
+        """Call an operation until it succeeds, and return its value; raise its error if no wait helps.
 
         Raises StorageLost, which names the first failure, when the limit is over or `abandon` was called.
         """
@@ -137,7 +137,7 @@ class Patience:
 
     @contextlib.contextmanager
     def at_most(self, limit_s: float) -> Iterator[None]:
-        """Wait at most `limit_s` seconds in a `with` block, in this thread and in those of `in_parallel` for it."""
+        """Within the `with` block, wait at most `limit_s` seconds, in this thread and in its `in_parallel` threads."""
         thread = acting_thread()
         outer_limit_s = self._limits.get(thread, math.inf)
         self._limits[thread] = min(limit_s, outer_limit_s)
@@ -152,7 +152,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Give an `Outage` to a `with` block that repeats an operation itself and calls `wait_after` if it fails."""
+        """Give an `Outage` to a `with` block that repeats an operation itself and calls `wait_after` when it fails."""
         outage = Outage(self)
         try:
             yield outage
@@ -164,13 +164,13 @@ class Patience:
     def reread(
         self, name: str, read: Callable[[], tuple[T, str]], pauses_s: Sequence[float] | None = None
     ) -> tuple[T, str]:
-        """Call `read` until its fault is ""; return the last value and its fault, "" or confirmed damage.
+        """Call `read` until it finds no fault; return the value and "", or the value and a fault that is confirmed.
 
-        `read` reads once and returns (value, text of the fault); different wrong bytes must give different texts.
-        Bytes count as damaged in the store only if the last two of five readings, with a pause between them, have the
-        same fault. If the faults differ, the service, a proxy or the network changes the bytes on the way, which is
-        waited for like storage that is away. Once damage is confirmed, further wrong bytes of the same folder (`name`
-        up to its last slash) are read again without pauses.
+        `read` reads once and returns (value, text of the fault or ""); different wrong bytes must give different
+        texts. A fault is confirmed if the last two of five readings, with a pause between them, have found the same:
+        then the bytes in the store are damaged. If the faults differ, the service, a proxy or the network changes the
+        bytes on the way, which is waited for like storage that does not respond. After a confirmed fault, wrong bytes
+        of the same folder (`name` up to its last slash) are read again without pauses.
         """
         pauses_s = self.pace.reread_pauses_s if pauses_s is None else pauses_s
         folder = name.rpartition("/")[0]
@@ -198,9 +198,9 @@ class Patience:
         return value, fault
 
     def beat(self) -> bool:
-        """Report the wait of this thread, if it waits, through `on_wait`; return whether the wait must end.
+        """Report through `on_wait` that this thread waits, if it does; return whether the wait must end.
 
-        For an operation that takes long while its storage is away, such as a request without an answer.
+        It is for an operation that takes long while its storage does not respond, such as a request without an answer.
         """
         reason = self._reasons.get(threading.get_ident(), "")
         if reason:
@@ -230,7 +230,7 @@ class Patience:
         self.on_wait(reason)
 
     def _pause(self, pause_s: float, reason: str) -> None:
-        """Sleep; `reason` is "" for a wait that is not shown."""
+        """Sleep, and report meanwhile that this thread waits for `reason`; "" reports nothing."""
         end = self._clock() + pause_s
         while True:
             if reason:
@@ -247,9 +247,9 @@ class Patience:
         return pause_s
 
     def _begin_wait(self, reason: str) -> bool:
-        """Show the wait of this thread; return False if an operation that calls this one waits already.
+        """Record that this thread waits; return False if it waits already, in an outer operation.
 
-        Of several threads that wait at a time, the first one prints the line.
+        If no other thread waits, print the line that storage is waited for.
         """
         thread = threading.get_ident()
         with self._lock:
@@ -286,39 +286,39 @@ def _unpickle(limit_s: float, pace: Pace, key: str) -> Patience:
 
 
 def waiting(patience: Patience | None, operation: Callable[[], T]) -> T:
-    """Call an operation with a patience, or once if that is None; for functions whose callers need not wait."""
+    """Call an operation, again and again as `patience` allows while storage fails; only once if it is None."""
     return operation() if patience is None else patience.call(operation)
 
 
-class _Patient(Protocol):
+class _HasPatience(Protocol):
     @property
     def patience(self) -> Patience | None: ...
 
 
-Patient = TypeVar("Patient", bound=_Patient)
+HasPatience = TypeVar("HasPatience", bound=_HasPatience)
 
 
-def waits(method: Callable[Concatenate[Patient, P], T]) -> Callable[Concatenate[Patient, P], T]:
-    """Decorate a method: it is called again while its storage is full or cannot be reached.
+def waits(method: Callable[Concatenate[HasPatience, P], T]) -> Callable[Concatenate[HasPatience, P], T]:
+    """Decorate a method so that it is called again while its storage is full or cannot be reached.
 
-    The attribute `patience` of its object says how long; None: the first error is raised. Which errors ask for a wait
-    is decided by `failure_kinds`; the first of them is raised when the patience has ended.
+    The object's attribute `patience` says how long. When that time is over, the first error is raised as StorageLost;
+    if `patience` is None, the first error is raised at once. `failure_kinds` decides which errors are waited for.
     """
 
     @functools.wraps(method)
-    def call(patient: Patient, *args: P.args, **kwargs: P.kwargs) -> T:
-        return waiting(patient.patience, lambda: method(patient, *args, **kwargs))
+    def call(self: HasPatience, *args: P.args, **kwargs: P.kwargs) -> T:
+        return waiting(self.patience, lambda: method(self, *args, **kwargs))
 
     return call
 
 
 def command_patience() -> Patience:
-    """Return a new patience for a command, which has no config key for it."""
+    """Return a new patience for a command: three minutes, because no config key sets it."""
     return Patience(COMMAND_PATIENCE_S, key="")
 
 
 class Outage:
-    """State of one operation that is repeated while storage is unavailable: its failures since its last progress."""
+    """One operation that is repeated while storage is unavailable, and its failures since its last progress."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -336,14 +336,14 @@ class Outage:
     def is_over_with_only(self, text: str) -> bool:
         """Return whether the store's whole patience is over, and every failure since the last progress had this text.
 
-        False within `Patience.at_most` and after `abandon`, which end a wait before that.
+        The result is False within `Patience.at_most` and after `abandon`, because these end a wait earlier.
         """
         patience = self._patience
         is_over = patience._clock() - self._since > patience.limit_s - _LEAST_PAUSE_S
         return is_over and self._failures[text] == self._failures.total()
 
     def progress(self, num_bytes: int) -> None:
-        """Record that `num_bytes` new bytes arrived; if that was fast enough, the operation's time begins anew."""
+        """Record that `num_bytes` new bytes arrived; if they came fast enough, the patience begins anew."""
         self._new_bytes += num_bytes
         now = self._patience._clock()
         if self._new_bytes >= LEAST_BYTES_PER_S * (now - self._last_progress):
@@ -356,7 +356,8 @@ class Outage:
     def wait_after(self, error: Exception, *, is_away: bool | None = None) -> None:
         """Pause before the operation is tried again; raise `error` if no wait helps, StorageLost after the limit.
 
-        `is_away` says whether the storage is away (else the fault should pass at once); None: as the error says.
+        `is_away` tells storage that does not respond (True) from a fault that should be gone at once (False); None
+        means that the error decides.
         """
         patience = self._patience
         is_end_of_inner_wait = isinstance(error, StorageLost) and error.patience is patience
@@ -409,10 +410,10 @@ _acting = threading.local()
 
 
 def acting_thread() -> int:
-    """Return the thread that waits for what this one does: this one itself, or the caller of `in_parallel`."""
+    """Return the thread for which this one works: itself, or the caller of `in_parallel` in a thread of its pool."""
     return getattr(_acting, "thread", threading.get_ident())
 
 
 def act_for(thread: int) -> None:
-    """Say that another thread waits for what this one does; a pool of threads calls this in each of them."""
+    """Record that this thread of a pool works for another thread, which waits for it."""
     _acting.thread = thread

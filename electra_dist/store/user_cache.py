@@ -15,7 +15,7 @@ _TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared fol
 
 @functools.cache
 def user_cache_folder() -> Path:
-    """Return ~/.cache/electra-dist, which need not exist yet; without a home folder, a temporary one."""
+    """Return ~/.cache/electra-dist, which need not exist yet; if the user has no home folder, a temporary folder."""
     try:
         return Path("~/.cache/electra-dist").expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the password database

@@ -100,7 +100,7 @@ class Again(Exception):
 
 
 def broken(reason: str, advice: str = CHECK_SERVICE) -> Again:
-    """Return an error that repeats the request, because its answer is missing or wrong.
+    """Return the error for a missing or wrong answer, after which the caller sends the request again.
 
     `advice` is the user's next step if all repetitions fail.
     """
@@ -125,8 +125,9 @@ class ObjectInfo(NamedTuple):
 def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
     """Return the exception to raise for a failed request: Again, StoreError, StoreMissing, Taken or EmptyRange.
 
-    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. `answered`: the service has
-    answered this store before, so URL and credentials are probably right. With `must_exist`, retry "not found".
+    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. `answered` says whether the
+    service has answered this store before, so that URL and credentials are probably right. If `must_exist`, the answer
+    "not found" gives Again.
     """
     if isinstance(error, boto_errors.ClientError):
         return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
@@ -155,7 +156,7 @@ def _classify_answer(
 
 
 def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
-    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 without an answer."""
+    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 if there was no answer."""
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)
@@ -166,9 +167,10 @@ def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, statu
 
 
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
-    """Raise Again if an answer lacks one of `fields`, which S3 always sends for the operation.
+    """Raise Again if an answer lacks one of `fields`, which S3 always sends for this operation.
 
-    If `fields` is empty (deletions), raise Again for a page of HTML with status 200, because S3 would answer 204.
+    An operation without such fields (a deletion) must be answered with 204: Again is raised for a page of HTML with
+    200.
     """
     for field in fields:
         if field not in answer:
@@ -195,7 +197,7 @@ def object_info(answer: dict[str, Any]) -> ObjectInfo:
 
 
 def content_range(answer: dict[str, Any]) -> ContentRange | None:
-    """Return which part of an object an answer holds, from its header Content-Range; None if that is not valid."""
+    """Return which part of an object an answer holds, by its header Content-Range; None if that is not valid."""
     match = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange", "")))
     if match is None:
         return None
@@ -312,8 +314,8 @@ class Download:
     def ends_before_span(self) -> bool:
         """Return whether HTTP 416 ("no byte in this range") would mean that there is nothing to receive.
 
-        True until the first byte has arrived: the object is empty or ends before the span. Later, 416 means that a
-        shorter object has replaced this one, and the caller must call `restart`.
+        This is so until the first byte has arrived: the object is empty or ends before the span. Later, 416 means that
+        a shorter object has replaced this one, and the caller must call `restart`.
         """
         return self._sink.tell() == 0
 
@@ -367,7 +369,7 @@ class Download:
             self._progress(num_new)
 
     def _check_part(self, answer: dict[str, Any]) -> None:
-        """Raise Taken or Again if an answer has another version or range than asked for; some services send this."""
+        """Raise Taken or Again if an answer is of another version or range than asked for, as some services send."""
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken

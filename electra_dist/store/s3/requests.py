@@ -227,7 +227,10 @@ class S3Requests:
     """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
-        """Check both URLs (None: AWS) without a request; raise UserError if one is malformed or holds secrets."""
+        """Check both URLs without a request; raise UserError if one is malformed or holds secrets.
+
+        `endpoint_url` None stands for AWS.
+        """
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
@@ -251,7 +254,7 @@ class S3Requests:
     ) -> Answer:
         """Call boto3's method `operation` until it succeeds or fails for good, and return the answer.
 
-        `key` is for messages only; "" is the store itself. `check` receives the answer, and raises Again if the
+        `key` is for messages only; "" is the store itself. `check` receives each answer, and raises Again if the
         request must be repeated. Raises Taken if a condition does not hold (HTTP 412), EmptyRange if the object ends
         before the range (HTTP 416).
         """
@@ -328,7 +331,7 @@ class S3Requests:
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Replace a boto3 exception in the `with` block by what `classify` returns; without one, set `_answered`."""
+        """Replace a boto3 exception of the `with` block by what `classify` returns; without one, set `_answered`."""
         try:
             yield
         except FAILURES as error:
@@ -356,12 +359,12 @@ class S3Requests:
             raise
 
     def _begin_again(self, key: str, download: Download, outage: Outage) -> None:
-        """Restart the download of an object that was replaced meanwhile; this counts as a failed attempt."""
+        """Restart a download because the object was replaced meanwhile; this counts as a failed attempt."""
         download.restart()
         self._wait(key, broken("the object was replaced during the download").failure, outage)
 
     def _describe(self, key: str) -> str:
-        """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; the store's URL for the key ""."""
+        """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; for "", the store's URL."""
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 

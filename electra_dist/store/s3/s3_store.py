@@ -125,7 +125,7 @@ class S3Store(Store):
 
     @override
     def upload(self, path: Path, key: str) -> None:
-        """Upload a file of 64 MiB or more in parts."""
+        """Upload a file; from 64 MiB on, it is sent in several parts."""
         size = path.stat().st_size
         if size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
@@ -140,7 +140,7 @@ class S3Store(Store):
 
     @override
     def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Upload 64 MiB or more in parts, straight from memory."""
+        """Upload the pieces as one object; from 64 MiB on, it is sent in several parts, straight from memory."""
         ends = list(accumulate(len(piece) for piece in pieces))  # of each piece, counted from the first byte
         size = ends[-1] if ends else 0
         if size < _MULTIPART_FROM:
@@ -189,7 +189,7 @@ class S3Store(Store):
             in_parallel(self.delete, remaining_keys)
 
     def _delete_batch(self, keys: Sequence[str]) -> set[str]:
-        """Delete up to 1,000 objects by one request, and return the deleted keys; none if the service refuses it."""
+        """Delete up to 1,000 objects by one request; return the deleted keys, none if the service refuses it."""
         full_keys = {self._requests.name_object(key)["Key"]: key for key in keys}
         arguments = {"Bucket": self._requests.bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}
         try:
