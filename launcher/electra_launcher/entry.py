@@ -44,10 +44,10 @@ def exit_code_of(
     interrupted: str = "interrupted",
     code_if_away: int = EXIT_STOPPED,
 ) -> int:
-    """Call `program` and return its exit code, or the one of the error or the Ctrl-C that ends it.
+    """Call `program` and return its exit code; if an error or Ctrl-C ends it, the exit code for that.
 
     `shows` tells whether this process prints an error that other processes of the program meet, too. `interrupted` is
-    printed after Ctrl-C; "" prints nothing. `code_if_away` is the exit code after storage that stayed away.
+    printed after Ctrl-C, unless it is "". `code_if_away` is the exit code if storage stayed unusable.
     """
     try:
         return program()
@@ -93,7 +93,7 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(file: str, overrides: Sequence[str] = ()) -> tuple[Config, Patience]:
-    """Load a config file, which may lie on storage that is away for a while; return it and its patience."""
+    """Load a config file, and return it with its patience; if its storage does not respond, wait for that."""
     # Imported here, because the command line, which reads no config for `--help`, should start in a moment.
     from electra_dist.config import ClusterConfig
     from electra_dist.config.load import load_config

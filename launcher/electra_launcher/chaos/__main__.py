@@ -43,7 +43,7 @@ _SPARE_BYTES = 8 << 20  # added to this room
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
-    """Compare two run folders; return the number of steps in `expected` and the first difference ("" if none).
+    """Compare two run folders; return the number of steps in `expected`, and the first difference or "".
 
     Losses, gradient norms and receipts (checksums of the rows trained on) must be equal bit for bit in each step, and
     the numbers of steps must be equal.
@@ -195,7 +195,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Make the run with faults; return the result of each fault, and the reasons of a failure ([] for success)."""
+    """Make the run with faults; return the result of each fault, and why the drill failed ([] if it passed)."""
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))

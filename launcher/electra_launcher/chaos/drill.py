@@ -41,8 +41,8 @@ T = TypeVar("T")
 class Planned:
     """Planned fault of a drill: its kind, and when it is inflicted.
 
-    The drill waits until the run has reached `step`; with `in_save`, it then waits until the run writes a checkpoint.
-    After a further delay (`delay` times the duration of a step), the drill inflicts the fault.
+    The drill waits until the run has reached `step` and, if `in_save` is set, until the run writes a checkpoint. Then
+    it waits for `delay` times the duration of a step, and inflicts the fault.
     """
 
     kind: str  # a key of FAULTS
@@ -248,8 +248,8 @@ class Drill:
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
         """Return rank 0's heartbeat if the run has completed a step since Unix time `begin`, otherwise None.
 
-        `before` is rank 0's heartbeat at the fault. With `restarts` (the fault restarts the ranks), the step must come
-        after the checkpoint from which the ranks resumed; it may repeat a step that was done before the fault.
+        `before` is rank 0's heartbeat at the fault. If the fault restarts the ranks (`restarts`), the step must come
+        after the checkpoint from which they resumed; it may repeat a step that was done before the fault.
         """
         beat = self._beat()
         if beat is None or beat.time < begin:
@@ -263,7 +263,7 @@ class Drill:
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """Poll `condition` until its result is not None, and return that; Stuck if the run ends, or after 900 s."""
+        """Poll `condition` until it returns not None, and return this; raise Stuck if the run ends, or after 900 s."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             has_ended = self._supervisor.poll() is not None
@@ -319,7 +319,7 @@ class Drill:
 
 
 def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
-    """Return what is wrong with the run's reaction to a fault, as one line; "" if the run reacted as it must."""
+    """Return in one line what is wrong with the run's reaction to a fault, or "" if it reacted as it must."""
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:
         return f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"
@@ -337,5 +337,5 @@ class Stuck(Exception):
 
 
 def _resumed_step(ledger: Sequence[LedgerEvent]) -> int:
-    """Return the step from which the ranks continued when they were started last; 0 if they had no checkpoint."""
+    """Return the step from which the last started ranks continued, or 0 if there was no checkpoint."""
     return starts(ledger)[-1].first_step

@@ -104,8 +104,8 @@ def kill_everything(victim: Victim) -> int:
 class Fault:
     """One kind of fault: what is done to the run, and how the run must react to pass the drill.
 
-    A fault with `undo` lasts until the drill calls `undo`. The drill does so once the run has ended if `then` is
-    "ends", otherwise `lasts_s` seconds after the call of `act`.
+    If a fault has `undo`, it lasts until the drill calls `undo`: after the run has ended if `then` is "ends",
+    otherwise `lasts_s` seconds after the call of `act`.
     """
 
     act: Act  # inflicts the fault and returns what was hit, for the table that the drill prints
@@ -140,7 +140,7 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
-    """Continue the rank that SIGSTOP has stopped. SIGCONT goes to all ranks; it does nothing to the running ones."""
+    """Continue the rank that SIGSTOP has stopped, by a SIGCONT to all ranks, which running ranks ignore."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
@@ -237,7 +237,7 @@ def return_lease(victim: Victim) -> None:
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:
-    """Return a random file of the newest complete checkpoint; it may be the manifest only if `with_manifest`.
+    """Return a random file of the newest complete checkpoint; never the manifest if `with_manifest` is False.
 
     A checkpoint is complete once it has a manifest (list of its files); the run ignores folders without one. Raises
     IndexError if there is no complete checkpoint.

@@ -355,7 +355,7 @@ def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
-    """Return the stores in which `path` has checkpoints: all targets of the run for a run folder, otherwise `path`.
+    """Return the stores in which `path` has checkpoints: for a run folder all targets of the run, otherwise `path`.
 
     `endpoint_url` is the S3 endpoint of an s3:// path (None: AWS). For a run folder, the run's config names it.
     """
@@ -374,7 +374,7 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_owner(path: str) -> Owner | None:
-    """Return the run that must have written the checkpoints of a run folder; None if `path` tells no run."""
+    """Return the run that must have written the checkpoints of a run folder; None if `path` is no folder of a run."""
     from electra_dist.checkpoint.checkpoint import owner_of
     from electra_dist.run.folder import is_run_folder, open_run, read_identity
 
@@ -384,10 +384,10 @@ def find_owner(path: str) -> Owner | None:
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> Checkpoint:
-    """Return the checkpoint `path` itself, or the newest complete one below `path`.
+    """Return the checkpoint whose folder is `path`, or else the newest complete checkpoint below `path`.
 
-    A checkpoint is complete if it has a manifest; whether the folder `path` itself has a manifest is not checked. If
-    several stores hold the newest checkpoint, the first of these stores is taken.
+    A checkpoint is complete if it has a manifest; for the folder `path` itself this is not checked. If several stores
+    hold the newest checkpoint, that of the first store is returned.
     """
     from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
     from electra_dist.store.open_store import open_store

@@ -186,7 +186,7 @@ def compare(
 
 
 def _plan_table(plan: ComparisonPlan) -> Table:
-    """Return a table of the planned runs: steps, FLOPs, and the FLOPs as a share of the budget, near 100 %."""
+    """Return a table of the planned runs: steps, FLOPs, and the FLOPs in per cent of the budget (near 100)."""
     from rich.table import Table
 
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")

@@ -70,7 +70,7 @@ class Gathered:
 
     @cached_property
     def state(self) -> State:
-        """Return the state of the run: living, finished, stopped, dead, held, waiting or not begun."""
+        """Return the state of the run: living, finished, stopped, dead, held, waiting or not begun (`run_state`)."""
         times = [*(beat.time for beat in self.beats), *(event.unix_s for event in self.ledger[-1:])]
         if self.metrics_written is not None:
             times.append(self.metrics_written)
@@ -85,7 +85,7 @@ class Gathered:
         return run_state(self.ledger, evidence)
 
     def _longest_silence_s(self) -> float:
-        """Return for how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
+        """Return how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
         cluster = self.config.cluster
         if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
             return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
@@ -100,7 +100,7 @@ class Gathered:
 
     @property
     def queued_jobs(self) -> tuple[QueuedJob, ...]:
-        """Return the run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
+        """Return the run's jobs in Slurm's queue; () if there is no Slurm or the run was never submitted."""
         return self.queue.jobs if self.queue else ()
 
     @property
@@ -110,12 +110,12 @@ class Gathered:
 
     @property
     def running_job_id(self) -> str:
-        """Return Slurm's id of the run's job that is in state RUNNING; empty if there is none."""
+        """Return the id of the run's job that Slurm reports as RUNNING, or "" if there is none."""
         return next((job.job for job in self.queued_jobs if job.state == "RUNNING"), "")
 
     @property
     def newest_checkpoint(self) -> LedgerEvent | None:
-        """Return the last event "checkpoint" of the ledger, even if an earlier one has a higher step; None if none."""
+        """Return the newest event "checkpoint", or None; after a rollback, an earlier event may have a higher step."""
         checkpoints = [event for event in self.ledger if event.event == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
@@ -126,11 +126,11 @@ class Gathered:
 
     @property
     def strike_expires_s(self) -> float:
-        """Return after how many seconds a recorded fault of a node no longer counts."""
+        """Return after how many seconds a strike (recorded fault of a node) no longer counts."""
         return 3600 * self.config.cluster.strike_expires_h
 
     def age(self, event: LedgerEvent) -> str:
-        """Return how long ago an event of the ledger was recorded; 0 s if this node's clock is behind."""
+        """Return how long ago an event of the ledger was recorded, as text; "0s" if this node's clock is behind."""
         return format_duration(max(0.0, self.now - event.unix_s))
 
 
@@ -215,7 +215,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
 
 
 def _remaining_s(seen: Gathered, step: int) -> float | None:
-    """Return an estimate of the seconds until the last step is done; None before the first step."""
+    """Estimate the seconds until the last step is done; None before the first step."""
     # By the median step time of the slowest rank; without heartbeats by the newest step, which may have been long.
     if seen.last is None:
         return None
@@ -225,7 +225,7 @@ def _remaining_s(seen: Gathered, step: int) -> float | None:
 
 
 def _owner(seen: Gathered) -> dict[str, Any] | None:
-    """Return the process that holds the run folder's lease (right to train), with Unix times; None if nobody does."""
+    """Return the process that holds the run folder's lease (the right to train in it), or None if nobody does."""
     if seen.owner is None:
         return None
     owner, renewed = seen.owner
@@ -234,7 +234,7 @@ def _owner(seen: Gathered) -> dict[str, Any] | None:
 
 
 def _failure(seen: Gathered) -> dict[str, Any] | None:
-    """Return why the newest failed start has failed; None if none has, or the run is finished."""
+    """Return why the newest failed start has failed; None if the run is finished or no start has failed."""
     failure = None if seen.state == "finished" else newest_failure(seen.failures)
     if failure is None:
         return None
@@ -288,7 +288,7 @@ def _of_newest_attempt(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def _reason(seen: Gathered) -> str:
-    """Return why the run is in its state, such as "stop: SIGTERM, 50s ago"; "" for a living or finished run."""
+    """Return why the run is in its state, such as "stop: SIGTERM, 50s ago"; "" if it is living or finished."""
     if seen.state in ("stopped", "dead"):
         # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
         newest_job = seen.jobs[-1] if seen.jobs else None
@@ -308,7 +308,7 @@ def _reason(seen: Gathered) -> str:
 
 
 def _why_waiting(seen: Gathered) -> str:
-    """Return why a run's next job has not started: Slurm's reason, what it means, and how the last job ended."""
+    """Return why a run's next job has not started: Slurm's reason, its meaning, and how the previous job ended."""
     waiting = [job for job in seen.queued_jobs if job.state != "RUNNING"]
     # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
     next_job = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
@@ -319,7 +319,7 @@ def _why_waiting(seen: Gathered) -> str:
 
 
 def _why_not_begun(seen: Gathered) -> str:
-    """Return the likely reason why the ranks of a run without jobs in the queue have recorded nothing yet."""
+    """Return the likely reason why a run without queued jobs has recorded nothing yet."""
     submitted = [job for record in seen.jobs if isinstance(record, JobSubmitted) for job in record.jobs]
     if not submitted:
         return "it was never submitted, and no start has written a record"

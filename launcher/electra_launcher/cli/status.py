@@ -66,7 +66,7 @@ def _progress(known: dict[str, Any]) -> str:
 
 
 def _phase_lines(seen: Gathered, step: int) -> list[str]:
-    """Return a line on the corpus that is read now, and the next corpus with its first step; [] without phases."""
+    """Return a line on the corpus that is read now, the next one and its first step; [] without `data.phases`."""
     if not seen.config.data.phases:
         return []
     corpora = seen.config.data.training_corpora()
@@ -79,7 +79,7 @@ def _phase_lines(seen: Gathered, step: int) -> list[str]:
 
 
 def _context_auc_lines(seen: Gathered) -> list[str]:
-    """Return a line on the newest context AUC and, if that stays too low, a warning line; [] without a known AUC."""
+    """Return a line on the newest context AUC, and a warning if it stays too low; [] if none was evaluated."""
     newest = seen.last_eval
     if newest is None or not math.isfinite(newest.context_auc):
         return []
@@ -91,7 +91,7 @@ def _context_auc_lines(seen: Gathered) -> list[str]:
 
 
 def _owner_lines(seen: Gathered) -> list[str]:
-    """Return a line on the process that holds the run folder's lease, or has ended without a release; [] otherwise."""
+    """Return a line on the process that holds the run folder's lease or died without releasing it, or []."""
     if seen.owner is None:
         return []
     owner, renewed = seen.owner
@@ -100,7 +100,10 @@ def _owner_lines(seen: Gathered) -> list[str]:
 
 
 def _describe_link(link: dict[str, Any], running_job_id: str) -> str:
-    """Return a line such as "4711, requeued 2 times: next: stopped on purpose at step 700"; a verdict comes first."""
+    """Return a line on a start by a Slurm job, such as "4711, requeued 2 times: next: stopped on purpose at step 700".
+
+    The verdict on the job, here "next", comes before its reason.
+    """
     name: str = link["job"]
     if link["restart"]:
         name += f", requeued {link['restart']} times"

@@ -104,7 +104,7 @@ def train(
 
 
 class _Start(NamedTuple):
-    """What is started: a config, and the arguments by which every supervisor and rank reads the same one."""
+    """The config of a run to start, and the arguments by which every supervisor and rank reads the same config."""
 
     config: Config
     arguments: list[str]
@@ -122,7 +122,10 @@ class _Start(NamedTuple):
         return cls(read_config(str(file), overrides)[0], arguments)
 
     def usual_ranks(self) -> int:
-        """Return the number of ranks for this machine: that of the last start, so that bits repeat, or what fits."""
+        """Return the number of ranks for this machine: that of the last start, so that results repeat bit for bit.
+
+        For the first start it is the number that fits the machine.
+        """
         from electra_dist.gpu_cores import visible_devices
         from electra_dist.run.environment_record import read_environment
 
@@ -139,7 +142,7 @@ class _Start(NamedTuple):
 
 
 def _cpu_ranks(config: Config, num_cores: int) -> int:
-    """Return the largest number of ranks for which there are cores, and rows enough for a micro-batch of each."""
+    """Return the largest number of ranks for which there are enough cores, and rows for a micro-batch of each."""
     global_batch, micro_batch = config.train.global_batch, config.train.micro_batch
     most = global_batch // micro_batch if isinstance(micro_batch, int) else global_batch
     return max(number for number in range(1, max(1, min(num_cores, most)) + 1) if global_batch % number == 0)
@@ -226,7 +229,10 @@ def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> 
 
 
 def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> None:
-    """Print the command that comes next, if this one ended as it should; `place` are its options of where to run."""
+    """Print the command that comes next, if this one ended without an error.
+
+    `place` has this command's options about where to run.
+    """
     if code == EXIT_DONE:
         out.print(f"finished; next: electra-dist export {shlex.quote(run_dir)}")
     elif code == EXIT_STOPPED:

@@ -161,9 +161,9 @@ def _token_counts_part(file: Path, vocab_size: int) -> Part:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the files of a corpus, or only corpus.json if corpus.json is damaged.
+    """Yield the files of a corpus to read; if corpus.json is damaged, only that file.
 
-    corpus.json also counts as bad if the corpus has another fingerprint than `fingerprint` (None: any).
+    corpus.json also counts as bad if the corpus does not have the given `fingerprint`; None accepts any.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
@@ -188,7 +188,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield the files that name the sources and documents of the rows; only their list origins.json if it is bad."""
+    """Yield the files that name sources and documents of the rows; if their list origins.json is bad, only it."""
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -213,7 +213,7 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
-    """Return an empty list of faults: reading `checked` raised no UserError, so the file is good."""
+    """Return []: that `checked` was read without a UserError shows that the file is good."""
     return []
 
 

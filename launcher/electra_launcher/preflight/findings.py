@@ -68,7 +68,7 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Combine all unhealthy findings about `node` to one strike (recorded fault) at Unix time `now`; None if none.
+    """Combine all unhealthy findings about `node` to one strike (recorded fault) at Unix time `now`, or return None.
 
     A node gets one strike for a whole check, not one for each device, so that a limit on strikes counts checks.
     """

@@ -138,7 +138,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault if a GPU has fewer active NVLinks than `most_links`, or a warning if it has inactive ones."""
+    """Yield a fault if a GPU has fewer active NVLinks than `most_links`, else a warning if it has inactive ones."""
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
     if num_active < most_links:
@@ -149,7 +149,7 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Convert the faults of a GPU to findings; without faults, return one "ok" finding with the text `sound`."""
+    """Convert the faults of a GPU to findings; if there are none, return one "ok" finding with the text `sound`."""
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]

@@ -31,15 +31,18 @@ _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check this node's GPUs, storage, disks and clock, which needs neither torch nor other nodes.
 
-    Test objects that are written to the storage are deleted again. A new run waits for storage that is full or away,
-    limited by `patience`; None: no wait. Raises StoreError if the run has several nodes and this node has no folder in
-    which it could cache shards.
+    Test objects that are written to the storage are deleted again. If storage is full or does not respond, a new run
+    waits for it as long as `patience` says (None: not at all). Raises StoreError if the run has several nodes and this
+    node has no folder in which it could cache shards.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
 
 def check_gpus(node: str) -> list[Finding]:
-    """Return what NVML shows about this node's idle GPUs; one "ok" finding without a GPU or without nvidia-ml-py."""
+    """Return what NVML shows about this node's idle GPUs.
+
+    If there is no GPU, or nvidia-ml-py is missing, the result is a single finding of severity "ok".
+    """
     probe = GpuProbe.open()
     if probe is None:
         what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"

@@ -159,7 +159,7 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
 
 
 def _backend() -> str:
-    """Return the backend for `init_process_group`: gloo for CPU tensors and, with a GPU, NCCL for GPU tensors."""
+    """Return the backend for `init_process_group`: gloo for CPU tensors and, on a GPU, NCCL for GPU tensors."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 

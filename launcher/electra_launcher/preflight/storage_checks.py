@@ -53,9 +53,9 @@ LOG_FILES = 2_000  # files of a run other than shards
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    Storage that cannot be used gives a "user error". For a run that has begun, storage that is full or away gives only
-    a "warning", because the run itself waits for it, and the checks wait at most half a minute. For a new run, they
-    wait until the storage is back or `patience` is over; None: half a minute, too.
+    Storage that cannot be used gives a "user error". If storage is full or does not respond, the checks of a run that
+    has begun wait half a minute and give only a "warning", because the run itself waits. Those of a new run wait as
+    long as `patience` says; None: half a minute, too.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
@@ -85,7 +85,7 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
-    """Convert a storage error to a finding: a warning if a run that has begun would wait, otherwise a user error."""
+    """Convert a storage error to a finding: a warning if the run has begun and will wait itself, else a user error."""
     finding = from_error(error, node)
     return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
 
@@ -306,7 +306,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return the need minus the bytes that its folder holds already. The number of files stays as it is."""
+    """Return the need without the bytes that its folder holds already; the number of files is not reduced."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,

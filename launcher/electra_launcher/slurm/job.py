@@ -72,8 +72,7 @@ class JobVerdict:
 def exit_codes(folder: Path) -> dict[str, int]:
     """Return the exit code of each node's supervisor by the node's name, from the files `exit-NODE` of one start.
 
-    A node that died has no file, or a file without a number, and is missing
-    from the result.
+    The result lacks a node that died: it has no file, or a file without a number.
     """
     codes = {}
     for file in folder.glob("exit-*"):
@@ -108,7 +107,7 @@ def begin(args: argparse.Namespace, config: Config) -> None:
 
 
 def _numbers(session: str) -> dict[str, str | int]:
-    """Return the fields of a record in jobs.jsonl that the name of a start stands for."""
+    """Split the name of a start into the fields of its record in jobs.jsonl."""
     match = re.fullmatch(r"job-(\d+)-(\d+)(?:-(\d+))?", session)
     if match is None:
         raise UserError(f"--session {session}: no name of a start of a job; give one such as job-4711-0")
@@ -184,7 +183,7 @@ def _current_time(jobs: Sequence[JobRecord], session: str) -> float:
 
 
 def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
-    """Return whether scancel or a preemption ended the job: the script got TERM over 30 s before the time limit."""
+    """Return whether scancel or a preemption ended the job: the script got TERM long before the time limit (30 s)."""
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
     # Slurm sends TERM at the time limit, too. A job that received USR1 was not cancelled.
@@ -201,13 +200,13 @@ def decide(
     max_fruitless_restarts: int,
     failure: Failure | None = None,
 ) -> JobVerdict:
-    """Decide how a run continues after one of its Slurm jobs has ended. Pure.
+    """Decide how a run continues after one of its Slurm jobs has ended. Nothing is read or written.
 
     The first of these cases that holds decides: a newer job has begun, the run is done, a user error, a stop that a
     person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that stayed full or away, an
-    unhealthy node, a crash. `codes` has no node that died; `cancelled` says that TERM came over 30 s before the time
-    limit; `failure` is what its supervisors have found out about its newest failed start. A UserError means that
-    `jobs` has no record that this job began.
+    unhealthy node, a crash. `codes` lacks nodes that died. `cancelled` says that TERM came over 30 s before the time
+    limit. `failure` is what its supervisors have found out about its newest failed start. Raises UserError if `jobs`
+    has no record that this job began.
     """
     job_links = links(jobs)
     if session not in [link.session for link in job_links]:
@@ -273,7 +272,7 @@ def _after_crash(
 
 
 def jobs_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord]) -> int:
-    """Return how many Slurm jobs in a row, up to the newest one, crashed without a new checkpoint. Pure.
+    """Return how many Slurm jobs in a row, up to the newest one, crashed without a new checkpoint.
 
     A job that died without recording its end counts as crashed. Each requeue, and each start with other nodes, counts
     as one more job. A job that ended in another way, for example on purpose, is skipped: it neither counts nor ends

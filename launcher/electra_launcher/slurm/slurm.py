@@ -36,7 +36,7 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
 
 
 def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
-    """Run sbatch with further `options` on a batch script, and return the job id; UserError if sbatch refuses it."""
+    """Submit a batch script by sbatch with further `options`; return the job id. UserError: sbatch refuses it."""
     script_options = re.findall(r"^#SBATCH --([a-z-]+)", read_regular(script).decode("utf-8", "replace"), re.MULTILINE)
     try:
         done = subprocess.run(
@@ -72,7 +72,7 @@ class QueuedJob:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a person, or Slurm after a failed start, holds the job, so that a person must release it."""
+        """Return whether the job is held, by a person or by Slurm after a failed start, until a person releases it."""
         return self.state != "RUNNING" and re.search("held|hold", self.reason, re.IGNORECASE) is not None
 
 
@@ -137,7 +137,7 @@ def parse_nodes(lines: list[str]) -> tuple[NodeOut, ...]:
 
 
 def _lines(*command: str) -> list[str] | None:
-    """Run a command and return its output as lines; None if it is missing, fails, or takes longer than 20 s."""
+    """Run a command and return the lines of its output; None if it is missing, fails, or takes longer than 20 s."""
     try:
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_TIMEOUT_S

@@ -55,10 +55,10 @@ def check(
     options: JobOptions,
     arguments: Sequence[str],
 ) -> list[Submission]:
-    """Check the runs that a user wants to submit, and write nothing; one run, or those of the sweep `each`.
+    """Check the runs that a user wants to submit: one run, or those of the sweep `each`. Nothing is written.
 
-    `arguments` is the command line as the user typed it, for the first comment of each script. OtherNumerics is raised
-    if a version with other random draws or rounding began a run, unless `options.accept_new_numerics` is set.
+    `arguments` is the command line as the user typed it, for the first comment of each script. Raises OtherNumerics if
+    a version with other random draws or rounding began a run, unless `options.accept_new_numerics` is set.
     """
     run_dir = load_config(config_file, tuple(overrides)).run_dir
     submissions = []
@@ -74,7 +74,7 @@ def check(
 
 
 def _check_run(config: Config, options: JobOptions, command: str) -> Submission:
-    """Check one run; return all from which its batch script is made but the archive of the environment."""
+    """Check one run; return all that its batch script is made from, except the archive of the environment."""
     check_time_limit(options.time_limit)
     check_ranks(config, options.num_nodes, options.ranks_per_node)
     run_dir = Path(config.run_dir)
@@ -107,9 +107,10 @@ def _check_run(config: Config, options: JobOptions, command: str) -> Submission:
 def submit(submission: Submission) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    Without a chain, two jobs are submitted. The second is the standby job: it waits until the first job has ended, and
-    continues the run if the first job could not be requeued. When the run is finished, the first job cancels the
-    standby job. If Slurm refuses a job, the jobs that it accepted before stay in the queue and are recorded.
+    If no chain is asked for, two jobs are submitted. The second is the standby job: it waits until the first job has
+    ended, and continues the run if the first job could not be requeued. When the run is finished, the first job
+    cancels the standby job. If Slurm refuses a job, the jobs that it accepted before stay in the queue and are
+    recorded.
     """
     script = submission.script_file
     script_text = batch_script(submission)
@@ -196,7 +197,7 @@ def _next_number(run_dir: Path) -> int:
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """Raise a UserError unless a time limit has a format of sbatch's --time or is None (the partition's limit)."""
+    """Raise UserError unless a time limit has a format of sbatch's --time; None, the partition's limit, passes."""
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
         return
     raise UserError(
@@ -236,7 +237,7 @@ def _measured_start_s(ledger: Sequence[LedgerEvent]) -> float | None:
 
 
 def _seconds_of(time_limit: str | None) -> int | None:
-    """Convert a time limit in a format of sbatch's --time to seconds; None for UNLIMITED, INFINITE or no limit."""
+    """Convert a time limit of sbatch's --time to seconds; None for no limit (None, UNLIMITED or INFINITE)."""
     if time_limit is None or not time_limit[0].isdigit():
         return None
     days, has_days, rest = time_limit.rpartition("-")
@@ -372,7 +373,7 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 
 
 def _package_folders(package: str) -> list[Path]:
-    """Return the folders from which `import` loads a package, usually one; [] if the package is not installed."""
+    """Return the folders, usually one, from which `import` loads a package; [] if it is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return []

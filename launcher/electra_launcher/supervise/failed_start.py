@@ -20,7 +20,7 @@ from electra_launcher.supervise.rank_placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class FailedStart:
-    """What is known of a start of this node's ranks that has failed."""
+    """Evidence about a start of this node's ranks that has failed."""
 
     name: str  # such as job-4711-0-start-000002
     placement: Placement
@@ -33,9 +33,10 @@ class FailedStart:
 
 
 def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure]) -> Failure | None:
-    """Return why a start has failed on this node; None if it ended its ranks because those of other nodes failed.
+    """Return why a start has failed on this node; None if it failed only because ranks of other nodes did.
 
-    `beats` are the heartbeats of all ranks, `earlier` the failures that count as those of the same submission.
+    `beats` are the heartbeats of all ranks. `earlier` are the earlier failures with which this one is compared: those
+    of the same submission.
     """
     newest = {beat.rank: beat for beat in beats if start.pids.get(beat.rank) == beat.pid}
     findings = {

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> None:
-    """Write the stacks at each request until the supervisor has ended, and then make this rank save and stop."""
+    """Write the stacks at each request until the supervisor has ended; then make this rank save and stop."""
     _answer_while_runs(supervisor, requests, stack_file)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):

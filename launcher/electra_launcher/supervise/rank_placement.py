@@ -16,7 +16,7 @@ _LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Number of nodes, number of ranks on each, number of this node, and address at which all ranks meet."""
+    """Place of this node's ranks in the run: numbers of nodes and ranks, own number, and where all ranks meet."""
 
     node: int  # number of this node, from 0
     num_nodes: int

@@ -80,7 +80,7 @@ class RankProcesses:
             self._outputs[rank] = _Output(self._processes[rank])
 
     def pids(self) -> dict[int, int]:
-        """Return rank -> pid of all ranks, also of those that have ended."""
+        """Return rank -> pid of all ranks, including those that have ended."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def outputs(self) -> dict[int, str]:
@@ -88,7 +88,7 @@ class RankProcesses:
         return {rank: output.text() for rank, output in self._outputs.items()}
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code of the ranks that have ended; -N for one that signal N has ended."""
+        """Return rank -> exit code of the ranks that have ended; -N if signal N ended it."""
         ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
         return {rank: self._processes[rank].returncode for rank in ended}
 
@@ -145,7 +145,7 @@ class RankProcesses:
         return lines
 
     def close(self) -> list[int]:
-        """Kill all processes, delete the state folder, and return the pids that are left. Call this last."""
+        """Kill all processes, delete the state folder, and return the pids that still exist. Call this last."""
         left = kill_marked(self._mark, self.alive().values())
         for process in self._processes.values():
             if process.pid not in left:
@@ -215,7 +215,7 @@ def _short_call(line: str) -> str:
 
 
 class _Output(threading.Thread):
-    """Thread that passes on what a rank writes to stderr, and keeps the end of it, until the rank has closed it."""
+    """Thread that passes on what a rank writes to stderr, and keeps the last 64 KiB of it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         super().__init__(name=f"stderr-{process.pid}", daemon=True)
@@ -225,7 +225,7 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until the end. A supervisor whose own stderr fails goes on reading, because the rank would block."""
+        """Read until the rank closes its stderr, even if the supervisor's own fails: the rank would block."""
         with self._pipe:
             while data := os.read(self._pipe.fileno(), _OUTPUT_BYTES):
                 self._kept = (self._kept + data)[-_OUTPUT_BYTES:]
@@ -239,7 +239,7 @@ class _Output(threading.Thread):
 
 
 class _StackFile:
-    """The file to which a rank appends its stacks; only what is appended after this object was made is of interest."""
+    """File to which a rank appends its stacks; `growth` counts from the time when this object was made."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -59,7 +59,7 @@ class NodeReport:
     why: str = ""  # node 0 only: why the ranks of all nodes must end; "": nothing is known
 
     def ended(self, node: int) -> str:
-        """Return the end of the ranks of `node` as text for the log."""
+        """Return in words, for the log, how the ranks of `node` ended."""
         return f"the ranks of node {node} have ended with exit code {self.code}"
 
 
@@ -76,9 +76,11 @@ class Rendezvous:
     def __init__(
         self, run_dir: Path, node: int, port: int | None, session: str = "", patience: Patience | None = None
     ) -> None:
-        """Touch no file. `port` is the first of 64 that starts use in turn; None (one node only): any free one.
+        """Take part in the agreement as node number `node`; no file is read or written yet.
 
-        With a `patience`, `start` and `end` wait for a run folder that takes no bytes now.
+        Starts use the 64 ports from `port` on in turn; None, with one node only, stands for any free port. `session`
+        is the job's name, or "". If the run folder is full or does not respond, `start` and `end` wait for it as long
+        as `patience` says; None: not at all.
         """
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
@@ -87,9 +89,9 @@ class Rendezvous:
         self._session = session
         self._patience = patience
         self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
-        self._own = NodeReport(start=0)
+        self._own = NodeReport(start=0)  # this node's report; start 0: it has taken part in none yet
         self._has_begun_session = False
-        self._next_look = 0.0
+        self._next_look = 0.0  # time.monotonic() from which `news` reads the files again
 
     @property
     def number(self) -> int:
@@ -97,7 +99,7 @@ class Rendezvous:
         return self._own.start
 
     def begin(self) -> None:
-        """Begin to take part: node 0 names the session, and another node takes back what it said in an earlier job."""
+        """Begin to take part: node 0 adds the session to a file; other nodes delete their report of an older job."""
         with writable(self._sessions):
             if self._node != 0:
                 self._file(self._node).unlink(missing_ok=True)
@@ -110,7 +112,7 @@ class Rendezvous:
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
-        None means that this node must start no ranks: another node's supervisor has ended, or the wait has lasted for
+        Returns None if this node must start no ranks: another node's supervisor has ended, the wait has lasted for
         `timeout_s` seconds, or `give_up`, which is polled during the wait, has returned True.
         """
         if self._node == 0:
@@ -129,19 +131,20 @@ class Rendezvous:
         return None
 
     def end(self, code: int, *, final: bool, ends_others: bool) -> None:
-        """Report the exit code of this node's ranks to the other nodes. `final`: this supervisor ends, too.
+        """Report to the other nodes the exit code of this node's ranks.
 
-        With `ends_others`, the ranks that still run on other nodes are ended.
+        `final` says that this supervisor ends, too; `ends_others`, that ranks still running on other nodes must be
+        ended.
         """
         report = dataclasses.replace(self._own, code=code, final=final, ends_others=ends_others)
         waiting(self._patience, lambda: self._write(report))
 
     def news(self) -> str:
-        """Return why this node's ranks should end, as one line; empty if there is no reason.
+        """Return in one line why this node's ranks should end, or "" if there is no reason.
 
         The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
         have ended in this start in a way that ends the others, or the supervisor of another node has ended in the
-        previous start. Reads the files at most once per second; calls in between return "".
+        previous start. The files are read at most once per second; calls in between return "".
         """
         if time.monotonic() < self._next_look:
             return ""
@@ -159,11 +162,11 @@ class Rendezvous:
         return zero.why or (zero.ended(0) if zero.ends_others else "")
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return the number of another node whose supervisor has ended, and a code; None if no supervisor has ended.
+        """Return (node, exit code) if the supervisor of another node has ended, otherwise None.
 
-        The code is the one with which this node's supervisor must end: EXIT_CRASH or EXIT_USER_ERROR if the other
-        supervisor ended with it, otherwise EXIT_STOPPED, because this node is not at fault. Node 0 knows of all nodes,
-        the other nodes only of node 0.
+        This node's supervisor must end with the code: EXIT_CRASH or EXIT_USER_ERROR if the other one ended with it,
+        otherwise EXIT_STOPPED, because this node is not at fault. Node 0 knows of all nodes, the other nodes only of
+        node 0.
         """
         for node, report in self._others().items():
             if report.final and report.start in (self.number - 1, self.number):
@@ -172,10 +175,10 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the session name of the newer job that has replaced this node's job; "" if there is none.
+        """Return the session name of the newer job that has replaced this node's job, or "" if there is none.
 
-        If there is a newer job, this node was cut off from the network, and must not start ranks again. The result is
-        also "" if this job has no session name.
+        If there is a newer job, this node was cut off from the network, and must not start ranks again. If this job
+        has no session name, the result is "", too.
         """
         if not self._session:
             return ""
@@ -226,7 +229,7 @@ class Rendezvous:
         return other_ports[0]
 
     def _collect_news(self) -> str:
-        """Return the first reason in the files of the other nodes, as node 0, and put it into this node's file."""
+        """On node 0, return the first reason found in the other nodes' files, and pass it on in this node's file."""
         if self._own.why:
             return self._own.why
         for node, report in self._others().items():
@@ -241,7 +244,7 @@ class Rendezvous:
         return ""
 
     def _others(self) -> dict[int, NodeReport]:
-        """Return the reports of other nodes, by node, that can be read now: node 0 reads all, the others node 0's."""
+        """Return the other nodes' reports that can be read now, by node; only node 0 reads all, others node 0's."""
         nodes = [0] if self._node != 0 else []
         if self._node == 0:
             with contextlib.suppress(OSError):  # The folder does not exist yet, or cannot be read now.
@@ -251,7 +254,7 @@ class Rendezvous:
         return {node: report for node, report in reports.items() if report is not None}
 
     def _read(self, node: int) -> NodeReport | None:
-        """Return a node's report; None if there is none, or it is damaged or cannot be read now."""
+        """Return a node's report; None if there is none, or if it is damaged or cannot be read now."""
         with contextlib.suppress(OSError, StoreError, DamagedJson):
             return validate_json(_REPORT, parse_json_object(read_regular(self._file(node))))
         return None

@@ -52,7 +52,7 @@ class SilenceWatch:
         self._folder.round_begins()
 
     def find_hung(self, alive: Mapping[int, int], started: float) -> list[Hung]:
-        """Return this node's hung ranks, the likely culprit first; [] if the last look was under 0.5 s ago.
+        """Return this node's hung ranks, the likely culprit first; [] if the previous call was less than 0.5 s ago.
 
         A rank that finished its work over 120 s ago but still exists is hung, too. `alive` maps the ranks that run to
         their pids; `started` is when they were started, by `time.monotonic`.
@@ -83,14 +83,14 @@ class SilenceWatch:
         return silent + lingering
 
     def _beats_of_all_nodes(self, own_beats: Iterable[Beat], now: float) -> list[Beat]:
-        """Return the heartbeats of all ranks if one of this node may wait for another node's; otherwise []."""
+        """Return the heartbeats of all ranks if one of this node may be waiting for another node's, otherwise []."""
         if any(now - beat.time > self._limits.silence_s(beat) / 4 for beat in own_beats):
             return self._first_seen.date(read_heartbeats(self._run_dir), now)
         return []
 
 
 class FirstSeen:
-    """Dates heartbeats by when this process has first seen them, and the phases of ranks likewise."""
+    """Dates each heartbeat, and each phase of a rank, by the time at which this process first saw it."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as dated
@@ -185,7 +185,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _probe_for_one_second(self) -> str:
-        """Call `probe` or wait for its last call; return its result, or "no answer" if it takes over a second."""
+        """Call `probe`, or wait for its unfinished call; return its result, or "no answer" after a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)

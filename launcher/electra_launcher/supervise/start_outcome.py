@@ -16,7 +16,7 @@ from electra_dist.run.ledger import LedgerEvent
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """Hold how the ranks of this node ended: the events that they wrote to the ledger, and their exit codes."""
+    """How the ranks of this node ended: their exit codes, and the events that were written to the ledger."""
 
     events: Sequence[LedgerEvent]  # the ledger's events since the ranks were started
     codes: Mapping[int, int]  # rank -> exit code of the ranks that have ended; -N: signal N ended it
@@ -34,12 +34,12 @@ class StartOutcome:
 
     @property
     def ends_others(self) -> bool:
-        """Return whether ranks that still run on other nodes would wait in vain for those of this node."""
+        """Return whether ranks on other nodes must be ended, because they would wait in vain for this node's ranks."""
         return self.ends_alone or self.code not in (EXIT_DONE, EXIT_STOPPED)
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Decide how a start of the ranks ended; return the exit code for this node, and the reason. Pure.
+    """Decide how a start of the ranks ended; return the exit code for this node, and the reason.
 
     The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run. If
     one node is faulty, the ranks of all nodes end with EXIT_UNHEALTHY. The sound nodes then get EXIT_STOPPED, so that
@@ -75,7 +75,7 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether to read the ledger again: all ranks ended well, but no event in the ledger says so yet.
+    """Return whether to read the ledger again: all ranks ended well, but their last event is not in it yet.
 
     Rank 0, which may run on another node, writes this event before it ends. A shared file system may show it late.
     """

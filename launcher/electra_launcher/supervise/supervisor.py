@@ -251,7 +251,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return how the ranks ended. Waits up to 60 s if all ended well but the ledger does not say so yet."""
+        """Return how the ranks ended; if all ended well, wait up to 60 s until the ledger says so."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -275,7 +275,7 @@ class Supervisor:
     def _explain_failure(
         self, ranks: RankProcesses, codes: Mapping[int, int], is_hung: bool, num_killed_for_memory: int
     ) -> None:
-        """Find out, record and log why the ranks of this node have failed; a disk that stays away ends nothing."""
+        """Find out, record and log why the ranks of this node failed; a disk that stays unusable is ignored."""
         start = FailedStart(
             name=self._meeting.hang_folder().name,
             placement=self._placement,
@@ -298,7 +298,7 @@ class Supervisor:
             record_failure(self._run_dir, self._placement.node, failure, start.outputs, self._patience)
 
     def _strike_node_at_fault(self) -> str:
-        """Record and return a fault of this node that only the output of a rank has shown; "" if there is none."""
+        """Record and return a fault of this node that only the output of a rank shows; return "" if there is none."""
         failure = self._failure
         if failure is None or failure.kind.restart != "elsewhere":
             return ""
@@ -307,7 +307,7 @@ class Supervisor:
         return f"this node is unhealthy: {failure.kind.title}: {failure.line}"
 
     def _strike_unhealthy_gpus(self) -> str:
-        """Check this node's GPUs after a crash. Record and return the fault of an unhealthy GPU; "" if all are fit."""
+        """Check this node's GPUs after a crash; record and return the fault of an unhealthy one, or return ""."""
         node = node_name()
         findings = check_gpus(node)
         if exit_code(findings, node) != EXIT_UNHEALTHY:
@@ -395,9 +395,10 @@ def lock_node(run_dir: Path, node: int) -> int:
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`; None: no event.
+    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`, or None.
 
-    Node 0 reports how the run ended, another node only that it is unhealthy; if both do, the command runs twice.
+    Node 0 reports how the run ended, another node only that it is unhealthy. If both report, the user's command runs
+    twice.
     """
     if node != 0 and code != EXIT_UNHEALTHY:
         return None

@@ -77,10 +77,10 @@ class StartMonitor:
         self._next_look_for_hang = 0.0
 
     def until_over(self) -> str:
-        """Block until all ranks of this node have ended or should be killed; return the reason for a kill, or "".
+        """Block until all ranks of this node have ended or should be killed; return why to kill them, or "".
 
-        The result is "" if all ranks have ended. It is also "" if ranks, here or on another node, were killed or
-        crashed, and the others have had 10 s to end. The caller must kill the remaining ranks, and then call
+        The result is "" if all ranks have ended, and also if ranks, here or on another node, were killed or crashed
+        and the others have had 10 s to end. The caller must kill the remaining ranks, and then call
         `start_outcome.outcome` to judge how the start ended.
         """
         while True:
@@ -120,7 +120,7 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log ranks that were killed or crashed. From the first one or the first `news` on, the others have 10 s."""
+        """Log ranks that were killed or crashed. After the first of them or the first `news`, others have 10 s."""
         lost = sorted(rank for rank, code in codes.items() if is_lost(code))
         if lost and lost != self._lost:
             self._lost = lost
@@ -159,7 +159,7 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
-        """Return whether another node has found a hung rank; False if the last check was under a second ago."""
+        """Return whether another node has found a hung rank; False if the previous check was under a second ago."""
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

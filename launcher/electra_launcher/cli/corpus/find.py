@@ -106,7 +106,7 @@ def find(
 
 
 def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None) -> tuple[FoundRows, int | None]:
-    """Run the search; return the rows found, and the token count of the searched text (None without a text)."""
+    """Run the search; return the rows found and, for a text, how many tokens it has (else None)."""
     from electra_dist.corpus.find.row_search import tokens_of_text
 
     if query.text is None:
@@ -120,7 +120,7 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> Corpora:
-    """Open `corpus`; if it is None, open all corpora of the run, with their shards numbered consecutively."""
+    """Open the corpus at `corpus` or, if it is None, all corpora of the run."""
     from electra_dist.data.corpora import Corpora, open_corpora
     from electra_dist.data.manifest import read_manifest
     from electra_dist.store.open_store import open_store

@@ -104,7 +104,7 @@ class _Training:
     def train(self, files: list[InputFile], size: int, lowercase: bool, kind: TokenizerKind) -> Vocabulary:
         """Train a vocabulary on all files or, if the files are large, on a sample of their documents.
 
-        The sample lies in a temporary folder meanwhile. The same files and settings always give the same vocabulary.
+        The sample is kept in a temporary folder. The same files and settings always give the same vocabulary.
         """
         from electra_dist.corpus.vocabulary import VocabularySample, train_kind
 
