@@ -49,7 +49,7 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return a clause for the log that says why attention dropout is drawn differently from now on; "" if it is not.
+    """Return a clause for the log on why attention dropout is drawn differently from now on, or "" if it is not.
 
     On a GPU, the draws of attention dropout depend on the micro-batch size and the attention backend. All other random
     draws, and all draws on a CPU, depend on the training row alone. `changed` has the names of changed settings.
@@ -61,7 +61,7 @@ def changed_draws(changed: Collection[str], attention_dropout: float, device_typ
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that differ, name -> "BEFORE to NOW"; {} if an old checkpoint has no settings `before`."""
+    """Return the settings that differ, name -> "BEFORE to NOW"; {} if `before` is {}, as in an old checkpoint."""
     if not before:
         return {}
     names = sorted({*before, *now})

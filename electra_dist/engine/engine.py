@@ -95,7 +95,7 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
 
 
 def check_precision(precision: str) -> None:
-    """Raise UserError unless this process can compute in `train.precision` on its GPU or, without one, on the CPU."""
+    """Raise UserError if this process cannot compute in `precision` on its GPU or, if it has none, on the CPU."""
     has_gpu = torch.cuda.is_available()
     device_name = torch.cuda.get_device_name() if has_gpu else "this CPU"
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -122,7 +122,7 @@ class StepNumbers:
         return float(norm_on_host[0])
 
     def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers; copy them unless `read_with` has done so."""
+        """Return the elements of each tensor as Python numbers; copy them now if `read_with` has not done so."""
         if self._values is None:
             self._values = _to_host(self._tensors)
         return self._values
@@ -146,11 +146,11 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 class TowerClipping:
     """Separate clipping of generator and discriminator: after a step's last backward, call `measure`, then `apply`.
 
-    With `optimizer.generator` the gradients of the generator's parameter groups are scaled by
-    min(1, clip / (norm + 1e-6)), with the norm and the bound of the generator, all others likewise with those of the
-    discriminator. DeepSpeed would clip by one norm over all parameters, so its own clipping is off. All ranks use the
-    same factors, and the host does not wait for the device. Sums of squares are float64, so that the factor does not
-    depend on how ZeRO cuts the gradients, except for the rounding of a float64 sum.
+    With `optimizer.generator`, the gradients of the generator's parameter groups are scaled by min(1, clip / (norm +
+    1e-6)) with the generator's norm and bound, all others by the discriminator's. DeepSpeed would clip by one norm
+    over all parameters, so its own clipping is off. All ranks use the same factors, and the host does not wait for the
+    device. Sums of squares are float64, so that the factor does not depend on how ZeRO cuts the gradients, except for
+    the rounding of a float64 sum.
     """
 
     def __init__(self, discriminator_clip: float, generator_clip: float, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class Engine:
         return choice.name
 
     def _reduces_for_nothing(self) -> bool:
-        """Return whether to leave out the exchange of gradients, which on a single rank would only copy sums."""
+        """Return whether to leave out the exchange of gradients: a single rank has no one to exchange them with."""
         # BF16_Optimizer would then only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the
         # sums, so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's
         # state.
@@ -289,7 +289,10 @@ class Engine:
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's gradients to those of the step, whose loss is the sum of the micro-batches' losses."""
+        """Add the gradients of a micro-batch to those of the step.
+
+        The step's loss is the sum of its micro-batches' losses.
+        """
         # DeepSpeed divides gradients by both numbers, so that the result is the plain sum.
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
@@ -389,5 +392,5 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
-    """Return whether the norm shows that all gradients are finite; otherwise DeepSpeed reports inf, NaN or -1."""
+    """Return whether the norm shows that all gradients are finite; if not, DeepSpeed reports inf, NaN or -1."""
     return math.isfinite(norm) and norm >= 0

@@ -58,8 +58,9 @@ def with_micro_batch(
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
     If an earlier start of the run has stored a size in the run folder, that size is taken. Otherwise the size is
-    measured with a copy of `module`, the objective on the host with its final settings, and rank 0 stores it. Without
-    `predict_rows`, a GPU is tried with 16 rows first. Raises UserError if not even one row fits.
+    measured with a copy of `module`, the objective on the host with its final settings, and rank 0 stores it.
+    `predict_rows` estimates with how many rows a GPU is tried first; None stands for 16. Raises UserError if not even
+    one row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -137,7 +138,7 @@ class RowMemory:
     extra_row_bytes: float  # bytes of every further row; infinite if more rows did not fit
 
     def bytes_of(self, num_rows: int) -> float:
-        """Estimate the bytes for a micro-batch; one that is smaller than the measured ones counts as measured."""
+        """Estimate the bytes for a micro-batch; if it is smaller than the measured ones, like the smaller of them."""
         if num_rows <= self.num_rows:  # the gradients exist for any number of rows, so the line does not hold here
             return self.num_bytes
         return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
@@ -160,7 +161,7 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Return a function: number of rows -> measured bytes of a training pass; None if a GPU has too little memory."""
+    """Return a function that measures the bytes of a training pass over a number of rows; None if memory runs out."""
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -234,7 +235,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Name what a measured micro-batch is valid for: the GPU's model or, on a CPU, the size of the host memory."""
+    """Return what a measured micro-batch is valid for: the GPU's model or, on a CPU, the size of the host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

@@ -92,7 +92,10 @@ def parameter_groups(
 
 
 def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:
-    """Return a key that sorts the parameters of a group: multiples of 8 elements first, in any precision 16 bytes."""
+    """Return the sort key of a parameter in its group: multiples of 8 elements first, all others by falling size.
+
+    A multiple of 8 elements takes a multiple of 16 bytes in any precision.
+    """
     is_multiple = parameter.numel() % 8 == 0
     return (False, 0) if is_multiple else (True, -parameter.numel())
 
@@ -161,7 +164,7 @@ def _fastest_on_gpu(optimizer_name: str) -> Choice:
 
 
 def _fault_of(implementation: str) -> str:
-    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line, or "" if it can."""
+    """Return in one line why "apex" or "deepspeed" cannot be used on this machine, or "" if it can."""
     if implementation == "apex" and not has_nvidia_apex():
         return "NVIDIA's apex with its CUDA extension amp_C is not installed"
     # This imports the CUDA extension, and compiles DeepSpeed's first. A lack of nvcc, headers, ninja or cudart shows

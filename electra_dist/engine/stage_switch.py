@@ -78,7 +78,7 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
-    """Return which parameter of the discriminator gets a copy of parameter `name`; None if there is no copy."""
+    """Return which parameter of the discriminator gets a copy of parameter `name`, or None if none does."""
     for prefix, copy_prefix in _COPIES.items():
         if name.startswith(prefix):
             return copy_prefix + name.removeprefix(prefix)
@@ -86,7 +86,10 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Join the `fragment` of every rank (None: it has none) to a parameter's fp32 master weights, 1-D. Collective."""
+    """Join the ranks' fragments of a parameter to its whole fp32 master weights, 1-D. Collective.
+
+    `fragment` is this rank's part, or None if it has none.
+    """
     # Every element has exactly one owner, so the sum over the ranks is the master itself, bit for bit.
     master = torch.zeros(numel, device=device)
     if fragment is not None:

@@ -43,7 +43,10 @@ def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's fragments (at stage 0 part `share` of `num_shares`); create missing moments as zeros."""
+    """Return this rank's fragments, with missing moments created as zeros.
+
+    At stage 0, where every rank holds everything, they are part `share` of `num_shares` of each parameter.
+    """
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in layout_of(optimizer).masters(module, share, num_shares):

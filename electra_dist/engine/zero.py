@@ -67,9 +67,9 @@ class ZeroLayout(ABC):
         self.optimizer = optimizer
 
     def masters(self, module: nn.Module, share: int = 0, num_shares: int = 1) -> Iterator[MasterSlice]:
-        """Yield this rank's slice of each parameter's fp32 master weights, in the module's order, if not empty.
+        """Yield this rank's slices, if not empty, of the parameters' fp32 master weights, in the module's order.
 
-        At stage 0, where each rank has whole parameters, the slice is part `share` of `num_shares` parts.
+        At stage 0, where each rank has whole parameters, a slice is part `share` of `num_shares` parts.
         """
         for name, parameter in module.named_parameters():
             master = self._locate(name, parameter, share, num_shares)
@@ -78,7 +78,7 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
-        """Return this rank's slice of one parameter, or None if it has none; see `masters` for the last arguments."""
+        """Return this rank's slice of one parameter, or None if it has none; `masters` explains the last arguments."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
@@ -271,7 +271,7 @@ _LAYOUTS: dict[type, type[ZeroLayout]] = {
 
 
 def layout_of(optimizer: Any) -> ZeroLayout:
-    """Return the layout of an optimizer that `deepspeed.initialize` has returned; RuntimeError: it is not known."""
+    """Return the layout of an optimizer that `deepspeed.initialize` has returned; RuntimeError if it is unknown."""
     for optimizer_class, layout in _LAYOUTS.items():
         if isinstance(optimizer, optimizer_class):
             return layout(optimizer)
@@ -331,7 +331,7 @@ class LossScale(DynamicLossScaler):
         super().update_scale(False)
 
     def lower(self) -> bool:
-        """Count an overflow, which may halve the scale, and return True; return False if the scale is 1 already."""
+        """Count an overflow, which may halve the scale, and return True; if the scale is 1 already, return False."""
         if self.cur_scale <= LEAST_SCALE:
             return False
         super().update_scale(True)
@@ -339,7 +339,7 @@ class LossScale(DynamicLossScaler):
 
     @property
     def state(self) -> LossScaleState:
-        """The scale and its counters, from which `restore` continues exactly."""
+        """The scale and its counters, with which `restore` continues exactly."""
         return LossScaleState(
             scale=float(self.cur_scale),
             stable_steps=self.cur_iter - self.last_overflow_iter - 1,

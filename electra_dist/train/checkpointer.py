@@ -165,9 +165,9 @@ class Checkpointer:
     def restore(self, *, pristine: bool) -> Loaded:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        A checkpoint is set aside (its manifest is renamed) if it is damaged or a rollback discards it. `pristine` says
-        that the engine still holds the weights with which it was built. Raises UserError if there are checkpoints, but
-        none of them can be used.
+        A checkpoint that is damaged, or that a rollback discards, is set aside: its manifest is renamed. `pristine`
+        says that the engine still holds the weights with which it was built. Raises UserError if there are
+        checkpoints, but none of them can be used.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -214,7 +214,7 @@ class Checkpointer:
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     def raise_failure(self) -> None:
-        """Raise the error of the newest save or deletion if it has failed. Waits for none that goes on."""
+        """Raise the error of the newest save or deletion if it has failed; wait for none that is still running."""
         self.writer.raise_failure()
 
     def finish(self, last: RunState) -> None:
@@ -303,7 +303,10 @@ def _next_multiple(interval: int, step: int) -> int:
 
 
 def automatic_steps(ledger: Sequence[LedgerEvent]) -> int:
-    """Return the steps between checkpoints for `every_steps: auto`: first 100, then 10 or more, at most an hour."""
+    """Return the steps between checkpoints for `every_steps: auto`.
+
+    They are 100 at first, later at least 10 and at most those of an hour.
+    """
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts(ledger))
     if stall_s is None or step_s <= 0:
@@ -331,7 +334,7 @@ def mean_time_between_interruptions_s(ledger: Sequence[LedgerEvent]) -> float:
 
 
 def measured_stall_s(ledger: Sequence[LedgerEvent]) -> float | None:
-    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one."""
+    """Return the median seconds for which the newest 20 checkpoints stopped training, or None if there are none."""
     checkpoints = [event for event in ledger if event.event == "checkpoint"]
     if not checkpoints:
         return None

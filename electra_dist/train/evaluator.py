@@ -215,7 +215,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Read the ids of `num_rows` rows, evenly spaced over the held-out corpus; all rows if it has fewer."""
+        """Read the ids of `num_rows` rows, evenly spaced over the held-out corpus, or of all rows if it has fewer."""
         rows_per_shard = [shard.entry.rows for shard in self.cache.corpora.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -228,7 +228,7 @@ class Evaluator:
 
 
 def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | None:
-    """Return an evaluator on rows of `data.heldout`; None without it. `stack` closes its cache of shards."""
+    """Return an evaluator on rows of `data.heldout`, or None if that is not set; `stack` closes its shard cache."""
     config = start.config
     heldout = start.inputs.heldout
     if heldout is None:
@@ -248,13 +248,13 @@ def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | Non
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:
-    """Return a message that says how many of the discriminator's outputs are not finite; "" if all are finite."""
+    """Return a message on how many of the discriminator's outputs are not finite, or "" if all are finite."""
     num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
     return f"{num_bad} of {len(score_T)} outputs of the discriminator are not finite" if num_bad else ""
 
 
 def _loss_fault(record: EvalRecord) -> str:
-    """Return a message with the first loss of an evaluation that is not finite; "" if all losses are finite."""
+    """Return a message on the first loss of an evaluation that is not finite, or "" if all are finite."""
     for name in ("mlm_loss", "rtd_loss", "token_loss"):
         loss = getattr(record, name)
         if not math.isfinite(loss):

@@ -59,7 +59,7 @@ class Guard:
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
-        """Return why a step with this loss must not update the weights; "" if the update is allowed.
+        """Return why a step with this loss must not update the weights, or "" if the update is allowed.
 
         `loss` is that of the global batch. With `guard.spike_sigma: 0` only a loss that is not finite is a fault.
         """
@@ -98,7 +98,10 @@ class SkipList:
     """The steps that a run skips. All ranks make the same changes to their copies; rank 0 writes the file."""
 
     def __init__(self, run_dir: Path, configured: Iterable[int], patience: Patience | None = None) -> None:
-        """Read the file, if there is one; `write` waits for the disk with `patience` (None: not at all)."""
+        """Read the file, if there is one.
+
+        If the disk is full or does not respond, `write` waits for it as long as `patience` says; None: not at all.
+        """
         self.patience = patience
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)

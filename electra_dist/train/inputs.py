@@ -40,7 +40,7 @@ class RunInputs:
 
     @property
     def heldout_digest(self) -> dict[str, str]:
-        """Return the entry of the held-out corpus in inputs.json, name -> fingerprint; empty without such a corpus."""
+        """Return the held-out corpus's entry in inputs.json, name -> fingerprint; {} if there is no such corpus."""
         if self.heldout is None:
             return {}
         return {f"data.heldout {self.heldout.url}": self.heldout.fingerprint}
@@ -103,7 +103,7 @@ def open_training_corpora(config: Config, patience: Patience | None = None) -> C
 def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[str]:
     """Return a log line for each source of the training corpora in which many tokens are unknown ([UNK]).
 
-    If the run `begins` at step 0, UserError is raised where the share of unknown tokens in a source exceeds
+    If the run `begins` at step 0, UserError is raised if the share of unknown tokens in a source exceeds
     `corpus.max_unk_rate`. The counts come from the report of the corpus build (build.json), if there is one.
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0

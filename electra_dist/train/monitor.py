@@ -103,7 +103,7 @@ class RankMonitor:
             self._set_collective_timeout(limit_s)
 
     def waits_for_storage(self, reason: str) -> None:
-        """Write a heartbeat that says why this rank waits for storage; an empty `reason` says that the wait is over.
+        """Write a heartbeat that says why this rank waits for storage, or with "" that the wait is over.
 
         Call it about every second while the training thread waits.
         """
@@ -141,7 +141,7 @@ class RankMonitor:
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether the run folder is gone or taken by another start, so that rank 0 must not write. Else False."""
+        """Whether rank 0 must not write, because the run folder is gone or another start has taken it."""
         return self._lease is not None and self._lease.is_lost
 
     def check_folder(self) -> None:

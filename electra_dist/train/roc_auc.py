@@ -94,7 +94,7 @@ def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np
 
 
 def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each value the share of `others` that are lower; an equal one counts as half a lower one."""
+    """Return, for each value, the share of `others` that are lower; an equal one counts half."""
     ordered = np.sort(others)
     num_below = np.searchsorted(ordered, values, side="left")
     num_at_most = np.searchsorted(ordered, values, side="right")

@@ -135,7 +135,7 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
 
 
 def _print_nothing(text: str) -> None:
-    """Print nothing. Only one rank of each node reports that storage is away; the others use this function."""
+    """Print nothing: of each node, only one rank reports that storage does not respond; the others use this."""
 
 
 @contextlib.contextmanager
@@ -329,7 +329,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
 
 
 def remaining_pause_s(ledger: Sequence[LedgerEvent], now: float) -> float:
-    """Return the seconds to wait from Unix time `now`; 0 unless the last start ended for lack of storage."""
+    """Return the seconds to wait from Unix time `now` if the last start ended for lack of storage, otherwise 0."""
     if not ledger or ledger[-1].event != "storage":
         return 0.0
     return min(PAUSE_S, max(0.0, ledger[-1].unix_s + PAUSE_S - now))
@@ -350,7 +350,7 @@ def _pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how many seconds this start must wait for its turn; print a line unless it is 0. Rank 0 only."""
+    """Return how many seconds this start must wait before it may use the storage; print a line if any. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -317,7 +317,7 @@ def find_suspect(corpora: Corpora, batch: RowBatch, losses: list[float]) -> str:
     """Find the row of a stopped step whose loss stands out among the rows of all ranks. Collective.
 
     `losses` are of this rank's rows. Returns a text for the log with the row's name (shard and index), its loss and
-    the median loss; "" if no row stands out.
+    the median loss, or "" if no row stands out.
     """
     all_losses: list[float] = []
     all_row_ids: list[int] = []
@@ -333,10 +333,11 @@ def find_suspect(corpora: Corpora, batch: RowBatch, losses: list[float]) -> str:
 
 
 def outlier(losses: list[float]) -> int | None:
-    """Return the index of the first loss that is not finite, else of the highest if it stands out, else None.
+    """Return the index of a loss that is not finite or, if all are finite, that stands out; None if there is none.
 
-    A loss stands out if it is more than 6 standard deviations above the median. The standard deviation is estimated
-    from the median absolute deviation, which a single outlier hardly changes.
+    The first loss that is not finite is taken, otherwise the highest. A loss stands out if it is more than 6 standard
+    deviations above the median. The standard deviation is estimated from the median absolute deviation, which a single
+    outlier hardly changes.
     """
     for index, loss in enumerate(losses):
         if not math.isfinite(loss):

@@ -47,7 +47,7 @@ class JobEndTime:
         self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
 
     def environment(self) -> dict[str, str]:
-        """Return {"SLURM_JOB_END_TIME": ...}, which tells a new process when the job ends; {} if no end is known."""
+        """Return {"SLURM_JOB_END_TIME": ...}, which tells a new process when the job ends; {} if that is unknown."""
         if self.monotonic is None:
             return {}
         return {_JOB_END: str(round(self.monotonic - time.monotonic() + time.time()))}

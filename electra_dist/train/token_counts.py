@@ -43,8 +43,8 @@ def unigram_counts(
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]. Collective.
 
-    The counts of an earlier start are read from `run_dir`. Only without them is `open_cache` called and `run_dir`
-    written.
+    If an earlier start has stored the counts in `run_dir`, they are read. Otherwise they are counted through
+    `open_cache` and stored.
     """
     file = token_counts_file(run_dir, corpora.fingerprint)
 
@@ -84,7 +84,10 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
 
 
 def write_counts(file: Path, count_V: np.ndarray, patience: Patience | None = None) -> None:
-    """Write the counts of all tokens to `file`, from which later starts read them; `patience` waits for the disk."""
+    """Write the counts of all tokens to `file`, from which later starts read them.
+
+    If the disk is full or does not respond, wait for it as long as `patience` says; None: not at all.
+    """
     content = io.BytesIO()
     np.save(content, count_V)
 
