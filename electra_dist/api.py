@@ -144,7 +144,7 @@ class Corpus:
         return ShardCache(self.corpora, self._cache_dir / SHARDS_DIR)
 
     def _rows_of_a_step(self, global_batch: int | None) -> int:
-        """Return `global_batch`, or that of the run or config; raise UserError if there is neither."""
+        """Return `global_batch` or, if it is None, that of the run or config; raise UserError if neither is known."""
         rows = global_batch or self._global_batch
         if rows is None:
             raise UserError(
@@ -185,7 +185,6 @@ def open_corpus(
     cache_dir: str | Path | None = None,
 ) -> Corpus:
     """Open a corpus, to read the rows of any step of a run on it.
-
     Args:
         source: a corpus (folder or s3:// prefix), a run folder, or a `Config`. With a run folder or a `Config`, the
             run's corpora are opened as one, and arguments that are None come from the config.
@@ -269,10 +268,11 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 
 
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
-    """Return what to call an objective with, so that it computes the losses of all rows of a step as one batch.
+    """Return the argument for an objective to compute the losses of all rows of a step as one batch.
     `ids` are int64 [global_batch, seq_len] on the module's device. The losses are means over the tokens of these rows.
-    Masks, samples and dropout are those of a run with this seed at this step (counted from 0). Values that follow a
-    schedule are those of the first step. Raises UserError for another tensor, or an id that is not in the vocabulary.
+    Masks, samples and dropout are those of a run with this seed at this step (counted from 0). Settings that follow a
+    schedule have their values of the first step. Raises UserError for another tensor, or an id that is not in the
+    vocabulary.
     """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
         raise UserError(

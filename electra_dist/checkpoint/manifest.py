@@ -245,7 +245,7 @@ class Manifest(_Frozen):
                 )
 
     def _elements_of_files(self) -> list[int]:
-        """Return how many elements of parameters each file holds, each with its two moments."""
+        """Return the number of parameter elements that each file holds; each element comes with its two moments."""
         elements = [0] * len(self.files)
         for name, shape in self.state.shapes.items():
             numel = math.prod(shape)

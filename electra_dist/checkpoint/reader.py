@@ -46,7 +46,7 @@ class Request:
 def requests(
     file: FileEntry, tensors: Sequence[TensorEntry], wanted: Callable[[TensorEntry], bool] = lambda tensor: True
 ) -> Iterator[Request]:
-    """Group the tensors of a file that `wanted` accepts into as few reads as possible, in the order of the file.
+    """Group the tensors that `wanted` accepts into few reads of adjoining tensors, in the order of the file.
     A request has at most `REQUEST_BYTES`, unless a single tensor is larger.
     """
     neighbours: list[TensorEntry] = []  # wanted tensors without a gap between them, not yet in a request
@@ -136,8 +136,8 @@ class CheckpointReader:
         return faults
 
     def _tensors(self, file: FileEntry) -> tuple[list[TensorEntry], list[str]]:
-        """Return the tensors that a file's header lists, and what is wrong with the header.
-        Raises TornCheckpoint if a good header lists other ranges of parameters than the manifest.
+        """Return the tensors that a file's header lists, and what is wrong with the header ([] if nothing is).
+        Raises TornCheckpoint if an undamaged header lists other ranges of parameters than the manifest.
         """
         tensors, fault = self.checkpoint.tensors(file)
         if fault:

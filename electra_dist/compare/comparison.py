@@ -91,7 +91,7 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
-        """Train the runs and score their checkpoints, as far as scores are missing; write results after each run.
+        """Train the runs and score their checkpoints where scores are missing; write results after each run.
         Returns whether all runs are finished and all checkpoints scored; if not, `failures` says why. `note` is called
         with one line for the user after each run.
         """

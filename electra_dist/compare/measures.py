@@ -400,7 +400,7 @@ class CheckpointScores:
     """
 
     def __init__(self, file: Path, fingerprint: str) -> None:
-        """Read the scores of `file`, which may be missing; `fingerprint` is that of the corpus."""
+        """Read the scores of `file`, which may be missing; `fingerprint` identifies the corpus."""
         self._store = ScoreStore(file)
         self._fingerprint = fingerprint
 

@@ -14,8 +14,8 @@ _ELEMENTS: dict[Any, str] = {tuple: "[]", dict: ".*"}  # how a key names any ele
 def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the field of every key below a section, by its dotted key; a section comes before its keys.
 
-    The elements of a list of sections have the list's key with [], as in "data.phases[].corpus"; those of a mapping
-    have *, as in "tasks.*.seeds".
+    In such a key, [] stands for the elements of a list of sections, as in "data.phases[].corpus", and * for those of a
+    mapping, as in "tasks.*.seeds".
     """
     found: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():

@@ -149,7 +149,7 @@ class Counts(Section):
         return {reason: dict(sorted(self.skipped[reason].items())) for reason in found}
 
     def summary_of_skipped(self) -> str:
-        """Return what is left out as one line, such as ".html 3, .pdf 1 (no known ending)", or "" if nothing is."""
+        """Return the left-out inputs as one line, such as ".html 3, .pdf 1 (no known ending)", or "" if none."""
         parts = []
         for reason, numbers in self.skipped_by_reason().items():
             counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())

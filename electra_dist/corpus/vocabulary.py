@@ -214,7 +214,7 @@ class VocabularySample:
 
 
 class _LevelFile:
-    """Writer of one compressed file of sampled texts: the length of each text (4 bytes), then its UTF-8."""
+    """Writer of one compressed file of sampled texts; each is the length (4 bytes) and the bytes of its UTF-8."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

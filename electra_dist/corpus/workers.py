@@ -48,12 +48,12 @@ class WorkerPool(Generic[Task, Result]):
         preload: str,
         isolated: bool = False,
     ) -> None:
-        """Start nothing yet; with one worker, the calling process does the work.
+        """Start no process yet. If `num_workers` is 1, the calling process does the work.
 
         `start` is called once in each process and returns the function that does a task. `start` is pickled, so it
         must be a function of a module or a `functools.partial` of one. Workers are forks of one process, which has
-        imported the module `preload`. `isolated` is for tasks that may take hours or crash: they run in processes
-        even with one worker, and when one fails, the others are killed.
+        imported the module `preload`. `isolated` is for tasks that may take hours or crash: they run in processes even
+        with one worker, and when one fails, the others are killed.
         """
         self._start = start
         self._num_workers = num_workers

@@ -362,7 +362,7 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which DeepSpeed computes the gradient norm without making the host wait, if possible."""
+        """Return a context in which DeepSpeed, where possible, computes the norm without making the host wait."""
         # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
         # offloading, because the norm is computed on the host.
         if self.zero_stage not in (1, 2) or self.loss_scale is not None or self._layout.offloads:

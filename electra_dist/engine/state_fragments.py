@@ -78,7 +78,7 @@ def publish(optimizer: Any) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return the other names of shared parameters, other name -> first name; checkpoints use the first name."""
+    """Return, for parameters with several names, other name -> first name; checkpoints use the first name."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

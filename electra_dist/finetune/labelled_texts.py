@@ -106,7 +106,7 @@ def read_texts(
 
 
 def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column) -> Texts:
-    """Return the texts and labels of a table; arguments and errors are those of `read_texts`."""
+    """Return the texts and labels of a table; see `read_texts` for arguments and errors."""
     file = table.file
     columns = [text_a, label] if text_b is None else [text_a, text_b, label]
     missing = [column for column in columns if column not in table.columns]

@@ -45,7 +45,7 @@ class PaperClassifier(PaperNetwork):
     """Encoder with one linear layer on the state of [CLS]."""
 
     def __init__(self, encoder: Pretrained, num_outputs: int, settings: FinetuneConfig, seed: int) -> None:
-        """Copy the weights of `encoder`, and draw those of the head with `seed`."""
+        """Copy the weights of `encoder`; draw the weights of the head with `seed`."""
         head = nn.Sequential(nn.Dropout(settings.head_dropout), nn.Linear(encoder.tower.hidden_size, num_outputs))
         init_head(head.named_parameters(), seed)
         super().__init__(encoder, head, settings)
@@ -131,7 +131,7 @@ class PaperSpanModel(AnswerModel):
     network: PaperNetwork
 
     def __init__(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> None:
-        """Copy the weights of `encoder`, and draw those of the head with `seed`."""
+        """Copy the weights of `encoder`; draw the weights of the head with `seed`."""
         head = SpanHead(encoder.tower.hidden_size, settings, seed)
         super().__init__(PaperNetwork(encoder, head, settings), encoder.special, settings.beam)
         self.answerable_weight = settings.answerable_weight

@@ -442,7 +442,7 @@ def text_outputs(model: TaskModel, ids: Ids, targets: LabelTargets, batch: int, 
 
 
 def text_metrics(targets: LabelTargets, output_NL: np.ndarray, target_N1: np.ndarray) -> dict[str, float]:
-    """Return the metrics of a model's outputs: those of a classification, or those of a regression."""
+    """Return the metrics of a model's outputs, `classification_metrics` or `regression_metrics`."""
     from electra_dist.finetune.task_metrics import classification_metrics, regression_metrics
 
     predicted_N = targets.predictions(output_NL)

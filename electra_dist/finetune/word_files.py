@@ -188,7 +188,10 @@ def find_tagged_file(folder: Path, split: str) -> Path | None:
 
 
 def read_tagged_file(file: Path) -> list[TaggedSentence]:
-    """Read the sentences of a file: in CoNLL-U format if its suffix is .conllu, otherwise in columns (see How)."""
+    """Read the sentences of a file: in CoNLL-U format if its suffix is .conllu, otherwise one word in each line.
+
+    Such a line has columns, of which the first is the word and the last its tag; the module explains the details.
+    """
     if file.suffix == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
     sentences = []

@@ -83,7 +83,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters of a frozen generator, which `parameter_counts` leaves out; 0 without one."""
+    """Return the number of parameters of a frozen generator, which `parameter_counts` leaves out; 0 if none."""
     if objective.generator != "frozen":
         return 0
     width = model.generator_embedding_width

@@ -54,10 +54,10 @@ def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Replace tokens by tokens from elsewhere in the rows, in as many copies of the rows as `num_wanted` takes.
+    """Replace `num_wanted` tokens by tokens from elsewhere in the rows, in as many copies of the rows as necessary.
 
-    `num_wanted` is the number of replaced tokens. Fewer are replaced if the rows have too few tokens that may be
-    masked. Each copy masks the share `mask_prob` of the tokens that may be masked, at most half of them.
+    Fewer are replaced if the rows have too few tokens that may be masked. Each copy masks the share `mask_prob` of
+    these tokens, at most half of them.
     """
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)

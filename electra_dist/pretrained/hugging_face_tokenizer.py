@@ -235,7 +235,7 @@ def _is_token(key: str, value: object) -> bool:
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens that the folder adds to its vocabulary, by id; `special` says which are special tokens."""
+    """Return the tokens that the folder adds to its vocabulary, by id; those in `special` become special tokens."""
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}

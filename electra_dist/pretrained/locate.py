@@ -34,8 +34,7 @@ def locate_model(spec: str, tower: str = "discriminator") -> str:
 def choose_step(spec: str, checkpoint: str | None) -> Step:
     """Convert the option --checkpoint: "newest" or None, "best", a number of steps, or a checkpoint's folder.
 
-    Only a run has checkpoints to choose from. Raises UserError for any other text, and for a choice if `spec` is no
-    run.
+    Raises UserError for any other text, or if a checkpoint is chosen although `spec` is not a run.
     """
     if checkpoint in (None, "newest"):
         return None

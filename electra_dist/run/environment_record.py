@@ -217,7 +217,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """Return the driver version, and name and memory (1e9 bytes) of each GPU of this node; {} without NVML."""
+    """Return driver version, and name and memory (1e9 bytes) of each GPU of this node; {} if NVML is missing."""
     probe = GpuProbe.open()
     if probe is None:
         return {}

@@ -311,7 +311,10 @@ def parse_metric(fields: dict[str, Any]) -> Metric:
 
 
 def read_metrics(path: Path) -> list[Metric]:
-    """Return the records of metrics.jsonl (`path`, or in the run folder `path`), oldest first; [] without a file."""
+    """Return the records of metrics.jsonl, oldest first; [] if there is no such file.
+
+    `path` is the file or its run folder.
+    """
     path = Path(path)
     return list(read_records(path / METRICS_FILE if path.is_dir() else path, parse_metric))
 

@@ -58,7 +58,7 @@ Time = Annotated[str, AfterValidator(_check_time)]  # ISO 8601
 
 
 class Record(BaseModel):
-    """Base class of all records: a value of a wrong type is refused, and unknown fields pass."""
+    """Base class of all records. Reading one fails for a value of a wrong type, and accepts unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 

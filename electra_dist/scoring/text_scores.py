@@ -132,7 +132,10 @@ class TextScorer:
             )
 
     def score(self, texts: Sequence[str], progress: Progress = quiet) -> Iterator[TextScore]:
-        """Yield the scores of each text in order; "[MASK]" is plain text. `progress` gets ("score", done, of all)."""
+        """Yield the scores of each text, in the order of `texts`; "[MASK]" in a text is plain text.
+
+        `progress` is called with ("score", texts done, texts in total).
+        """
         all_ids = self._encoder.tokenizer.encode(texts)
         num_done = 0
         while num_done < len(texts):
@@ -192,7 +195,10 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the end of the texts that are scored together from `begin` on: one, or more up to `_TOKENS_AT_ONCE`."""
+    """Return the index after the last text of the next portion, which begins with text `begin`.
+
+    A portion has one text, or more texts that together have at most `_TOKENS_AT_ONCE` tokens.
+    """
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

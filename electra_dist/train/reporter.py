@@ -302,8 +302,8 @@ class Reporter:
         """Record how this start of the run has ended after `step` steps, and close all outputs.
 
         Two endings are not recorded: "rollback", because `rolled_back` has done so, and "replaced", because another
-        start writes the ledger now. If the disk stays away, StorageLost is raised, unless `ending` is "storage" or
-        "crash".
+        start writes the ledger now. If the disk does not come back in time, StorageLost is raised, unless `ending` is
+        "storage" or "crash".
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":

@@ -75,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
-    """Train on this rank and return the exit code; rank 0 then writes report.html, except after a refused input."""
+    """Train on this rank and return the exit code; at the end, rank 0 writes report.html.
+
+    If an input was refused, no report is written: the folder may be another run's.
+    """
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.

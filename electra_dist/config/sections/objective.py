@@ -130,7 +130,7 @@ class ObjectiveConfig(Section):
 
     @property
     def facts(self) -> ObjectiveFacts:
-        """Return what is true of the objective, whatever the other keys are."""
+        """Return the properties that the objective's name alone decides."""
         return OBJECTIVES[self.name]
 
     @property

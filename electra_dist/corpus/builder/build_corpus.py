@@ -149,7 +149,7 @@ class _PartOfBuild:
         refuse_unknown_sources("corpus.licences", corpus.licences, sources)
 
     def _read_and_make_rows(self) -> int:
-        """Do what is left of the part; return the number of its shards that an earlier call had finished."""
+        """Do the unfinished steps of the part; return the number of its shards that earlier calls had finished."""
         self._keep_origins(self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes()))
         with self._console:
             order = self._records.order()
@@ -231,7 +231,7 @@ class _PartOfBuild:
                 yield record
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
-        """Yield tasks for the `missing` groups, this part's first; leave out groups that were read meanwhile."""
+        """Yield tasks for the `missing` groups, this part's first; skip a group that another part has read by then."""
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
             recorded = set(self._records.group_numbers())

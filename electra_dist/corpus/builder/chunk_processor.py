@@ -64,9 +64,9 @@ class ChunkProcessor:
     def process(self, documents: Sequence[RawDocument], seed: int, heldout_seed: int) -> ChunkRows:
         """Return the rows of a chunk of documents, separately for training and held-out documents.
 
-        The two seeds are those of the random draws for the examples of training and of held-out documents. The result
-        does not depend on chunks that were processed before. An AssertionError means a bug: a document was not counted
-        exactly once, or a token was lost.
+        `seed` and `heldout_seed` key the random draws for the examples of training and of held-out documents. The
+        result does not depend on chunks that were processed before. An AssertionError means a bug: a document was not
+        counted exactly once, or a token was lost.
         """
         counts = Counts()
         train = _RowCollector(self._request, seed)

@@ -86,7 +86,7 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences. Keep tokens that do not fit, and draw a new target length."""
+        """Make an example of the accumulated sentences; keep tokens that do not fit, and draw a new target length."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.

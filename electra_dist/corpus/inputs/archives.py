@@ -197,12 +197,10 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Raise OSError or EOFError if the archive does not end, after its last member, with zeros only, at least 512.
+        """Raise OSError or EOFError if anything but zeros, at least 512 of them, follows the archive's last member.
 
-        The last member ends at byte `offset`.
-
-        A tar ends with two blocks of 512 zeros. tarfile stops without an error at a damaged header, and at the end of
-        a file that was cut off between two members.
+        The last member ends at byte `offset`. A tar ends with two blocks of 512 zeros. tarfile stops without an error
+        at a damaged header, and at the end of a file that was cut off between two members.
         """
         num_bytes = self._position - offset
         rest = self._newest[len(self._newest) - num_bytes :]

@@ -131,7 +131,7 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
 
 
 def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
-    """Return a source from which Arrow reads a file, or an archive member in memory, without any Python object."""
+    """Return a source that Arrow reads by itself, without calls of Python: a file, or an archive member in memory."""
     if not isinstance(stream, io.BytesIO):
         return pyarrow.OSFile(os.fsencode(stream.name))
     memory = pyarrow.BufferOutputStream()
@@ -142,7 +142,7 @@ def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
 def _documents(batch: pyarrow.RecordBatch, path: list[str], with_fields: bool) -> Iterator[RawDocument]:
     """Yield a document for each row of a batch: its text cell as bytes, its id and, `with_fields`, the other cells.
 
-    `path` has the name of the text's column, and those of the fields in which the text lies if it is nested.
+    `path` is the name of the text's column or, if the text is nested, the names from the column to the field.
     """
     ids = _ids(batch.column(_ID_COLUMN)) if _has_ids(batch.schema) else itertools.repeat(None)
     fields = _fields(batch, path) if with_fields else itertools.repeat(None)

@@ -64,7 +64,7 @@ _BYTES_PER_WORD = 5  # lower bound of the mean, with the space; so enough words 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Measure the costs of a build's steps on its own settings and input files."""
+    """Measurement of the costs of a corpus build's steps, on its own settings and input files."""
 
     config: Config
     files: list[InputFile]  # [] if the plan is for a number of tokens only

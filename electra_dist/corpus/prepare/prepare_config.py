@@ -372,7 +372,10 @@ def reference() -> str:
 
 
 def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
-    """Yield the lines of YAML for the keys of a section; the first begins with `indent`, the others are aligned."""
+    """Yield the lines of YAML for the keys of a section.
+
+    The first line begins with `indent`, for an item of a list, and the others are aligned with it.
+    """
     for name, field in section.model_fields.items():
         inner = section_class(field.annotation)
         entry = f"{indent}{name}:"

@@ -151,8 +151,8 @@ def call_within(limit_s: float, request: Callable[[], _Result], patience: Patien
     """Call `request` in a thread, and return its result or raise its exception; raise Again after `limit_s` seconds.
 
     A request that is over the limit goes on in its thread, and its result is dropped. If an earlier try of the request
-    has failed, the wait for storage goes on meanwhile (`Patience.beat`). When the run ends for another reason, a first
-    try gets at most `Pace.rate_window_s`.
+    has failed, this thread still reports that it waits for storage (`Patience.beat`). When the run ends for another
+    reason, a first try gets at most `Pace.rate_window_s`.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 

@@ -66,11 +66,11 @@ class Hit:
 
 
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
-    """Plan `count` faults: every kind about equally often, in random order. Pure.
+    """Plan `count` faults: every kind about equally often, in random order.
 
     The run of `num_steps` steps is divided into `count` + 1 windows of equal length. Each fault comes at a random step
     of its window, early enough that the run saves a new checkpoint (one every `every_steps` steps) between any two
-    faults. A UserError means that the run is too short for that.
+    faults. Raises UserError if the run is too short for that.
     """
     draw = random.Random(seed)
     window = num_steps // (count + 1)

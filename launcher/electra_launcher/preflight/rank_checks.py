@@ -112,7 +112,7 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """Compare the ranks' clocks, speeds and exchanges of data; return new findings and those in the reports. Pure.
+    """Compare the ranks' clocks, speeds and exchanges of data; return new findings and those in the reports.
 
     The reports are ordered by rank. If `on_gpu` is False, data was exchanged between CPUs, and a slow exchange gives
     only a warning.
@@ -205,7 +205,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
     """Run matrix products on all devices at once for 3 s; return the speeds of the working devices, and findings.
 
-    With `sample_gpus`, the findings also tell what NVML shows meanwhile about all GPUs of the node.
+    With `sample_gpus`, NVML reads all GPUs of the node during the load, and its findings are included.
     """
     speeds: list[Speed] = []
     findings: list[Finding] = []

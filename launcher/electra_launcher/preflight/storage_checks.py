@@ -91,13 +91,13 @@ def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding
 
 
 def _as_warning(finding: Finding) -> Finding:
-    """Turn a finding about storage that is full or away into a warning, because a run that has begun waits for it."""
+    """Turn a finding about unusable storage into a warning, because a run that has begun waits for its storage."""
     next_step = f"{finding.next_step} (the run waits for it, up to cluster.storage_patience_s)"
     return dataclasses.replace(finding, severity="warning", next_step=next_step)
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
-    """Judge the difference of two clocks: this node's clock is `skew_s` seconds ahead of the clock of `against`. Pure.
+    """Judge the difference of two clocks: this node's clock is `skew_s` seconds ahead of the clock of `against`.
 
     A difference in either direction is "ok" below 2 s, a "warning" below 60 s, otherwise "unhealthy".
     """
@@ -208,7 +208,7 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
-    """Return how much a run will write to each local folder: logs, checkpoints and cached shards. Pure.
+    """Return how much a run will write to each local folder: logs, checkpoints and cached shards.
 
     Existing files are not subtracted. Checkpoints that go to S3 need no local space. Shards are cached in
     `config.cache_folder`.
@@ -279,7 +279,7 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[
 
 
 def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
-    """Compare the free space of one disk with what a run still has to write to folders on this disk. Pure.
+    """Compare the free space of one disk with what a run still has to write to folders on this disk.
 
     The severity is "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail
     before its end, otherwise "ok". `free_files` are free inodes; None if the file system does not count them.

@@ -90,10 +90,10 @@ _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
 
 
 def batch_script(submission: Submission) -> str:
-    """Return the text of the batch script. Pure.
+    """Return the text of the batch script; nothing is written.
 
-    A UserError means that a value for an #SBATCH line has a backslash or a control character, that `sbatch_options`
-    names an option that the script sets itself, or that a container cannot mount a folder.
+    Raises UserError if a value for an #SBATCH line has a backslash or a control character, if `sbatch_options` names
+    an option that the script sets itself, or if a container cannot mount a folder.
     """
     options = _sbatch_options(submission)
     command = " ".join(submission.command.split())  # in one line

@@ -289,7 +289,7 @@ def jobs_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecor
 
 
 def starts_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord]) -> int:
-    """Return how often the ranks were started since a new checkpoint was saved last. Pure.
+    """Return how often the ranks were started since the last new checkpoint was saved.
 
     One Slurm job may start the ranks several times. Only starts in jobs since a person's last submission count. Starts
     that ended with a stop, with storage that stayed full or away, or with a rollback (a return to an older checkpoint)

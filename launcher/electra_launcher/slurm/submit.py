@@ -363,7 +363,8 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
     """Pack `files` into the archive `file` by an atomic replacement; do nothing if the archive exists.
 
-    The archive's name must come from `archive_name`, so that an existing archive has the same content.
+    The archive's name must come from `archive_name`, which differs for other files: so an existing one has this
+    content.
     """
     if file.exists():
         return
