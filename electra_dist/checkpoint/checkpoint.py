@@ -50,16 +50,16 @@ class Checkpoint:
 
     @property
     def folder(self) -> str:
-        """Return the name of its folder in the store, such as step-00000400-a0003."""
+        """Return the name of the checkpoint's folder in its store, such as step-00000400-a0003."""
         return f"step-{self.step:08d}-a{self.attempt:04d}"
 
     @property
     def url(self) -> str:
-        """Return the URL of its folder, for messages."""
+        """Return the URL of the checkpoint's folder, for messages."""
         return f"{self.store.url}/{self.folder}"
 
     def key(self, name: str) -> str:
-        """Return the key of one of its files in the store."""
+        """Return the key in the store of one of the checkpoint's files."""
         return f"{self.folder}/{name}"
 
     def manifest(self) -> Manifest:

@@ -56,9 +56,9 @@ class Pretrainings:
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Start a run if necessary and wait for its end; return "" if it is finished, else the reason in one line.
-        `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log
-        cannot be written.
+        """Start a run if necessary, and wait until it ends; return "" if it is finished, else the reason in one line.
+        `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log cannot
+        be written.
         """
         self._start(cell)
         run = self._started[cell.name]
@@ -69,7 +69,7 @@ class Pretrainings:
         return run.result()
 
     def _start_runs_beside(self, cell: Cell) -> None:
-        """Start runs, in their order, until `parallel - 1` other runs train beside `cell`, or all are started."""
+        """Start further runs, in their order, until `parallel - 1` of them train beside `cell`, or none is left."""
         for next_cell in self._cells:
             num_beside = sum(not run.done() for name, run in self._started.items() if name != cell.name)
             if num_beside >= self._parallel - 1:

@@ -74,7 +74,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update a group's `params` in place; each of them must have a gradient and at least one element."""
+        """Update `params` of a group in place; each must have a gradient and at least one element."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]

@@ -70,7 +70,7 @@ class Texts(NamedTuple):
         return self.rows(np.sort(shuffled_rows[:size]).tolist())
 
     def rows(self, rows: Sequence[int]) -> Texts:
-        """Return the examples of these rows, in their order."""
+        """Return the examples with these row numbers, in the order of `rows`."""
         return self._replace(
             a=[self.a[row] for row in rows],
             b=None if self.b is None else [self.b[row] for row in rows],

@@ -123,7 +123,7 @@ class TaskModel(nn.Module):
     """Network with the loss of a task: the base class of the models that `training_loop.fit` trains."""
 
     def __init__(self, network: Network, special: SpecialIds) -> None:
-        """Take a network; training changes it itself, because it is not copied."""
+        """Take a network without copying it, so that training changes it."""
         super().__init__()
         self.network = network
         self.special = special

@@ -98,7 +98,7 @@ class LayerMask(ABC):
         return ""
 
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """Return tensors and their dimensions whose sizes differ between batches of one shape, for torch.compile."""
+        """Return, for torch.compile, (tensor, dimension) whose size differs between batches of one shape."""
         return []
 
 

@@ -204,13 +204,13 @@ class SelfAttention(nn.Module):
         self.out = Linear(tower.hidden_size, tower.hidden_size, bias=bias)
 
     def forward(self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
-        """Return the attention output after its output projection, [B, S, H]; the caller adds dropout and residual."""
+        """Return the output of attention after its projection, [B, S, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_BSH).flatten(0, 1)
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
     def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
-        """Return the attention output before its output projection, contiguous [T, H].
+        """Return the output of attention before the output projection, contiguous [T, H].
 
         `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
         either.

@@ -103,7 +103,7 @@ class ModernAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropout
     ) -> torch.Tensor:
-        """Return the attention output after its output projection, [T, H]; the caller adds dropout and residual."""
+        """Return the output of attention after the output projection, [T, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)

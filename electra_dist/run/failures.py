@@ -43,7 +43,7 @@ class Failure(DatedRecord):
 
     @property
     def place(self) -> str:
-        """Return at which step it failed, as text."""
+        """Return the step at which the rank failed, as text such as "at step 1,200"."""
         return "before its first step" if self.step is None else f"at step {self.step:,}"
 
     @property

@@ -35,33 +35,33 @@ class Start:
 
     @property
     def ended_by(self) -> Ending | None:
-        """Return the event that ended this start, or None if it goes on or was killed."""
+        """Return the event that ended this start of the run, or None if it goes on or was killed."""
         endings = [event.event for event in self.events if event.event in ENDINGS]
         return cast(Ending, endings[-1]) if endings else None
 
     @property
     def setup(self) -> Mapping[str, float]:
-        """Return the seconds from its launch to its first event by activity: import, build, restore."""
+        """Return the seconds from the launch of this start to its first event by activity: import, build, restore."""
         return self.events[0].setup_s
 
     @property
     def began(self) -> float:
-        """Return when its process was launched."""
+        """Return when the process of this start was launched."""
         return self.events[0].unix_s - sum(self.setup.values())
 
     @property
     def last(self) -> float:
-        """Return the time of its last event."""
+        """Return the time of the last event of this start."""
         return max(event.unix_s for event in self.events)
 
     @property
     def first_step(self) -> int:
-        """Return the number of steps that were done when it began."""
+        """Return the number of steps that were done when this start began."""
         return self.events[0].step
 
     @property
     def repeated(self) -> int:
-        """Return how many steps of earlier starts it repeats."""
+        """Return how many steps of earlier starts this start repeats."""
         return self.events[0].repeated
 
     @cached_property
@@ -76,7 +76,7 @@ class Start:
 
     @property
     def num_steps(self) -> int:
-        """Return how many optimizer steps it made until its times (`spent`) were last recorded."""
+        """Return how many optimizer steps this start made until its times (`spent`) were last recorded."""
         return max(0, self.newest.step - self.first_step)
 
     @property
@@ -160,7 +160,7 @@ class Link:
 
     @property
     def submitted_and_began(self) -> tuple[float, float]:
-        """Return the Unix times of its job's submission and begin; if one is not recorded, the next known time."""
+        """Return the Unix times at which the job was submitted and began; for a missing one, the next known time."""
         began = _unix_s(self.begin.started, self.begin.unix_s)
         return _unix_s(self.begin.submitted, began), began
 

@@ -127,7 +127,7 @@ class RunLease:
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Watch the lease in a thread, and renew it if `lock` is given, the descriptor of its locked file."""
+        """Watch the lease in a thread; if `lock` is given, the descriptor of its locked file, also renew the lease."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -179,7 +179,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Renew the lease if this process owns it; if it is lost, store the reason. Errors of the disk are ignored."""
+        """Renew the lease if this process owns it; if it is lost, store why. Errors of the disk are ignored."""
         with self._looking, contextlib.suppress(OSError):
             newest = find_newest(self._lease.path.parent)
             is_held = newest.path == self._lease.path and newest.content == self._lease.content

@@ -89,7 +89,7 @@ class PairFiles(NamedTuple):
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
     """Read minimal pairs from files and folders; of a folder, all .jsonl and .txt files are read, sorted by name.
 
-    Raises UserError, which names the file and the line, for a line that belongs to no pair.
+    If a line belongs to no pair, UserError names the file and the line.
     """
     digest = hashlib.sha256()
     pairs: list[SentencePair] = []

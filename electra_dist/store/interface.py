@@ -115,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object atomically; its content is that of a local file of any size."""
+        """Create or replace an object atomically by the content of a local file of any size."""
 
     @abstractmethod
     def sizes(self, prefix: str = "") -> dict[str, int]:

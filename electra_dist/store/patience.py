@@ -400,7 +400,7 @@ class Outage:
         return StorageLost(text, patience, str(self._first))
 
     def close(self, is_back: bool) -> None:
-        """End the wait, if it is shown; with `is_back` (the last try succeeded), report that storage is back."""
+        """End the wait if one was reported; with `is_back` (the last try succeeded), report that storage is back."""
         if self._is_shown:
             self._is_shown = False
             self._patience._end_wait(is_back)

@@ -185,7 +185,7 @@ class Checkpointer:
         return loaded
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Set the master weights to their initial values and the moments to zero, to begin again at step 0."""
+        """Set the master weights to their initial values and the moments to zero, for a begin at step 0."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))

@@ -226,7 +226,7 @@ class BuildRecords:
         )
 
     def record_group(self, group: ReadGroup) -> None:
-        """Record that an input group was read. The caller must have written its spill files before."""
+        """Record that an input group was read; its spill files must be written before."""
         self._write(_group_key(group.number), group)
 
     def groups(self, known: Collection[int] = ()) -> dict[int, ReadGroup]:
@@ -254,7 +254,7 @@ class BuildRecords:
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
     ) -> None:
-        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len]; write its shards before.
+        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len], after its shards are written.
 
         `bucket.counts` must count `heldout_rows`, of which there may be none. `heldout_origins` names the documents of
         these rows; None if the build writes no origin files.

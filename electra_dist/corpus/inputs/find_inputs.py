@@ -48,7 +48,7 @@ class InputFile(NamedTuple):
 
     @property
     def given_path(self) -> str:
-        """Return the file's path as the user gave it or its folder, for reports."""
+        """Return the path for reports: the path of the file, or of the folder with it, as the user gave it."""
         name = encodable(self.name)
         if self.is_given:
             return self.source if self.source.endswith(name) else name

@@ -71,7 +71,7 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {self.num_ranks}"
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
-        """Return the variables that tell a rank its place; the ranks of all nodes meet at `port` on node 0.
+        """Return the environment variables that tell a rank its place; all ranks meet at `port` on node 0.
 
         Torch, DeepSpeed and `electra_dist/engine/rank_environment.py` read them; DeepSpeed's launcher sets the same.
         If nothing says which GPUs of this node are the run's, they are the first ones, one for each rank.
