@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import SAVED_STATE, TABLE_SUFFIXES, Column, Table, read_table
 from electra_dist.finetune.task import TextFile, tsv_file
+from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, read_table
 
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 _ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
@@ -96,7 +96,7 @@ def find_file(places: Sequence[Path]) -> Path:
 def read_texts(
     file: Path, text_a: Column, text_b: Column | None, label: Column, delimiter: str | None = None
 ) -> Texts:
-    """Read the texts and labels of a table (`input_files.py`).
+    """Read the texts and labels of a table (`electra_dist/tables.py`).
 
     `text_a`, `text_b` and `label` name columns; `text_b` is None for a task on single texts. Blank lines are ignored.
     Raises UserError if there is no example, a column is missing, or a value is no text.

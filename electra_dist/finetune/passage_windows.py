@@ -26,9 +26,9 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import NotText, as_name, as_text
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
+from electra_dist.tables import NotText, as_name, as_text
 
 if TYPE_CHECKING:
     from electra_kernels.operation_types import SpecialIds

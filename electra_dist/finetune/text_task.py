@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.input_files import TABLE_SUFFIXES, read_table
 from electra_dist.finetune.labelled_texts import (
     Texts,
     TextSpec,
@@ -42,6 +41,7 @@ from electra_dist.finetune.labelled_texts import (
     texts_of,
 )
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights, tsv_file
+from electra_dist.tables import TABLE_SUFFIXES, read_table
 
 if TYPE_CHECKING:
     from electra_kernels.operation_types import SpecialIds

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import split_lines
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
+from electra_dist.tables import split_lines
 
 _NUM_COLUMNS = 10
 _ID, _FORM, _UPOS, _HEAD = 0, 1, 3, 6  # indices of columns

@@ -41,7 +41,6 @@ import numpy as np
 import torch
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import parse_json_line, split_lines
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.scoring.number_agreement import Pair, make_pairs
@@ -54,6 +53,7 @@ from electra_dist.scoring.token_scores import (
     sentence_log_probs,
 )
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
+from electra_dist.tables import parse_json_line, split_lines
 
 _SUFFIXES = (".jsonl", ".txt")
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
-from electra_dist.finetune.input_files import TABLE_SUFFIXES, Table, read_table
 from electra_dist.finetune.labelled_texts import Texts, find_text_column, texts_of
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
@@ -31,6 +30,7 @@ from electra_dist.finetune.text_task import LabelTargets, encode_texts, text_met
 from electra_dist.finetune.word_files import read_words
 from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.tables import TABLE_SUFFIXES, Table, read_table
 
 if TYPE_CHECKING:
     from electra_dist.finetune.models import TaskModel

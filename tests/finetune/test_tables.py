@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.input_files import read_table
 from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.text_task import TextTask
+from electra_dist.tables import read_table
 
 TEXTS = ['He said "no; never".', "two\nlines, and a comma", "the old dog | saw it", "caf\u00e9 \u4e2d"] * 5
 LABELS = ["neg", "pos", "neg", "neg"] * 5

@@ -11,13 +11,14 @@ lists. A text that is divided between rows is found by its longer part only. Tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
+from electra_dist.corpus.find.token_runs import TokenRuns
 from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.origins import (
     Mask,
@@ -90,22 +91,22 @@ class RowSearch:
         """Return whether all corpora have origin files (documents of each row), which searches for documents need."""
         return None not in self._origins
 
-    def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
-        """Return the rows with at least `least` consecutive tokens of a text, whose forms come from `tokens_of_text`.
+    def rows_with_texts(self, texts: Sequence[Sequence[list[int]]], least: int) -> list[FoundRows]:
+        """Return for each text the rows with at least `least` consecutive tokens of it, reading the shards once.
 
-        A row matches if it matches one form. A form with fewer than `least` tokens must occur in the row as a whole.
+        Each text is given by its forms, from `tokens_of_texts`. The tokens of one form are enough. A form with fewer
+        than `least` tokens must occur in the row as a whole.
         """
         from electra_dist.data.shard_cache import rows_of_shards  # It imports torch, which takes seconds.
 
-        special_ids = {self._corpora.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
-        longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
+        special_ids = [self._corpora.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")]
+        runs = TokenRuns(texts, least, special_ids)
+        places: list[list[tuple[int, int, int]]] = [[] for _ in texts]  # (shard, row, longest run of tokens)
         for shard, rows in rows_of_shards(self._corpora, self._progress(range(len(self._corpora.shards)))):
-            for tokens in forms:
-                for row, num_tokens in _rows_with_tokens(rows, tokens, special_ids, min(least, len(tokens))):
-                    longest_runs[shard, row] = max(num_tokens, longest_runs.get((shard, row), 0))
-        lines = [(*place, longest) for place, longest in sorted(longest_runs.items())]
-        found = np.array(lines, np.int64).reshape(-1, 3)
-        return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
+            for text, row, longest in runs.find(rows):
+                places[text].append((shard, row, longest))
+        found = [np.array(sorted(of_text), np.int64).reshape(-1, 3) for of_text in places]
+        return [FoundRows(shards=one[:, 0], rows=one[:, 1], num_tokens=one[:, 2]) for one in found]
 
     def rows_with_documents(self) -> FoundRows:
         """Return the rows with text of the query's document or source; UserError if a corpus has no origin files."""
@@ -183,60 +184,25 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     return len(search.rows_with_documents().rows) if search.has_origin_files else 0
 
 
-def tokens_of_text(text: str, corpora: Corpora) -> list[list[int]]:
-    """Tokenize a text as the build of a corpus does, and return its forms: one or two lists of token ids.
+def tokens_of_texts(texts: Sequence[str], corpora: Corpora) -> list[list[list[int]]]:
+    """Tokenize texts as the build of a corpus does, and return the forms of each: one or two lists of token ids.
 
     Byte-level tokens contain the space before a word, so a text has two forms: one at the beginning of a document, and
-    one after other text. With WordPiece both forms are equal, and the result has one. Raises UserError if the text has
+    one after other text. With WordPiece both forms are equal, and the result has one. Raises UserError if a text has
     no token, for example because it is only white space, or is not UTF-8.
     """
-    if encodable(text) != text:
-        raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     tokenizer = new_tokenizer(vocabulary, corpora.tokenizer.lowercase)
-    forms: list[list[int]] = []
-    for beginning in ("", "\n"):
-        tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]
-        if tokens and tokens not in forms:
-            forms.append(tokens)
-    if not forms:
-        raise UserError("TEXT: has no token; give at least one word")
-    return forms
-
-
-def _rows_with_tokens(
-    rows: NDArray[np.integer], tokens: list[int], special_ids: set[int], least: int
-) -> Iterator[tuple[int, int]]:
-    """Yield the rows of a shard with a run of at least `least` tokens of the text, as (number, longest run)."""
-    assert 1 <= least <= len(tokens)
-    for row in _possible_rows(rows, tokens, least):
-        kept = [token for token in rows[row].tolist() if token not in special_ids]
-        longest = _longest_common_run(kept, tokens)
-        if longest >= least:
-            yield int(row), longest
-
-
-def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the rows that may match: those with all of some `least` consecutive tokens of the text, in any order."""
-    num_rows = len(rows)
-    has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
-    found = np.zeros(num_rows, np.bool_)
-    for start in range(len(tokens) - least + 1):
-        has_all = np.ones(num_rows, np.bool_)
-        for token in set(tokens[start : start + least]):
-            has_all &= has_token[token]
-        found |= has_all
-    return np.flatnonzero(found)
-
-
-def _longest_common_run(row: list[int], tokens: list[int]) -> int:
-    longest = 0
-    previous = [0] * (len(tokens) + 1)  # length of the common run that ends at each token, for the last row token
-    for row_token in row:
-        current = [0] * (len(tokens) + 1)
-        for place, token in enumerate(tokens):
-            if token == row_token:
-                current[place + 1] = previous[place] + 1
-                longest = max(longest, current[place + 1])
-        previous = current
-    return longest
+    all_forms = []
+    for text in texts:
+        if encodable(text) != text:
+            raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
+        forms: list[list[int]] = []
+        for beginning in ("", "\n"):
+            tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]
+            if tokens and tokens not in forms:
+                forms.append(tokens)
+        if not forms:
+            raise UserError(f"TEXT: {text} has no token; give at least one word")
+        all_forms.append(forms)
+    return all_forms

@@ -36,17 +36,21 @@ from datatrove.pipeline.filters import (
     RegexFilter,
     URLFilter,
 )
+from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
 from datatrove.utils.lid import FT176LID
-from datatrove.utils.word_tokenizers import WordTokenizer
+from datatrove.utils.text import simplify_text
+from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
 from tldextract import TLDExtract
 from trafilatura import extract
 from typing_extensions import override
 
-from electra_dist.corpus.prepare.document_files import DropRecorder
+from electra_dist.corpus.evaluation_texts import read_evaluation_texts
+from electra_dist.corpus.prepare.document_files import DropRecorder, ExclusionWriter
 from electra_dist.corpus.prepare.prepare_config import (
     C4BadWordsSection,
     ClassifierSection,
+    DecontaminationSection,
     ExtractionSection,
     FiltersSection,
     FormattingSection,
@@ -59,6 +63,7 @@ from electra_dist.corpus.prepare.read_sources import IS_HTML
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import check_regular, read_regular
 
+EVALUATION_KEY = "filters.decontamination.files"
 _STEP = "extraction"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -168,6 +173,9 @@ def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder:
         after.append(OfflineClassifierFilter(filters.classifier, recorder.writer("classifier", "no label to keep")))
     if filters.drop_pattern is not None:
         after.append(RegexFilter(filters.drop_pattern, recorder.writer("drop_pattern", "match")))
+    if filters.decontamination is not None:
+        writer = recorder.writer("decontamination")
+        after.append(DecontaminationFilter(filters.decontamination, tokenizer, writer))
     return FilterSteps(before, after)
 
 
@@ -311,6 +319,56 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
                     f"{self._path}: no label {unknown[0]}; set filters.classifier.keep to some of {sorted(known)[:20]}"
                 )
         return self._model
+
+
+class DecontaminationFilter(BaseFilter):
+    """Filter that drops documents with words of evaluation texts; the name of the file is the recorded reason.
+
+    Texts are compared in lower case, without punctuation and accents, as datatrove's NGramsDecontFilter does it. That
+    one is not used, because it never finds a text of fewer than `n_grams` words, such as most sentences of BLiMP.
+    """
+
+    name = "decontamination"
+
+    def __init__(
+        self, settings: DecontaminationSection, tokenizer: str | PlainWords, exclusion_writer: ExclusionWriter
+    ) -> None:
+        super().__init__(exclusion_writer)
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._names: dict[str, str] = {}  # n-gram of a text, words with spaces -> FOLDER/FILE
+        self._lengths: dict[str, list[int]] = {}  # first `min_words` words of n-grams -> words in these, ascending
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return True to keep a document, or (False, FOLDER/FILE) if it has an n-gram of a text of this file."""
+        if not self._names:
+            self._read_texts()
+        words = self._words(doc.text)
+        min_words = self._settings.min_words
+        for start in range(len(words) - min_words + 1):
+            for length in self._lengths.get(" ".join(words[start : start + min_words]), ()):
+                name = self._names.get(" ".join(words[start : start + length]))
+                if name is not None:
+                    return False, name
+        return True
+
+    def _words(self, text: str) -> list[str]:
+        return load_word_tokenizer(self._tokenizer).word_tokenize(simplify_text(text))
+
+    def _read_texts(self) -> None:
+        """Read the n-grams of all texts. A worker does so at its first document, as models are loaded."""
+        settings = self._settings
+        for text in read_evaluation_texts(settings.files, settings.min_words, EVALUATION_KEY).texts:
+            words = self._words(text.text)
+            length = min(len(words), settings.n_grams)
+            if length < settings.min_words:
+                continue  # punctuation between spaces was counted as words
+            for start in range(len(words) - length + 1):
+                n_gram = words[start : start + length]
+                self._names.setdefault(" ".join(n_gram), f"{text.file.parent.name}/{text.file.name}")
+                lengths = self._lengths.setdefault(" ".join(n_gram[: settings.min_words]), [])
+                if length not in lengths:
+                    lengths.append(length)
 
 
 class PlainWords(WordTokenizer):

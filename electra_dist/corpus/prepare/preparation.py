@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from electra_dist.corpus.evaluation_texts import EvaluationTexts, read_evaluation_texts
 from electra_dist.corpus.inputs.find_inputs import paths_of_input
 from electra_dist.corpus.prepare.document_files import DOCUMENTS_DIR, file_of_task
 from electra_dist.corpus.prepare.executors import (
@@ -22,6 +23,7 @@ from electra_dist.corpus.prepare.executors import (
     run_here,
     submit,
 )
+from electra_dist.corpus.prepare.filter_steps import EVALUATION_KEY
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
@@ -47,6 +49,7 @@ class Preparation(NamedTuple):
     config: PrepareConfig
     plan: SourcePlan
     stages: list[Stage]
+    evaluation: EvaluationTexts | None  # what `filters.decontamination` looks for
 
 
 def check(config: PrepareConfig) -> Preparation:
@@ -62,7 +65,11 @@ def check(config: PrepareConfig) -> Preparation:
         raise UserError("words: spacy: the package spacy is not installed; pip install spacy, or set words: plain")
     _refuse_folders_in_sources(config)
     plan = make_plan(config)
-    return Preparation(config, plan, make_stages(config))
+    sought = config.filters.decontamination
+    evaluation = None
+    if sought is not None:
+        evaluation = read_evaluation_texts(sought.files, sought.min_words, EVALUATION_KEY)
+    return Preparation(config, plan, make_stages(config), evaluation)
 
 
 def run(preparation: Preparation, report: Report) -> None:

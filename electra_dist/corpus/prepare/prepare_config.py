@@ -145,6 +145,31 @@ class ClassifierSection(Section):
     )
 
 
+class DecontaminationSection(Section):
+    """Texts of evaluations; a document with a run of their words is dropped, as for GPT-3 (arXiv:2005.14165, C)."""
+
+    files: tuple[Path, ...] = Field(
+        min_length=1,
+        description=".txt, .tsv, .csv, .jsonl, .json or .parquet files or folders of them; every text in them",
+    )
+    n_grams: Positive = Field(
+        default=13, description="words of a text that a document must have in a row; GPT-3: at most 13"
+    )
+    min_words: Positive = Field(
+        default=8,
+        description="a text of fewer words than n_grams must be in the document as a whole, and one of fewer than "
+        "these is not looked for, because it occurs by chance; GPT-3: 8; BLiMP has sentences of 4",
+    )
+
+    @model_validator(mode="after")
+    def _n_grams_are_long_enough(self) -> DecontaminationSection:
+        if self.n_grams < self.min_words:
+            raise ValueError(
+                f"n_grams is {self.n_grams}, but min_words {self.min_words}; set min_words to at most n_grams"
+            )
+        return self
+
+
 class FiltersSection(Section):
     """Filters in the order in which they are applied; each is off unless its key is set."""
 
@@ -158,6 +183,9 @@ class FiltersSection(Section):
     classifier: ClassifierSection | None = Field(default=None, description="fastText classifier")
     drop_pattern: str | None = Field(
         default=None, description="regular expression; a document with a match is dropped; null: none"
+    )
+    decontamination: DecontaminationSection | None = Field(
+        default=None, description="texts on which models are evaluated, such as BLiMP or the test sets of GLUE"
     )
 
     @field_validator("drop_pattern")

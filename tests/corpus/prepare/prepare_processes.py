@@ -19,7 +19,7 @@ def start_prepare(config: dict[str, Any], folder: Path, *options: str) -> subpro
     """Start `corpus prepare` in a process of its own, which cannot reach the network."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pipeline.yaml").write_text(yaml.safe_dump(config))
-    paths = [str(NO_NETWORK), str(REPOSITORY), str(REPOSITORY / "kernels")]
+    paths = [str(NO_NETWORK), str(REPOSITORY), str(REPOSITORY / "kernels"), str(REPOSITORY / "launcher")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NETWORK_ATTEMPTS": str(folder / "attempts")}
     command = [sys.executable, "-c", _COMMAND, "corpus", "prepare", str(folder / "pipeline.yaml"), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)

@@ -291,3 +291,41 @@ def test_a_source_of_a_later_phase_is_found_in_its_corpus_with_the_steps_of_the_
     assert all(use["step"] < 40 for row in early["rows"] for use in row["uses"])
     result = run_find(corpus, run, "--source", "late")
     assert "leave CORPUS out to search all of them" in str(result.exception)
+
+
+def test_all_texts_of_files_are_found_at_once_with_the_steps_that_read_them(corpus: Path, tmp_path: Path) -> None:
+    """The independent truth is the rows and batches; one text is the beginning of a document."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    tokenizer = WordPieceTokenizer(make_vocabulary(), lowercase=True)
+    starts = [" ".join(text.split()[:10]) for text in make_prose(300, 3)]
+    line = next(start for start in starts if rows_with(corpus, tokenizer.encode([start])))
+    other = " ".join(line.split()[:5])
+    absent = "zebras were never seen in this place before today"
+    (folder / "pairs.jsonl").write_text(json.dumps({"sentence_good": line, "sentence_bad": absent, "UID": "a_b"}))
+    (folder / "test.tsv").write_text(f"index\tsentence\n0\t{PLANTED}\n1\t{other}\n2\t{line}\n")
+    run = write_run(corpus, tmp_path / "run")
+
+    found = find("--run", str(run), "--file", str(folder), "--min-words", "6", "--least", "100")
+
+    tokens = tokenizer.encode([line, PLANTED])
+    assert [(text["place"], text["text"]) for text in found["texts"]] == [
+        (f"{folder}/pairs.jsonl:1", line),
+        (f"{folder}/test.tsv:2", PLANTED),
+    ]
+    for text, of_text in zip(found["texts"], tokens, strict=True):
+        assert {(row["shard"], row["row"]) for row in text["rows"]} == rows_with(corpus, [of_text])
+        assert text["tokens"] == len(of_text) == min(row["tokens"] for row in text["rows"])
+        assert {use["step"] for row in text["rows"] for use in row["uses"]} == steps_with(corpus, [of_text])
+    assert (found["texts_sought"], found["texts_found"]) == (3, 2)
+    assert found["texts_too_short"] == len({"a_b", "index", "sentence", "0", "1", "2", other})
+    steps = steps_with(corpus, tokens)
+    assert found["steps"]["read"] == len({step for step in steps if step < 20} - {3})
+    shown = run_find(run, "--file", folder, "--min-words", "6", "--least", "100").stdout
+    assert "2 of 3 texts are in the corpus" in shown and "the run has read" in shown
+    for message, options in {
+        "there is no file": ("--file", tmp_path / "absent"),
+        "none of the 3 texts": ("--file", folder / "pairs.jsonl", "--min-words", "400"),
+        "both are given": ("--file", folder, "--source", "wiki"),
+    }.items():
+        assert message in str(run_find(corpus, *options).exception)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answ
     from electra_dist.data.corpora import Corpora
 
 _DEFAULT_LEAST = 16  # consecutive tokens of a longer text that a row must contain, unless --least is given
-_USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
+_USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME, --document ID or --file FILE'
 
 
 class Request(NamedTuple):
@@ -45,6 +45,16 @@ def find(
     document: Annotated[
         str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
     ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="find all texts of this .txt, .tsv, .csv, .jsonl, .json or .parquet file, whatever their column, or "
+            "of such files in this folder, for example BLiMP or a test set; may be repeated"
+        ),
+    ] = None,
+    min_words: Annotated[
+        int, typer.Option(min=1, help="with --file: words that a text must have; shorter ones are not looked for")
+    ] = 8,
     corpus: Annotated[str | None, typer.Option(help="the same as CORPUS; default: the corpora of RUN")] = None,
     run: Annotated[Path | None, typer.Option(help="the same as RUN")] = None,
     least: Annotated[
@@ -56,15 +66,17 @@ def find(
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the rows that hold TEXT, a source or a document and, for a run, the steps that use these rows.
+    """Find the rows that hold TEXT, a source, a document or texts of files and, for a run, the steps that use them.
 
-    TEXT is searched for in all shards. Sources and documents are looked up in the origin files that `corpus build`
+    Texts are searched for in all shards. Sources and documents are looked up in the origin files that `corpus build`
     writes (corpus.origins). Exit codes: 0 the search is complete, also if no row was found; 78 wrong arguments, no
     origin files, or a damaged corpus.
     """
     import numpy as np
 
-    from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out
+    from electra_dist.corpus.evaluation_texts import read_evaluation_texts
+    from electra_dist.corpus.find.found_texts import found_texts, print_texts, tree_of_texts
+    from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out, tokens_of_texts
     from electra_dist.corpus.find.search_result import (
         MAX_SHOWN,
         SearchResult,
@@ -74,10 +86,21 @@ def find(
     )
     from electra_dist.run.folder import open_run
 
-    corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
+    query = Query(source=source, document=document)
+    corpus, run, query = _parse_request(words or [], query, corpus, run, has_files=bool(file))
     config = open_run(run) if run else None
+    sought = read_evaluation_texts(file, min_words, "--file") if file else None
     corpora = _open(corpus, config, endpoint_url)
     search = RowSearch(query, corpora, _progress)
+    if sought is not None:
+        forms = tokens_of_texts([text.text for text in sought.texts], corpora)
+        rows = search.rows_with_texts(forms, least or _DEFAULT_LEAST)
+        texts = found_texts(sought, forms, rows, corpora, (config, run) if config and run else None)
+        if as_json:
+            print_json(tree_of_texts(texts, sought, corpora))
+        else:
+            print_texts(texts, sought, corpora, open_console())
+        return
     found, num_tokens = _search(search, query, corpora, least)
     num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
     num_heldout = 0
@@ -107,12 +130,13 @@ def find(
 
 def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None) -> tuple[FoundRows, int | None]:
     """Run the search; return the rows found and, for a text, how many tokens it has (else None)."""
-    from electra_dist.corpus.find.row_search import tokens_of_text
+    from electra_dist.corpus.find.row_search import tokens_of_texts
 
     if query.text is None:
         return search.rows_with_documents(), None
-    forms = tokens_of_text(query.text, corpora)
-    return search.rows_with_text(forms, least or _DEFAULT_LEAST), max(map(len, forms))
+    [forms] = tokens_of_texts([query.text], corpora)
+    [found] = search.rows_with_texts([forms], least or _DEFAULT_LEAST)
+    return found, max(map(len, forms))
 
 
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
@@ -144,14 +168,18 @@ def _progress(shards: Iterable[int]) -> Iterable[int]:
     return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
-def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
+def _parse_request(
+    words: list[str], query: Query, corpus: str | None, run: Path | None, *, has_files: bool
+) -> Request:
     """Decide which of the positional arguments `words` are CORPUS, RUN and TEXT, given the options of the command."""
     from electra_dist.run.folder import is_run_folder
 
-    if query.source is not None and query.document is not None:
-        raise UserError("--source and --document: both are given; give one of them")
+    given = [("--source", query.source), ("--document", query.document), ("--file", has_files or None)]
+    options = [name for name, value in given if value is not None]
+    if len(options) > 1:
+        raise UserError(f"{' and '.join(options)}: both are given; give one of them")
     remaining = list(words)
-    if query.source is None and query.document is None:
+    if not options:
         if not remaining:
             raise UserError(f"nothing to find; {_USAGE}")
         query = query._replace(text=remaining.pop())

@@ -47,6 +47,13 @@ def prepare(
     preparation = steps.check(config)
     num_bytes = sum(planned.size for planned in preparation.plan.files)
     out.print(f"{num_with_content(preparation.plan.files):,} files, {num_bytes / 1e6:,.1f} MB", soft_wrap=True)
+    if preparation.evaluation is not None:
+        texts, num_short = preparation.evaluation
+        out.print(
+            f"documents with one of {len(texts):,} evaluation texts are dropped; {num_short:,} shorter texts are not "
+            f"looked for (filters.decontamination.min_words)",
+            soft_wrap=True,
+        )
     if dry_run:
         out.print(_stage_table(preparation))
         return

@@ -1,0 +1,128 @@
+"""Print which of many texts, such as those of test sets, are in a corpus, and the steps of a run that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from electra_dist.config import Config
+from electra_dist.console import Console
+from electra_dist.corpus.evaluation_texts import EvaluationText, EvaluationTexts
+from electra_dist.corpus.find.row_search import FoundRows
+from electra_dist.corpus.find.search_result import MAX_SHOWN, RowUse, StepsOfRows, steps_of_rows
+from electra_dist.data.corpora import Corpora
+
+_SHOWN_CHARS = 60  # of a text, in the table
+_SHOWN_STEPS = 3  # of a text, in the table
+
+
+class FoundText(NamedTuple):
+    """Text that is in at least one row."""
+
+    text: EvaluationText
+    num_tokens: int
+    rows: FoundRows
+    uses: list[list[RowUse]] | None  # steps of a run that use each row; None without a run
+
+
+def found_texts(
+    sought: EvaluationTexts,
+    forms: Sequence[Sequence[list[int]]],
+    found: Sequence[FoundRows],
+    corpora: Corpora,
+    run: tuple[Config, Path] | None,
+) -> list[FoundText]:
+    """Return the texts that are in a row, in their order; `forms` and `found` are the tokens and rows of each text.
+
+    `run` is the config and the folder of a run that reads the corpora.
+    """
+    places = [index for index, one in enumerate(found) if len(one.rows)]
+    uses: list[list[RowUse]] = []
+    if run is not None and places:
+        shards = np.concatenate([found[index].shards for index in places])
+        rows = np.concatenate([found[index].rows for index in places])
+        uses = steps_of_rows(shards, rows, corpora, *run)
+    texts = []
+    first = 0
+    for index in places:
+        last = first + len(found[index].rows)
+        uses_of_text = None if run is None else uses[first:last]
+        texts.append(FoundText(sought.texts[index], max(map(len, forms[index])), found[index], uses_of_text))
+        first = last
+    return texts
+
+
+def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora) -> dict[str, Any]:
+    """Return the result as a JSON object; without a run, `uses` and `steps` are null."""
+    trees = []
+    for one in texts:
+        assert one.rows.num_tokens is not None
+        lines = zip(one.rows.shards.tolist(), one.rows.rows.tolist(), one.rows.num_tokens.tolist(), strict=True)
+        rows = [
+            {
+                "shard": corpora.shard_name(shard),
+                "row": row,
+                "tokens": num_tokens,
+                "uses": None if one.uses is None else [use._asdict() for use in one.uses[index]],
+            }
+            for index, (shard, row, num_tokens) in enumerate(lines)
+        ]
+        trees.append({"place": one.text.place, "text": one.text.text, "tokens": one.num_tokens, "rows": rows})
+    return {
+        "corpus": corpora.fingerprint,
+        "texts_sought": len(sought.texts),
+        "texts_too_short": sought.num_short,
+        "texts_found": len(texts),
+        "steps": None if not texts or texts[0].uses is None else _steps(texts).counts(),
+        "texts": trees,
+    }
+
+
+def print_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora, out: Console) -> None:
+    """Print a table of the texts that are found, and how many of all they are."""
+    has_run = bool(texts) and texts[0].uses is not None
+    table = Table("text", "begins with", "rows", *(["steps that use them"] if has_run else []))
+    for one in texts[:MAX_SHOWN]:
+        shown = one.text.text if len(one.text.text) <= _SHOWN_CHARS else f"{one.text.text[:_SHOWN_CHARS]}..."
+        table.add_row(one.text.place, shown, f"{len(one.rows.rows):,}", *([_steps_text(one)] if has_run else []))
+    if texts:
+        out.print(table)
+    if len(texts) > MAX_SHOWN:
+        out.print(f"and {len(texts) - MAX_SHOWN:,} more texts; --json lists all")
+    rows = {place for one in texts for place in zip(one.rows.shards.tolist(), one.rows.rows.tolist(), strict=True)}
+    short = f"; {sought.num_short:,} texts have fewer words than --min-words" if sought.num_short else ""
+    out.print(
+        f"{len(texts):,} of {len(sought.texts):,} texts are in the corpus, in {len(rows):,} of {corpora.num_rows:,} "
+        f"rows{short}"
+    )
+    if has_run:
+        counts = _steps(texts).counts()
+        seen = sum(any(use.is_done and not use.is_skipped for uses in one.uses or () for use in uses) for one in texts)
+        out.print(
+            f"the run has read {seen:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps to "
+            f"come will read one, and {counts['skipped']:,} are skipped"
+        )
+
+
+def _steps(texts: Sequence[FoundText]) -> StepsOfRows:
+    steps = StepsOfRows()
+    for one in texts:
+        for uses in one.uses or ():
+            steps.add(uses)
+    return steps
+
+
+def _steps_text(one: FoundText) -> str:
+    """Return the first steps that use a row of the text, such as "12, 340 (to come), and 5 more"."""
+    uses = sorted({use for uses in one.uses or () for use in uses}, key=lambda use: use.step)
+    words = []
+    for use in uses[:_SHOWN_STEPS]:
+        state = "" if use.is_done else " (to come)"
+        words.append(f"{use.step:,}{' (skipped)' if use.is_skipped else state}")
+    if len(uses) > _SHOWN_STEPS:
+        words.append(f"and {len(uses) - _SHOWN_STEPS:,} more")
+    return ", ".join(words) or "none"
