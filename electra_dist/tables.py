@@ -1,4 +1,4 @@
-"""Read tables of users, such as data of fine-tuning or evaluations: lines of UTF-8, JSON objects, and the text in these.
+"""Read tables of users, for fine-tuning and evaluations: lines of UTF-8, JSON objects, tables, and the text in these.
 
 Guarantee: a value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of other
 types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer takes:
