@@ -17,8 +17,11 @@ first device while runs train.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
@@ -36,12 +39,16 @@ from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
-from electra_dist.data.corpora import with_corpus_vocabulary
+from electra_dist.data.corpora import Corpora, with_corpus_vocabulary
+from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
+from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
+from electra_dist.scoring.trigram_model import TrigramModel
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
 from electra_dist.train.inputs import check_inputs
 
+_TRIGRAM_TOKENS = 20_000_000  # of the training rows, the first ones, that the trigram model counts at most
 SCORES_FILE = "scores.jsonl"  # in the output folder: the score of each checkpoint by each measure
 Note = Callable[[str], None]  # called with one line of text for the user
 
@@ -71,7 +78,7 @@ class Comparison:
             owner = owner_of(open_run(run_dir), read_identity(run_dir)) if is_run_folder(run_dir) else None
             if owner is not None:
                 owner.check_all(open_targets(cell.config))
-        inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
+        inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))
         elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
@@ -98,6 +105,7 @@ class Comparison:
         if self._compare.criterion is not None:
             num_scores = len(self.scores())
             self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
+        self._score_trigrams(progress, note)
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
         incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
@@ -121,6 +129,29 @@ class Comparison:
                 self.write()
                 note(f"{title}: {failure or self._summary(cell)}")
         return not self._failures
+
+    def _score_trigrams(self, progress: Progress, note: Note) -> None:
+        """Score a trigram model of the training rows by the measures that need no states; keep what is scored already.
+        `note` is told how much the tokens of held-out rows differ from those of the training rows.
+        """
+        measures = [measure for measure in self._measures if measure.scores_trigrams]
+        seed = self._compare.seeds[0]
+        missing = [measure for measure in measures if self._scores.find_trigram_score(measure, seed) is None]
+        if not missing:
+            return
+        corpora = self._inputs.corpora
+        special = SpecialIds.from_tokens(corpora.tokenizer.special)
+        cell = self.plan.cells[0]
+        rows = _first_blocks(corpora, _TRIGRAM_TOKENS, with_prefix(progress, "trigrams: "))
+        model = TrigramModel(rows, cell.config.model.vocab_size, special.cls, special.pad)
+        heldout = self._inputs.heldout
+        if heldout is not None:
+            divergence = model.divergence_of(_first_blocks(heldout, _TRIGRAM_TOKENS, progress), special.pad)
+            note(f"held-out rows: their tokens diverge from those of the training rows by {divergence:.4f} nats")
+        encoder = load_pretrained(f"random:{cell.file}")
+        for measure in missing:
+            measured = measure.score_trigrams(model, encoder, with_prefix(progress, f"trigrams: {measure.name}: "))
+            self._scores.add_trigram_score(measure, seed, measured)
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
         """Score the saved checkpoints of unfinished runs; those of finished runs are scored later, during training."""
@@ -193,6 +224,10 @@ class Comparison:
                     checkpoints.append((objective.name, cell, step))
 
         scores = []
+        for measure in self._measures:
+            trigram_score = self._scores.find_trigram_score(measure, self._compare.seeds[0])
+            if trigram_score is not None:
+                scores.append(trigram_score)
         for entry, cell, step in checkpoints:
             for measure in self._measures:
                 score = self._scores.find(entry, cell, step, measure)
@@ -242,6 +277,18 @@ class Comparison:
         if self._glue is not None:
             command += f" --glue {shlex.quote(str(self._glue))}"
         return command
+
+
+def _first_blocks(corpora: Corpora, num_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
+    """Yield the rows of a corpus's shards, in order, until `num_tokens` tokens are reached."""
+    num_rows = min(corpora.num_rows, num_tokens // corpora.seq_len)
+    num_read = 0
+    for _, block_RS in rows_of_shards(corpora, range(len(corpora.shards))):
+        yield block_RS[: num_rows - num_read]
+        num_read = min(num_rows, num_read + len(block_RS))
+        progress("read rows", num_read, num_rows)
+        if num_read == num_rows:
+            return
 
 
 def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:

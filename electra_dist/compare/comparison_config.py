@@ -20,7 +20,8 @@ OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].anno
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
 MINIMAL_PAIRS = "minimal-pairs"  # column of the built-in minimal pairs
 CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see measures.py
-RANDOM = "random"  # name of the baseline: the initial weights, before the first step
+RANDOM = "random"  # name of an anchor of the table: the initial weights, before the first step
+TRIGRAM = "trigram"  # name of another anchor: a trigram model of the training rows
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -201,10 +202,10 @@ class CompareConfig(Section):
     def _check_consistency(self) -> CompareConfig:
         names = [entry.name for entry in self.objectives]
         has_repeated_name = len(set(names)) < len(names)
-        if has_repeated_name or RANDOM in names:
+        if has_repeated_name or {RANDOM, TRIGRAM} & set(names):
             raise ValueError(
-                f"objectives need names of their own other than `{RANDOM}`, which is the baseline, but are named "
-                f"{', '.join(names)}; rename one"
+                f"objectives need names of their own other than `{RANDOM}` and `{TRIGRAM}`, which are rows of the "
+                f"table, but are named {', '.join(names)}; rename one"
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {', '.join(map(str, self.seeds))} has a seed twice; remove the repeated one")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
+from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, TRIGRAM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
 from electra_dist.compare.measures import CheckpointScore, Measure
 from electra_dist.compare.significance import (
@@ -35,6 +35,7 @@ from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.counts import parameter_counts
 
 AVERAGE = "average"  # name of the last column
+_ANCHOR_NAMES = {RANDOM: "random initialisation", TRIGRAM: "trigram model"}
 _NUM_LAST = 3  # checkpoints at the end of each run over which a second table of differences takes the mean
 
 
@@ -178,8 +179,9 @@ def _columns(rows: Sequence[ScoreRow]) -> list[str]:
 
 
 def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
-    name = "random initialisation" if row.entry == RANDOM else row.entry
-    scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]
+    name = _ANCHOR_NAMES.get(row.entry, row.entry)
+    num_scores = 1 if row.entry == TRIGRAM else num_seeds
+    scores = [_score_text(row.columns.get(column), num_scores) for column in columns]
     return [name, f"{row.step:,}", f"{row.flops:.3g}", *scores]
 
 

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from electra_kernels.operation_types import SpecialIds
 from typing_extensions import override
 
-from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
+from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, TRIGRAM, CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.shard_cache import rows_of_shards
@@ -55,6 +56,7 @@ from electra_dist.scoring.minimal_pairs import (
     score_sentence_pairs,
 )
 from electra_dist.scoring.token_scores import score_places
+from electra_dist.scoring.trigram_model import TrigramModel
 from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
 
 
@@ -66,12 +68,17 @@ class Measure(abc.ABC):
     metric: str  # name of the score, such as "accuracy"
     digest: str  # digest of the data and of how they are used; part of the identity of a score
     at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
+    scores_trigrams = False  # whether a model without states can be scored
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Score an encoder, for example by fine-tuning a copy of it on a task; the encoder itself is not changed.
         Raises UserError if the encoder cannot be scored, for example because it has no pretraining head.
         """
+
+    def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
+        """Score a trigram model, with the tokenizer of `encoder`; only if `scores_trigrams`."""
+        raise NotImplementedError
 
 
 class TaskMeasure(Measure):
@@ -140,6 +147,7 @@ class PairFilesMeasure(Measure):
 
     mode = "pairs"
     metric = "accuracy"
+    scores_trigrams = True
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
         """Read a file or folder in the formats of `read_pair_files`; the column has its name.
@@ -154,6 +162,11 @@ class PairFilesMeasure(Measure):
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
         scores = score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress, readout="word")
+        return _of_pair_scores(self.name, scores)
+
+    @override
+    def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
+        scores = score_sentence_pairs(encoder, self._pairs, torch.device("cpu"), progress, scorer=model.score)
         return _of_pair_scores(self.name, scores)
 
 
@@ -206,6 +219,7 @@ class ContextMeasure(Measure):
     name = CONTEXT_AUC
     mode = "context"
     metric = "ROC-AUC"
+    scores_trigrams = True
 
     def __init__(self, heldout: Corpora) -> None:
         """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places.
@@ -231,7 +245,16 @@ class ContextMeasure(Measure):
         """Return the ROC-AUC of replaced against original tokens; the score is None if no two tokens are different."""
         if not self._is_replaced.any():
             return self._measured(None, failures=("the held-out rows have no two different tokens",))
-        scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)
+        return self._of_scores(score_places(encoder, self._rows, self._places, device_of_choice(), progress))
+
+    @override
+    def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
+        """Score a place by the log-probabilities of its token and of the two after it, which depend on it."""
+        values = [model.log_probs(row) for row in self._rows]
+        sums = [values[row][position - 1 : position + 2].sum() for row, position in self._places]
+        return self._of_scores(torch.stack(sums))
+
+    def _of_scores(self, scores: torch.Tensor) -> Measured:
         replaced_scores = -scores.numpy()
         auc, standard_error = auc_with_standard_error(replaced_scores, self._is_replaced, self._source_rows)
         if np.isnan(standard_error):  # it is not known with a single row
@@ -445,6 +468,28 @@ class CheckpointScores:
                 seconds=time.monotonic() - start,
             )
             self._store.add(measured, checkpoint={"entry": entry, "step": step, "flops": cell.flops(step)})
+
+    def find_trigram_score(self, measure: Measure, seed: int) -> CheckpointScore | None:
+        """Return the stored score of the trigram model of the corpus; None if there is none."""
+        measured = self._store.find(self._trigram_identity(measure), seed)
+        return None if measured is None else CheckpointScore(entry=TRIGRAM, step=0, flops=0.0, measured=measured)
+
+    def add_trigram_score(self, measure: Measure, seed: int, measured: Measured) -> None:
+        """Write the score of the trigram model of the corpus."""
+        identity = self._trigram_identity(measure)
+        self._store.add(
+            dataclasses.replace(measured, task=measure.name, seed=seed, identity=identity),
+            checkpoint={"entry": TRIGRAM, "step": 0, "flops": 0.0},
+        )
+
+    def _trigram_identity(self, measure: Measure) -> str:
+        return digest_of(
+            {
+                "model": "trigram, Kneser-Ney",
+                "corpus": self._fingerprint,
+                "measure": {"name": measure.name, "data": measure.digest},
+            }
+        )
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
         # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.

@@ -24,7 +24,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from electra_dist.compare.comparison_config import RANDOM
+from electra_dist.compare.comparison_config import RANDOM, TRIGRAM
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.compare.comparison_results import AVERAGE, ScoreRow
 from electra_dist.report.plot_style import print_style
@@ -33,6 +33,8 @@ from electra_dist.store.atomic_files import replacing
 
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
 _BASELINE_COLOR = "#6b7280"
+# Anchor of the table -> its name in the legend, and its line style.
+_ANCHORS = {RANDOM: ("random weights", "--"), TRIGRAM: ("trigram model", ":")}
 _MAX_COLUMNS = 3  # panels beside each other
 _MAX_LEGEND_COLUMNS = 6  # entries of the legend beside each other
 _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the width of a panel
@@ -98,8 +100,8 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Assign a color to each objective in `entries`, except "random"; from the ninth objective on, colors repeat."""
-    names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
+    """Assign a color to each objective in `entries`, but not to anchors; from the ninth objective on, colors repeat."""
+    names = [entry for entry in dict.fromkeys(entries) if entry not in _ANCHORS]
     return dict(zip(names, itertools.cycle(_COLORS)))
 
 
@@ -107,17 +109,19 @@ def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
     handles = []
     for objective, color in _colors(row.entry for row in rows).items():
         handles.append(Line2D([], [], color=color, linewidth=2, marker="o", markersize=5, label=objective))
-    if any(row.entry == RANDOM for row in rows):
-        handles.append(Line2D([], [], color=_BASELINE_COLOR, linestyle="--", linewidth=1, label="random weights"))
+    for anchor, (label, linestyle) in _ANCHORS.items():
+        if any(row.entry == anchor for row in rows):
+            handles.append(Line2D([], [], color=_BASELINE_COLOR, linestyle=linestyle, linewidth=1, label=label))
     return handles
 
 
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    # The initial weights are a dashed line across the panel, to which the scores of training can be compared.
+    # An anchor is a line across the panel, to which the scores of training can be compared.
     for row in rows:
-        if row.entry == RANDOM and task in row.columns:
-            axes.axhline(row.columns[task].median, color=_BASELINE_COLOR, linestyle="--", linewidth=1)
-    scored_rows = [row for row in rows if row.entry != RANDOM and task in row.columns]
+        if row.entry in _ANCHORS and task in row.columns:
+            _, linestyle = _ANCHORS[row.entry]
+            axes.axhline(row.columns[task].median, color=_BASELINE_COLOR, linestyle=linestyle, linewidth=1)
+    scored_rows = [row for row in rows if row.entry not in _ANCHORS and task in row.columns]
     is_scored_once = len({row.flops for row in scored_rows}) == 1
     if is_scored_once:
         _draw_columns(axes, scored_rows, task, _colors(row.entry for row in rows))

@@ -45,11 +45,13 @@ from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.scoring.number_agreement import Pair, make_pairs
 from electra_dist.scoring.token_scores import (
+    TokenScorer,
     kept_log_probs,
     predicts_tokens,
     pseudo_log_likelihood,
     pseudo_log_likelihoods,
     replaced_logits,
+    row_sums,
     sentence_log_probs,
 )
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
@@ -220,12 +222,14 @@ def score_sentence_pairs(
     device: torch.device,
     progress: Progress = quiet,
     readout: Readout = "token",
+    scorer: TokenScorer | None = None,
 ) -> list[PairScore]:
     """Return how often an encoder prefers the grammatical sentence of given pairs (at least one), such as BLiMP's.
 
     There is one score for each kind of pair, in the order in which the kinds first occur, then one for all pairs,
-    named `ALL`. `readout` has an effect on masked language models only. Raises UserError if the model has no
-    pretraining head, or if a sentence has more tokens than the model has positions.
+    named `ALL`. `readout` has an effect on masked language models only. `scorer` scores the tokens in place of
+    the encoder, whose tokenizer is used. Raises UserError if the model has no pretraining head, or if a sentence has
+    more tokens than the model has positions.
     """
     special = encoder.special
     sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
@@ -244,6 +248,8 @@ def score_sentence_pairs(
     for pair in pairs:
         examples.setdefault(pair.kind, f"{pair.good} / *{pair.bad}")
     kinds = [pair.kind for pair in pairs]
+    if scorer is not None:
+        return _pair_scores(kinds, row_sums(scorer(ids, progress)), examples)
     if not (predicts_tokens(encoder) and encoder.reads_masks):
         return _pair_scores(kinds, sentence_log_probs(encoder, ids, device, progress), examples)
     by_token, by_word = (

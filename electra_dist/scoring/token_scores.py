@@ -229,7 +229,7 @@ def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
     """Return for each row the sum of its tokens' scores, without [CLS] and the last [SEP], fp32 [N]."""
-    return _row_sums(build_token_scorer(encoder, device)(ids, progress))
+    return row_sums(build_token_scorer(encoder, device)(ids, progress))
 
 
 def replaced_logits(
@@ -255,7 +255,7 @@ def pseudo_log_likelihood(
     Rows must be single sentences: a pair has a [SEP] inside the row, and masking this [SEP] would change the token
     types.
     """
-    return _row_sums(masked_scorer(encoder, device)(ids, progress))
+    return row_sums(masked_scorer(encoder, device)(ids, progress))
 
 
 def pseudo_log_likelihoods(
@@ -282,7 +282,7 @@ def pseudo_log_likelihoods(
     logp_C = masked_log_probs(encoder, ids, places, device, progress, ends)
     for (row, position), logp in zip(places, logp_C, strict=True):
         word_values[row][position - 1] = logp
-    return _row_sums(token_values), _row_sums(word_values)
+    return row_sums(token_values), row_sums(word_values)
 
 
 def _continues_word(encoder: Pretrained) -> list[bool]:
@@ -321,5 +321,6 @@ def _values_between_ends(
     return values
 
 
-def _row_sums(values: list[torch.Tensor]) -> torch.Tensor:
+def row_sums(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the values of each row, fp32 [N]."""
     return torch.tensor([value.double().sum().item() for value in values], dtype=torch.float32)

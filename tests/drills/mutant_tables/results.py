@@ -209,6 +209,21 @@ RESULTS = (
         test="tests/compare/test_criterion.py::test_the_difference_is_paired_by_seed_as_in_scipys_paired_t_test",
     ),
     Mutant(
+        name="compare: the error of a difference is that of different test examples",
+        file="electra_dist/compare/significance.py",
+        original="test_error=unpaired_error if paired_error is None else paired_error,",
+        mutated="test_error=unpaired_error,",
+        test="tests/compare/test_paired_errors.py::test_the_paired_error_of_one_kind_is_that_of_mcnemars_test",
+    ),
+    Mutant(
+        name="scoring: only the next piece of a word is masked with the scored one",
+        file="electra_dist/scoring/token_scores.py",
+        original="copies.append([*row_ids[:position], *[mask] * (end - position), *row_ids[end:]])",
+        mutated="copies.append([*row_ids[:position], mask, *row_ids[position + 1 :]])",
+        test="tests/scoring/test_pair_files.py::"
+        "test_the_rest_of_a_word_is_masked_with_the_scored_token_in_the_second_sum",
+    ),
+    Mutant(
         name="compare: a step that was repeated after a restart counts twice",
         file="electra_dist/compare/score_plot.py",
         original="values[record.step] = value",
