@@ -24,17 +24,11 @@ import numpy as np
 from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.checkpoint.checkpoint import open_targets, owner_of
+from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
-from electra_dist.compare.measures import (
-    CheckpointScore,
-    CheckpointScores,
-    ContextMeasure,
-    Measure,
-    open_measures,
-    with_prefix,
-)
+from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
@@ -213,7 +207,7 @@ class Comparison:
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
     def scores(self) -> list[CheckpointScore]:
-        """Read all valid scores: those of the initial weights, then those of each objective by seed and step."""
+        """Read all valid scores: those of the anchors, then those of each objective by seed and step."""
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name
         for cell in self.plan.of(first_objective):  # the initial weights are scored once per seed
@@ -224,15 +218,15 @@ class Comparison:
                     checkpoints.append((objective.name, cell, step))
 
         scores = []
-        for measure in self._measures:
-            trigram_score = self._scores.find_trigram_score(measure, self._compare.seeds[0])
-            if trigram_score is not None:
-                scores.append(trigram_score)
         for entry, cell, step in checkpoints:
             for measure in self._measures:
                 score = self._scores.find(entry, cell, step, measure)
                 if score is not None:
                     scores.append(score)
+        first_seed = self._compare.seeds[0]
+        of_trigrams = [self._scores.find_trigram_score(measure, first_seed) for measure in self._measures]
+        num_random = sum(score.entry == RANDOM for score in scores)
+        scores[num_random:num_random] = [score for score in of_trigrams if score is not None]
         return scores
 
     def failures(self) -> list[Failure]:

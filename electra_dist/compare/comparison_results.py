@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, TRIGRAM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
-from electra_dist.compare.measures import CheckpointScore, Measure
+from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
     Verdict,
     console_differences,

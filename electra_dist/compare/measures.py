@@ -1,9 +1,7 @@
-"""Score checkpoints in several ways, each of which is a column of a comparison's table, and keep the scores in a file.
+"""Score encoders in several ways, each of which is a column of a comparison's table.
 
-Guarantee: nothing is scored twice. The identity of a stored score covers everything that it depends on: the config of
-the run, the corpus, the step, and the data and settings of the task. After a change of any of these, the checkpoint is
-scored again. The encoder that is scored is the one for which the run is made (in ELECTRA the discriminator, not the
-generator), with its pretraining head.
+The encoder that is scored is the one for which a run is made (in ELECTRA the discriminator, not the generator), with
+its pretraining head.
 
 Tasks on texts are probed or fine-tuned, the words of a treebank are probed, and minimal pairs and the context AUC need
 no training.
@@ -18,19 +16,16 @@ reads a copy of the row for each of the 10,000 compared tokens, in which this to
 from __future__ import annotations
 
 import abc
-import dataclasses
 import json
-import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from electra_kernels.operation_types import SpecialIds
 from typing_extensions import override
 
-from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, TRIGRAM, CompareConfig, TaskEntry
+from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.shard_cache import rows_of_shards
@@ -38,16 +33,15 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import ItemResults, Measured, ScoreStore, digest_of, summarize
+from electra_dist.finetune.scores import ItemResults, Measured, digest_of, summarize
 from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.text_task import TextTask
-from electra_dist.finetune.training_loop import Diverged, Progress
+from electra_dist.finetune.training_loop import Progress
 from electra_dist.finetune.word_files import read_treebank
 from electra_dist.finetune.word_probes import Target, probe_words
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
-from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.pretrained.encoder import Pretrained, device_of_choice
 from electra_dist.run.context_auc import NUM_REPLACED
-from electra_dist.run.folder import recorded_numerics
 from electra_dist.scoring.minimal_pairs import (
     ALL,
     PairScore,
@@ -360,145 +354,3 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
     if not isinstance(task, TextTask):
         raise UserError(f"{task.name}: a comparison scores tasks on texts; use `electra-dist finetune` for this one")
     return task
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointScore:
-    """Score of one checkpoint by one measure (a way to score encoders), as a fraction."""
-
-    entry: str  # name of the objective's entry, or "random" for the initial weights
-    step: int  # step of the checkpoint; 0 for the initial weights
-    flops: float  # training FLOPs up to that step
-    measured: Measured  # its task is the name of the measure, its seed that of the pretraining run
-
-    @property
-    def task(self) -> str:
-        """Return the name of the measure, a column of the table."""
-        return self.measured.task
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the pretraining run."""
-        return self.measured.seed
-
-    @property
-    def value(self) -> float | None:
-        """Return the score as a fraction; None if there is none."""
-        return self.measured.score
-
-    def record(self) -> dict[str, Any]:
-        """Return the entry of compare.json for this score; its details are the scores of layers or kinds of pairs."""
-        measured = self.measured
-        of_layers = {f"layer {layer}": score for layer, score in enumerate(measured.layer_scores)}
-        return {
-            "entry": self.entry,
-            "seed": measured.seed,
-            "step": self.step,
-            "flops": self.flops,
-            "task": measured.task,
-            "metric": measured.metric,
-            "score": measured.score,
-            "metrics": measured.metrics,
-            "failures": measured.failures,
-            "seconds": measured.seconds,
-            "standard_error": measured.standard_error,
-            "layer": measured.layer,
-            "details": {**measured.details, **of_layers},
-        }
-
-
-def with_prefix(progress: Progress, prefix: str) -> Progress:
-    """Wrap `progress` so that `prefix` stands before each activity, as in "rte: predict" for the prefix "rte: "."""
-
-    def report(activity: str, done: int, total: int) -> None:
-        progress(f"{prefix}{activity}", done, total)
-
-    return report
-
-
-class CheckpointScores:
-    """Scores of a comparison's checkpoints, which are made once and kept in a file.
-    An `entry` is the name of the run's objective in the config, or "random" for the initial weights, which have step
-    0.
-    """
-
-    def __init__(self, file: Path, fingerprint: str) -> None:
-        """Read the scores of `file`, which may be missing; `fingerprint` identifies the corpus."""
-        self._store = ScoreStore(file)
-        self._fingerprint = fingerprint
-
-    def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures` that have no valid score yet for the checkpoint at `step` of the run `cell`."""
-        return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
-
-    def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> CheckpointScore | None:
-        """Return a checkpoint's stored score; None if there is none for the present config, corpus and task data."""
-        measured = self._store.find(self._identity(cell, step, measure), cell.seed)
-        if measured is None:
-            return None
-        return CheckpointScore(entry=entry, step=step, flops=cell.flops(step), measured=measured)
-
-    def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
-        """Score a checkpoint by each of `measures`, and write every score as soon as it is known.
-        An interrupt loses at most one score. Raises UserError if the checkpoint cannot be read, or a measure cannot
-        score it.
-        """
-        if step == 0:
-            # The initial weights are a function of the run's config, so no checkpoint is needed.
-            encoder = load_pretrained(f"random:{cell.file}")
-        else:
-            encoder = load_pretrained(cell.config.run_dir, step=step)
-        for measure in measures:
-            start = time.monotonic()
-            try:
-                measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
-            except Diverged as error:
-                measured = Measured(
-                    task=measure.name,
-                    mode=measure.mode,
-                    metric=measure.metric,
-                    score=None,
-                    failures=(f"diverged: {error}",),
-                )
-            measured = dataclasses.replace(
-                measured,
-                task=measure.name,
-                seed=cell.seed,
-                identity=self._identity(cell, step, measure),
-                seconds=time.monotonic() - start,
-            )
-            self._store.add(measured, checkpoint={"entry": entry, "step": step, "flops": cell.flops(step)})
-
-    def find_trigram_score(self, measure: Measure, seed: int) -> CheckpointScore | None:
-        """Return the stored score of the trigram model of the corpus; None if there is none."""
-        measured = self._store.find(self._trigram_identity(measure), seed)
-        return None if measured is None else CheckpointScore(entry=TRIGRAM, step=0, flops=0.0, measured=measured)
-
-    def add_trigram_score(self, measure: Measure, seed: int, measured: Measured) -> None:
-        """Write the score of the trigram model of the corpus."""
-        identity = self._trigram_identity(measure)
-        self._store.add(
-            dataclasses.replace(measured, task=measure.name, seed=seed, identity=identity),
-            checkpoint={"entry": TRIGRAM, "step": 0, "flops": 0.0},
-        )
-
-    def _trigram_identity(self, measure: Measure) -> str:
-        return digest_of(
-            {
-                "model": "trigram, Kneser-Ney",
-                "corpus": self._fingerprint,
-                "measure": {"name": measure.name, "data": measure.digest},
-            }
-        )
-
-    def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
-        numerics = recorded_numerics(Path(cell.config.run_dir))
-        return digest_of(
-            {
-                "run": cell.config.identity_sha256(numerics),
-                "corpus": self._fingerprint,
-                "step": step,
-                "measure": {"name": measure.name, "data": measure.digest},
-            }
-        )

@@ -100,7 +100,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Assign a color to each objective in `entries`, but not to anchors; from the ninth objective on, colors repeat."""
+    """Assign a color to each objective in `entries`, not to anchors; from the ninth objective on, colors repeat."""
     names = [entry for entry in dict.fromkeys(entries) if entry not in _ANCHORS]
     return dict(zip(names, itertools.cycle(_COLORS)))
 

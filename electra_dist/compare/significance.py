@@ -29,8 +29,8 @@ import numpy as np
 from rich.table import Table
 from scipy import stats
 
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import Criterion
-from electra_dist.compare.measures import CheckpointScore
 from electra_dist.run.records import Count, JsonlFile, Record, read_records
 
 REMARK = (

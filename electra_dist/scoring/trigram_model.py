@@ -1,10 +1,11 @@
-"""Count the trigrams of a corpus, and predict each token from the two tokens before it: a model that has learnt nothing
-but short contexts, beside which the scores of a neural model are read.
+"""Count the trigrams of a corpus, and predict each token from the two tokens before it.
 
-How: Kneser-Ney smoothing with one discount of 0.75 for all orders (Kneser and Ney, ICASSP 1995; interpolated as by Chen
-and Goodman, 1999). A trigram gives its discount to the bigram of its last two tokens, which is counted by the number of
-different tokens before it, and a bigram to the single token in the same way. A token that the text lacks has half a
-count. [CLS] stands before the first token twice.
+Such a model knows short contexts only; beside its scores those of a neural model are read.
+
+How: interpolated Kneser-Ney smoothing with one discount of 0.75 for all orders (Kneser and Ney, ICASSP 1995; Chen and
+Goodman, 1999). A trigram gives its discount to the bigram of its last two tokens, which is counted by the number of
+different tokens before it, and a bigram to the single token in the same way. Every token has half a count beyond its
+own. [CLS] stands before the first token twice.
 
 Cost: 8 bytes for each of the text's tokens while they are counted, then 24 bytes for each different trigram.
 """
@@ -109,7 +110,7 @@ class TrigramModel:
     def divergence_of(self, rows: Iterable[np.ndarray], pad: int) -> float:
         """Return the Kullback-Leibler divergence of the tokens of other rows from those of the model's text, in nats.
 
-        It is 0 if each token has the same share in both. Each token has half a count beyond its own in the model's text.
+        It is 0 if each token has the same share in both. In the model's text, every token has half a count more.
         """
         other_V = np.zeros(self._vocab_size)
         for block_RS in rows:

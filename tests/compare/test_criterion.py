@@ -13,9 +13,9 @@ import pytest
 import yaml
 from scipy import stats
 
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig, Criterion
-from electra_dist.compare.measures import CheckpointScore
 from electra_dist.compare.significance import (
     CRITERION_FILE,
     difference_rows,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.compare import comparison, measures, pretraining_runs
+from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell
@@ -53,7 +53,7 @@ def test_all_measures_are_scored_paired_and_judged(
     monkeypatch.setattr(word_probes, "_MIN_STEPS", 100)  # enough for two tags
     monkeypatch.setattr(pretraining_runs, "pretrain", fake_pretrain)
     monkeypatch.setattr(comparison, "saved_steps", lambda cell: set(cell.marks))
-    monkeypatch.setattr(measures, "load_pretrained", load_initial_weights)
+    monkeypatch.setattr(checkpoint_scores, "load_pretrained", load_initial_weights)
     criterion = {"statement": "Tags are better.", "arm": "rtd", "baseline": "mlm", "metrics": ["tags", "order"]}
     file = make_comparison(
         seeds=[1, 2],

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from electra_dist.compare.measures import CheckpointScore
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.significance import Difference, difference_text, paired_difference
 from electra_dist.finetune.scores import ItemResults, Measured
 from electra_dist.finetune.task_metrics import resampled

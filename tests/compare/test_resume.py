@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.compare import comparison, measures, pretraining_runs
+from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
@@ -46,7 +46,7 @@ class FakePretraining:
 
         monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
         monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
-        monkeypatch.setattr(measures, "load_pretrained", self.load)
+        monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", score)
 
     def _record(self, event: str) -> None:
@@ -145,7 +145,7 @@ def test_a_failed_run_is_reported_its_checkpoints_are_scored_and_the_next_start_
     assert [(failure["entry"], failure["seed"]) for failure in failed] == [("rtd", 1)]
     assert "* rtd seed 1: the run ended with exit code 1: no space" in (out / "compare.md").read_text()
     # A row per checkpoint: the second one of rtd is missing.
-    assert [row["entry"] for row in results(out)["table"]] == ["random", "rtd", "mlm", "mlm"]
+    assert [row["entry"] for row in results(out)["table"]] == ["random", "trigram", "rtd", "mlm", "mlm"]
 
     assert compare(file)
 
@@ -308,7 +308,7 @@ def test_the_next_start_scores_what_an_interrupted_run_has_saved_before_the_run_
     monkeypatch.setattr(pretraining_runs, "pretrain", finish)
     assert compare(file)
 
-    assert table_before_run == [("random", 0), ("rtd", half_way)]
+    assert table_before_run == [("random", 0), ("trigram", 0), ("rtd", half_way)]
     tasks = ["fewer", "words"]
     events_of_rtd = [event for event in pretraining.events if event.startswith("rtd") and " at 0 " not in event]
     assert events_of_rtd == [
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_a
                 raise UserError("the store does not answer")
         return pretraining.load(spec, step)
 
-    monkeypatch.setattr(measures, "load_pretrained", fail_first)
+    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_first)
 
     assert compare(file)
 
@@ -356,7 +356,9 @@ def test_a_checkpoint_that_a_finished_run_has_not_kept_is_a_failure(
     (failure,) = results(tmp_path / "out")["failures"]
     assert (failure["entry"], failure["seed"]) == ("rtd", 1)
     assert failure["what"].startswith(f"after {rtd.marks[0]} steps: the checkpoint is missing; ")
-    assert notes == [
+    divergence, *of_runs = notes
+    assert divergence.startswith("held-out rows: their tokens diverge from those of the training rows by 0.")
+    assert of_runs == [
         f"[1/2] rtd-seed1: {rtd.marks[-1]} steps, 1 of 2 checkpoints scored",
         f"[2/2] mlm-seed1: {mlm.marks[-1]} steps, 2 of 2 checkpoints scored",
     ]
@@ -376,8 +378,8 @@ def test_the_note_of_a_run_does_not_count_a_checkpoint_that_cannot_be_scored(
             raise UserError("the store does not answer")
         return pretraining.load(spec, step)
 
-    monkeypatch.setattr(measures, "load_pretrained", fail_at_last_step_of_rtd)
+    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_at_last_step_of_rtd)
 
     assert not compare(file, notes)
 
-    assert notes[0] == f"[1/2] rtd-seed1: {rtd.marks[-1]} steps, 1 of 2 checkpoints scored"
+    assert notes[1] == f"[1/2] rtd-seed1: {rtd.marks[-1]} steps, 1 of 2 checkpoints scored"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_results import (
     AVERAGE,
     Failure,
@@ -14,7 +15,6 @@ from electra_dist.compare.comparison_results import (
     score_failures,
     summarize_rows,
 )
-from electra_dist.compare.measures import CheckpointScore
 from electra_dist.compare.score_plot import panel_titles, write_scores
 from electra_dist.finetune.scores import Measured
 
