@@ -150,7 +150,7 @@ def test_a_failed_run_is_reported_its_checkpoints_are_scored_and_the_next_start_
     assert compare(file)
 
     assert pretraining.events.count("rtd-seed1") == 2
-    assert [row["entry"] for row in results(out)["table"]] == ["random", "rtd", "rtd", "mlm", "mlm"]
+    assert [row["entry"] for row in results(out)["table"]] == ["random", "trigram", "rtd", "rtd", "mlm", "mlm"]
 
 
 @pytest.mark.sample
