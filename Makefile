@@ -12,7 +12,7 @@ WORKERS ?= 4
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults campaign bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults campaign bench matrix docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
@@ -27,6 +27,7 @@ help:
 	@echo "make faults         hit one run with 2,000 random faults (hours; STATE=DIR keeps it, and the next call goes on)"
 	@echo "make campaign       interrupt runs with random configs, and compare each with its twin (SECONDS=600 SEED=1)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
+	@echo "make matrix         run all tests with every supported Python and torch (20 minutes and 6 GB each)"
 	@echo "make docs           build the documentation as a web site in site/"
 	@echo "make clean          remove build products (keeps runs/ and corpora/)"
 
@@ -108,6 +109,11 @@ campaign: $(VENV)/ready-test
 # other packages.
 bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/run.py step head loader shard_cache corpus_builder checkpoint restart --save
+
+# The interpreters must be on the PATH, as python3.11 and so on.
+matrix: $(VENV)/ready-test
+	$(BIN)/pip install --quiet --disable-pip-version-check nox
+	$(BIN)/nox
 
 docs/config.md: $(VENV)/ready
 	$(BIN)/python -m electra_dist.config.reference > $@
