@@ -44,7 +44,7 @@ $(VENV)/ready-test: $(VENV)/ready
 
 # The demo corpus is text of the Python installation itself (docstrings and pydoc topics), so it needs no network.
 corpora/demo/corpus.json: | $(VENV)/ready
-	$(BIN)/electra-dist corpus python-docs --output corpora/demo-text
+	$(BIN)/python examples/python_docs.py --output corpora/demo-text
 	$(BIN)/electra-dist corpus build --input corpora/demo-text --output corpora/demo --config configs/demo_cpu.yaml
 
 pretrain: $(VENV)/ready $(if $(findstring demo,$(CONFIG)),corpora/demo/corpus.json)

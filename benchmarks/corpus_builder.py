@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -46,7 +47,6 @@ from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, measure_rates
-from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.tokenizer import Vocabulary
 
@@ -149,7 +149,8 @@ def make_text(arguments: argparse.Namespace, config: Config, folder: Path) -> Te
     if arguments.smoke:
         write_random_words(source)
     elif not arguments.text:
-        write_python_docs(source)
+        script = REPOSITORY / "examples" / "python_docs.py"
+        subprocess.run([sys.executable, str(script), "--output", str(source)], check=True)
     documents = [decode(document) for document in DocumentStream(find_inputs([arguments.text or source]))]
     if arguments.vocab:
         vocabulary = Vocabulary.read(arguments.vocab)

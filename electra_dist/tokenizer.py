@@ -61,7 +61,8 @@ class Vocabulary:
     def __init__(self, text: str, name: str) -> None:
         """Index the content of a vocab.txt or a tokenizer.json; raise UserError if a special token is missing."""
         self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
-        self._text = text.removesuffix("\n") + "\n"
+        # The content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json.
+        self.text = text.removesuffix("\n") + "\n"
         text = text.removeprefix(BYTE_ORDER_MARK)
         if is_tokenizer_json(text):
             self.tokenizer_json = TokenizerJson(text, name)
@@ -116,12 +117,7 @@ class Vocabulary:
 
     def __reduce__(self) -> tuple[type[Vocabulary], tuple[str, str]]:
         """Pickle the text alone: a pickled tokenizer of the library would forget how it encodes special tokens."""
-        return Vocabulary, (self._text, VOCAB_FILE)
-
-    @property
-    def text(self) -> str:
-        """Return the content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json."""
-        return self._text
+        return Vocabulary, (self.text, VOCAB_FILE)
 
     @property
     def kind(self) -> str:

@@ -121,6 +121,11 @@ def test_library_and_kernels_know_nothing_of_what_is_above_them(files: Graph):
     assert imports("kernels/", ("electra_dist/", "launcher/", "benchmarks/")) == []
 
 
+def test_only_the_store_waits_for_storage(files: Graph):
+    above = (file for file in files if not file.startswith(("electra_dist/store/", "benchmarks/")))
+    assert [file for file in above if "patience.call(" in (ROOT / file).read_text(encoding="utf-8")] == []
+
+
 def test_nothing_inside_imports_from_the_top_of_the_library(files: Graph):
     assert [file for file, targets in files.items() if "electra_dist/__init__.py" in targets] == []
 

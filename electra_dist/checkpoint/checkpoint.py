@@ -18,16 +18,18 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, RunState, TensorEntry, tensors_of_header
 from electra_dist.config import Config
-from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
+
+T = TypeVar("T")
 
 FIRST_TRY_S = 20.0  # wait for one of several copies before the next copy is tried
 SET_ASIDE = "manifest.set-aside.json"
@@ -153,16 +155,41 @@ def copies_of_each(found: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
     return [list(copies) for _, copies in groups]
 
 
-def tries(copies: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, float]]:
-    """Yield (copy of a checkpoint, longest wait in seconds) in the order in which to try to read the copies.
-    If there are several, each comes first with a short wait, then with the whole patience of its store. So a store
-    that does not respond is waited for only if no other one has a good copy.
+class GoodCopy(NamedTuple, Generic[T]):
+    """The first copy of a checkpoint that is good, what was read of it, and its copies that cannot be read now."""
+
+    copy: Checkpoint
+    content: T
+    unreadable: dict[Checkpoint, StoreError]
+
+
+def first_good(
+    groups: Sequence[Sequence[Checkpoint]], read: Callable[[Checkpoint], T]
+) -> tuple[GoodCopy[T] | None, dict[Checkpoint, Exception]]:
+    """Read checkpoints, each given as its copies, until one is good; also return those before it that are not.
+    `read` raises TornCheckpoint or StoreMissing for damage. A copy that it cannot read for another reason may be good:
+    it is passed over if another copy is, and otherwise its error is raised. All copies are first tried with a short
+    wait, so that a store that is away is waited for only if no other one has a good copy.
     """
-    if len(copies) > 1:
-        for copy in copies:
-            yield copy, FIRST_TRY_S
-    for copy in copies:
-        yield copy, math.inf
+    damaged: dict[Checkpoint, Exception] = {}
+    for copies in groups:
+        unreadable: dict[Checkpoint, StoreError] = {}
+        limits_s = [FIRST_TRY_S, math.inf] if len(copies) > 1 else [math.inf]
+        for limit_s, copy in itertools.product(limits_s, copies):
+            if copy in damaged or (copy in unreadable and not isinstance(unreadable[copy], StoreAway)):
+                continue  # another try would not help
+            unreadable.pop(copy, None)
+            try:
+                with copy.store.patience.at_most(limit_s):
+                    return GoodCopy(copy, read(copy), unreadable), damaged
+            # Without its traceback, which would keep in memory what was read so far.
+            except (TornCheckpoint, StoreMissing) as error:
+                damaged[copy] = error.with_traceback(None)
+            except StoreError as error:
+                unreadable[copy] = error.with_traceback(None)
+        for reason in sorted(unreadable.values(), key=lambda reason: not isinstance(reason, StoreAway)):
+            raise reason  # an older checkpoint would lose steps, or is not what was asked for
+    return None, damaged
 
 
 def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:

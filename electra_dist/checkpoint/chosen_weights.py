@@ -25,13 +25,13 @@ from electra_dist.checkpoint.checkpoint import (
     checkpoints,
     checkpoints_of_step,
     copies_of_each,
-    tries,
+    first_good,
 )
 from electra_dist.checkpoint.commit import best_first, held_out_score
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
 # Called after each checkpoint that was read, with the number read so far and the number to read.
@@ -138,27 +138,13 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
     damaged or could not be read and has a copy. Earlier `targets` are preferred. Nothing is written, and no process
     group is needed. Raises UserError if there is no good checkpoint.
     """
-    damaged: dict[Checkpoint, str] = {}
     found = checkpoints(targets) if step is None else checkpoints_of_step(targets, step)
-    for copies in copies_of_each(found):
-        unreadable: dict[Checkpoint, StoreError] = {}
-        for copy, limit_s in tries(copies):
-            if copy in damaged or (copy in unreadable and not isinstance(unreadable[copy], StoreAway)):
-                continue  # another try would not help
-            unreadable.pop(copy, None)
-            try:
-                with copy.store.patience.at_most(limit_s):
-                    state, weights = _read_weights(copy)
-            except (TornCheckpoint, StoreMissing) as error:
-                damaged[copy] = f"checkpoint {copy.url} is damaged: {error}"
-            except StoreError as error:
-                unreadable[copy] = error
-            else:
-                lines = [f"checkpoint {other.url} could not be read: {error}" for other, error in unreadable.items()]
-                return state, weights, [*damaged.values(), *lines]
-        for store_error in unreadable.values():
-            raise store_error  # an older checkpoint is not what was asked for
-    raise _no_checkpoint_error(targets, step, list(damaged.values()))
+    good, damaged = first_good(copies_of_each(found), _read_weights)
+    lines = [f"checkpoint {copy.url} is damaged: {error}" for copy, error in damaged.items()]
+    if good is None:
+        raise _no_checkpoint_error(targets, step, lines)
+    lines += [f"checkpoint {other.url} could not be read: {error}" for other, error in good.unreadable.items()]
+    return *good.content, lines
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:

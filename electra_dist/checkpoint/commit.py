@@ -30,10 +30,10 @@ from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, checkpoints, parse_folder
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Range, RunState, ranges_of_tensors
-from electra_dist.config import CheckpointConfig, canonical_json
+from electra_dist.config import CheckpointConfig
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store, in_parallel
-from electra_dist.store.json_file import DamagedJson, parse_json
+from electra_dist.store.json_file import DamagedJson, canonical_json, parse_json
 
 FILES_TIMEOUT_S = 1800.0  # how long rank 0 waits for the files of the other ranks, besides their waits for storage
 _POLL_S = 0.02  # first pause between two listings; it doubles with each

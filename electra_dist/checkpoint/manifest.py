@@ -30,9 +30,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
-from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store.json_file import parse_json
+from electra_dist.store.json_file import canonical_json, parse_json
 
 MANIFEST = "manifest.json"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]

@@ -20,7 +20,7 @@ tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ from electra_dist.checkpoint.checkpoint import (
     Owner,
     checkpoints,
     copies_of_each,
-    tries,
+    first_good,
 )
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.reader import CheckpointReader
@@ -53,13 +53,14 @@ class _Discarded(TornCheckpoint):
     """Error for a checkpoint that a later rollback has discarded: it was trained on steps that the run now skips."""
 
 
-class _Fault(NamedTuple):
-    """Why a rank cannot load a checkpoint: the checkpoint has a fault, or its store cannot be read."""
-
-    text: str
-    proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
-    is_discarded: bool = False  # whether a rollback of this run has discarded it, so that nothing is wrong with it
-    is_away: bool = False  # whether the store may be readable again within minutes
+# Why a rank cannot load a checkpoint -> the error that all ranks raise. The first two prove damage, or that the
+# checkpoint is of no use to this run; after the others it may be good.
+_ERRORS: Mapping[str, type[TornCheckpoint | StoreError]] = {
+    "discarded": _Discarded,
+    "damaged": TornCheckpoint,
+    "away": StorageLost,
+    "unreadable": StoreError,
+}
 
 
 class Loaded(NamedTuple):
@@ -85,54 +86,48 @@ def load_newest(
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StorageLost, on all ranks, if a later start may read it.
     """
-    rejected: dict[Checkpoint, _Fault] = {}  # damaged or discarded checkpoints
-    for copies in _candidates(targets):
-        unreadable: dict[Checkpoint, _Fault] = {}
-        for copy, limit_s in tries(copies):
-            if copy in rejected or (copy in unreadable and not unreadable[copy].is_away):
-                continue  # another try would not help
-            state, fault = _read(copy, limit_s, fragments, expected, older_identities, stopped)
-            unreadable.pop(copy, None)
-            if fault is None:
-                assert state is not None
-                notes = [
-                    f"{other.url} could not be read: {reason.text}; its copy in {copy.store.url} is used"
-                    for other, reason in unreadable.items()
-                ]
-                set_aside = [_set_aside(unusable, reason, copy) for unusable, reason in rejected.items()]
-                return Loaded(state, set_aside, notes)
-            if fault.proves_damage:
-                rejected[copy] = fault
-            else:
-                unreadable[copy] = fault
-        for fault in sorted(unreadable.values(), key=lambda fault: not fault.is_away):
-            # An older checkpoint would lose steps.
-            error_class = StorageLost if fault.is_away else StoreError
-            raise error_class(fault.text)
-    if not all(fault.is_discarded for fault in rejected.values()):
+    good, rejected = first_good(
+        _candidates(targets), lambda copy: _read(copy, fragments, expected, older_identities, stopped)
+    )
+    if good is not None:
+        notes = [
+            f"{other.url} could not be read: {error}; its copy in {good.copy.store.url} is used"
+            for other, error in good.unreadable.items()
+        ]
+        set_aside = [_set_aside(unusable, error, good.copy) for unusable, error in rejected.items()]
+        return Loaded(good.content, set_aside, notes)
+    if not all(isinstance(error, _Discarded) for error in rejected.values()):
         raise _none_is_good(rejected)
-    return Loaded(None, [_set_aside(discarded, fault, None) for discarded, fault in rejected.items()], [])
+    return Loaded(None, [_set_aside(discarded, error, None) for discarded, error in rejected.items()], [])
 
 
 def _read(
     checkpoint: Checkpoint,
-    limit_s: float,
     fragments: Sequence[Fragment],
     expected: RunState,
     older_identities: Collection[str],
     stopped: Collection[int],
-) -> tuple[RunState | None, _Fault | None]:
-    """Read a checkpoint on all ranks; wait for its target at most `limit_s` seconds. Collective.
-    Returns the checkpoint's state and None, or None and one fault for all ranks. If ranks find different faults, a
-    damaged checkpoint counts before any other.
+) -> RunState:
+    """Read and verify this rank's `fragments`, and size and header of its share of the files. Collective.
+    Returns the checkpoint's run state. If any rank fails, all ranks raise the same error, a damage before any other.
     """
-    with checkpoint.store.patience.at_most(limit_s):
-        state, own_fault = _read_own_part(checkpoint, fragments, expected, older_identities, stopped)
+    own_error: list[str] | None = None
+    try:
+        reader = CheckpointReader(checkpoint)
+        check_belongs(reader.manifest.state, expected, older_identities, stopped)
+        # With W ranks, this rank checks every W-th file.
+        faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
+        if faults:
+            own_error = ["damaged", faults[0]]
+    except (TornCheckpoint, StoreMissing) as error:
+        own_error = ["discarded" if isinstance(error, _Discarded) else "damaged", str(error)]
+    except StoreError as error:
+        own_error = ["away" if is_worth_waiting_for(error) else "unreadable", str(error)]
     # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
-    own_fields: list[Any] | None = None if own_fault is None else list(own_fault)
-    faults = [_Fault(*fields) for fields in gather(own_fields) if fields is not None]
-    damages = [fault for fault in faults if fault.proves_damage]
-    return state, next(iter(damages + faults), None)
+    errors = [_ERRORS[kind](text) for kind, text in filter(None, gather(own_error))]
+    for agreed in sorted(errors, key=lambda agreed: not isinstance(agreed, TornCheckpoint)):
+        raise agreed
+    return reader.manifest.state
 
 
 def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
@@ -194,38 +189,14 @@ def check_belongs(
         )
 
 
-def _read_own_part(
-    checkpoint: Checkpoint,
-    fragments: Sequence[Fragment],
-    expected: RunState,
-    older_identities: Collection[str],
-    stopped: Collection[int],
-) -> tuple[RunState | None, _Fault | None]:
-    """Read and verify this rank's `fragments`; check size and header of its share of the files. Not collective.
-    Returns the checkpoint's state and None, or None and the first fault.
-    """
-    try:
-        reader = CheckpointReader(checkpoint)
-        state = reader.manifest.state
-        check_belongs(state, expected, older_identities, stopped)
-        # With W ranks, this rank checks every W-th file.
-        faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
-    except (TornCheckpoint, StoreMissing) as error:
-        return None, _Fault(str(error), proves_damage=True, is_discarded=isinstance(error, _Discarded))
-    except StoreError as error:
-        return None, _Fault(str(error), proves_damage=False, is_away=is_worth_waiting_for(error))
-    if faults:
-        return None, _Fault(faults[0], proves_damage=True)
-    return state, None
-
-
-def _set_aside(unusable: Checkpoint, fault: _Fault, used: Checkpoint | None) -> str:
+def _set_aside(unusable: Checkpoint, fault: Exception, used: Checkpoint | None) -> str:
     """Rename the manifest of an unusable checkpoint on rank 0, and return the line for the log. Collective.
     `used` is the checkpoint that was loaded instead; None if the run begins again at step 0.
     """
-    reason = f"{WITHDRAWN}{fault.text}" if fault.is_discarded else fault.text
+    is_discarded = isinstance(fault, _Discarded)
+    reason = f"{WITHDRAWN}{fault}" if is_discarded else str(fault)
     from_rank_0(lambda: unusable.set_aside(reason))
-    line = f"checkpoint {unusable.url} is set aside: {fault.text}"
+    line = f"checkpoint {unusable.url} is set aside: {fault}"
     if used is not None and unusable.step == used.step:
         return (
             f"{line}; the same step is good in {used.store.url}; "
@@ -233,11 +204,11 @@ def _set_aside(unusable: Checkpoint, fault: _Fault, used: Checkpoint | None) -> 
         )
     used_step = 0 if used is None else used.step
     line = f"{line}; step {used_step:,} is used instead, so {unusable.step - used_step:,} steps are repeated"
-    return line if fault.is_discarded else f"{line}; check the disk or the storage service if this happens again"
+    return line if is_discarded else f"{line}; check the disk or the storage service if this happens again"
 
 
-def _none_is_good(rejected: Mapping[Checkpoint, _Fault]) -> UserError:
-    faults = "; ".join(f"{checkpoint.url}: {fault.text}" for checkpoint, fault in rejected.items())
+def _none_is_good(rejected: Mapping[Checkpoint, Exception]) -> UserError:
+    faults = "; ".join(f"{checkpoint.url}: {fault}" for checkpoint, fault in rejected.items())
     return UserError(
         f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
         f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "

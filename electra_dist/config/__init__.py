@@ -3,7 +3,7 @@
 Other packages import the classes from here.
 """
 
-from electra_dist.config.config import NUMERICS, Config, canonical_json
+from electra_dist.config.config import NUMERICS, Config
 from electra_dist.config.sections.all_sections import CACHE_DIR, CHECKPOINTS_DIR
 from electra_dist.config.sections.base import NonNegative, Positive, Probability, Section
 from electra_dist.config.sections.model import ModelConfig, TowerConfig
@@ -50,6 +50,5 @@ __all__ = [
     "Section",
     "TowerConfig",
     "TrainConfig",
-    "canonical_json",
     "divisors",
 ]

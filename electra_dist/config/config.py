@@ -13,7 +13,6 @@ Limits: this module must not import torch, because commands on a login node load
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 from pydantic import ValidationError, model_validator
@@ -22,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from electra_dist.config.rules import contradictions
 from electra_dist.config.sections.all_sections import AllSections
 from electra_dist.config.sections.model import MODERN_KEYS
+from electra_dist.store.json_file import canonical_json
 
 # Numerics version: a number that is raised whenever the random draws (masks, samples, dropout) or the rounding of a
 # run change. A run that began with a lower number then continues only with --accept-new-numerics.
@@ -121,10 +121,3 @@ def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
     """Leave out the keys of `_NEW_DEFAULTS` that have their default, so that older runs' digests stay the same."""
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
-
-
-def canonical_json(tree: Any) -> str:
-    """Return a value as JSON with sorted keys, without spaces, in ASCII, so that equal values have equal digests.
-    Raises ValueError if the tree holds NaN or an infinity, which JSON does not have.
-    """
-    return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -31,6 +31,7 @@ from electra_dist.config.secrets import without_secret_arguments, without_secret
 from electra_dist.config.sections.base import Section
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import read_regular
+from electra_dist.store.patience import Patience, patient
 
 S = TypeVar("S", bound=Section)
 
@@ -50,7 +51,8 @@ _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+@patient
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, patience: Patience | None = None) -> Config:
     """Read and validate the config file `path`, changed by overrides such as "train.micro_batch=32" (values are YAML).
     A path configs/NAME that does not exist is taken from the files that come with the package. A later override
     replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.

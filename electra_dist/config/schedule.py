@@ -18,16 +18,9 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_serializer, model_validator
+
+from electra_dist.config.sections.base import Section, refuse_boolean
 
 Number = TypeVar("Number")
 
@@ -37,12 +30,10 @@ NUMBER_TAG = "a number"
 SCHEDULE_TAG = "a schedule"
 
 
-class Schedule(BaseModel, Generic[Number]):
+class Schedule(Section, Generic[Number]):
     """Value that changes over a run from one number to another, along an exponential, a line, a half cosine or a step.
     The type parameter is the type, with limits, of both numbers.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     start: Number = Field(alias="from", description="Value at the first step.")
     end: Number = Field(
@@ -89,13 +80,6 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 def _tag(value: Any) -> str:
     """Return a tag that tells pydantic whether to validate a config value as a schedule or as a plain number."""
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
-
-
-def refuse_boolean(value: Any) -> Any:
-    """Return a config value; raise ValueError for a boolean, because pydantic would take `true` for the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("a boolean is not a value of this key")
-    return value
 
 
 _Number = Annotated[float, BeforeValidator(refuse_boolean)]
@@ -163,7 +147,7 @@ def largest_value(value: NumberOrSchedule) -> float:
     return max(float(value.start), float(value.end))
 
 
-def schedules_of(section: BaseModel) -> dict[str, Schedule[Any]]:
+def schedules_of(section: Section) -> dict[str, Schedule[Any]]:
     """Return a config section's scheduled values, as key -> schedule, in the order of the fields."""
     return {key: value for key, value in section if isinstance(value, Schedule)}
 

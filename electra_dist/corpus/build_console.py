@@ -31,7 +31,7 @@ class BuildConsole:
         """Print to `console`, or to stdout if it is None; nothing is printed yet."""
         self._console = console or Console()
         self._bar: Progress | None = None  # None if the console is no terminal
-        self._begin("", 0, 0)
+        self.begin("", 0, 0)
 
     def __enter__(self) -> BuildConsole:
         if self._console.is_terminal:
@@ -54,14 +54,6 @@ class BuildConsole:
         """Print a line; on a terminal it appears above the progress bar."""
         self._console.print(text, soft_wrap=True)
 
-    def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show the bytes of input files (on disk) that are read; earlier calls have read `done_bytes`."""
-        self._begin("reading", total_bytes, done_bytes)
-
-    def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show the bytes of documents that became rows; `done_bytes` of all became rows in earlier calls."""
-        self._begin("rows", total_bytes, done_bytes)
-
     def read(self, num_bytes: int, num_documents: int) -> None:
         """Count one group of input files, of `num_bytes` on disk, as read, and show the new counts."""
         self._documents += num_documents
@@ -76,8 +68,11 @@ class BuildConsole:
         counts = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens, {k_tokens_per_s:,.0f} k tokens/s"
         self._advance(num_bytes, counts)
 
-    def _begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
-        """Begin a stage, "reading" or "rows": reset the counts, and start the clock by which its speed is measured."""
+    def begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
+        """Begin a stage, "reading" (of bytes on disk) or "rows" (of undecoded documents): reset counts and clock.
+
+        Earlier calls of the build have done `done_bytes`.
+        """
         self._stage = stage
         self._total_bytes = max(total_bytes, 1)
         self._resumed_bytes = done_bytes

@@ -16,11 +16,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from electra_dist.config import Section
 from electra_dist.corpus.counts import (
@@ -216,7 +216,9 @@ def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
 
 
 class PreparedSource(Section):
-    """Licence of one source of `corpus prepare`, and its counts of documents."""
+    """Licence of one source of `corpus prepare`, and its counts of documents; prepare.json has further counts."""
+
+    model_config = ConfigDict(extra="ignore")
 
     license: str = Field(description="licence of the source as the YAML file of the preparation states it")
     documents_in: int = Field(description="documents that the preparation read")
@@ -225,7 +227,9 @@ class PreparedSource(Section):
 
 
 class PreparedText(Section):
-    """Counts of one run of `corpus prepare`, whose output is one source of a corpus."""
+    """Counts of one run of `corpus prepare`, whose output is one source of a corpus; prepare.json has more."""
+
+    model_config = ConfigDict(extra="ignore")
 
     sources: dict[str, PreparedSource] = Field(description="source of the preparation -> its licence and counts")
     dropped: dict[str, dict[str, dict[str, int]]] = Field(
@@ -275,21 +279,7 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
 def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
     """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json."""
     place = (open_store(folder, endpoint_url), _PREPARE_KEY)
-    return find_document(place, _PREPARATION, "run `electra-dist corpus prepare` again, or delete the file")
-
-
-def _used_fields(tree: object) -> object:
-    """Return the fields of a prepare.json that PreparedText has; leave it to pydantic to refuse another tree."""
-    if not isinstance(tree, dict) or not isinstance(tree.get("sources"), dict):
-        return tree
-    sources = {
-        name: {key: source.get(key) for key in PreparedSource.model_fields} if isinstance(source, dict) else source
-        for name, source in tree["sources"].items()
-    }
-    return {"sources": sources, "dropped": tree.get("dropped")}
-
-
-_PREPARATION = TypeAdapter(Annotated[PreparedText, BeforeValidator(_used_fields)])
+    return find_document(place, PreparedText, "run `electra-dist corpus prepare` again, or delete the file")
 
 
 class UnknownTokens(NamedTuple):

@@ -22,13 +22,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import is_private, writable
 
 GIGABYTE = 1e9  # bytes; the unit of data.cache_limit_gb
 SHARDS_DIR = "electra-dist-shards"  # in a cache folder; nobody else keeps files there, so those in it may be deleted
 _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")  # environment variables that name a temporary directory of the job
-_MOUNTS = Path("/proc/self/mounts")
 # Names with which the types of remote file systems begin. Those in user space (fuse) mostly show remote storage.
 _NOT_LOCAL_DISKS = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb", "afs", "panfs", "wekafs", "9p", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -65,10 +66,9 @@ def choose_cache_folder(
 
 def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
     """Return the first writable temporary directory on a local disk, or Python's default one if there is none."""
-    mounts = _read_mounts()
     named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
     for candidate in (*named, CacheFolder(Path("/tmp"), "/tmp")):
-        if _is_on_local_disk(candidate.path, mounts) and os.access(candidate.path, os.W_OK):
+        if _is_on_local_disk(candidate.path) and os.access(candidate.path, os.W_OK):
             return candidate
     try:
         return CacheFolder(Path(tempfile.gettempdir()), "the temporary directory of this node")
@@ -89,22 +89,20 @@ def _make_private(path: Path) -> None:
         )
 
 
-def _read_mounts() -> list[tuple[Path, str]]:
-    """Return (mount point, file system type) of all mounts, oldest first; [] if /proc/self/mounts is unreadable."""
+def _mounts() -> list[tuple[Path, str]]:
+    """Return (mount point, file system type) of all mounts, oldest first; [] if the system does not tell."""
     try:
-        lines = _MOUNTS.read_text("utf-8", errors="replace").splitlines()
+        return [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
     except OSError:
         return []
-    fields = [line.split() for line in lines]
-    return [(Path(words[1]), words[2]) for words in fields if len(words) > 2]
 
 
-def _is_on_local_disk(directory: Path, mounts: list[tuple[Path, str]]) -> bool:
+def _is_on_local_disk(directory: Path) -> bool:
     """Return whether a directory is on a disk of this node; True if it is under no known mount point."""
     if not directory.is_dir():
         return False
     resolved = directory.resolve()
-    mounts_above = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
+    mounts_above = [(point, kind) for point, kind in _mounts() if resolved.is_relative_to(point)]
     if not mounts_above:
         return True
     # The directory is on the innermost mount point. Of several mounts at one point, the last one hides the others;

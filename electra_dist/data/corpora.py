@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.config import Config, DataConfig, canonical_json
+from electra_dist.config import Config, DataConfig
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 

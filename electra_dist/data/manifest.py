@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from electra_dist.config import Positive, Section, canonical_json
+from electra_dist.config import Positive, Section
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
-from electra_dist.store.json_file import find_document
+from electra_dist.store.json_file import canonical_json, find_document
 from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, NamedDigest, Vocabulary
 
 MANIFEST_KEY = "corpus.json"

@@ -22,10 +22,9 @@ import numpy as np
 from pydantic import TypeAdapter
 from rich.table import Table
 
-from electra_dist.config import canonical_json
 from electra_dist.errors import UserError
 from electra_dist.run.records import JsonlFile, read_records
-from electra_dist.store.json_file import DamagedJson, validate_json
+from electra_dist.store.json_file import DamagedJson, canonical_json, validate_json
 
 GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
 _CHECKPOINT = "checkpoint"  # key of a line under which a comparison names the checkpoint that was scored

@@ -62,6 +62,7 @@ from electra_dist.run.folder import (
 from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import parse_document
+from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary, check_digest
 
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
@@ -374,7 +375,8 @@ def _differ(large_embeddings: State, small_embeddings: State) -> bool:
     return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
-def with_generator_digest(config: Config) -> Config:
+@patient
+def with_generator_digest(config: Config, *, patience: Patience | None = None) -> Config:
     """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights.
 
     Raises UserError if the config already sets it to another digest.

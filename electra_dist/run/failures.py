@@ -9,7 +9,6 @@ goes on with the same files, so that a fault that comes back at the same step is
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from electra_dist.run.error_classes import ErrorClass, Finding, class_of, is_sam
 from electra_dist.run.folder import FAILURES_DIR, STRIKES_FILE
 from electra_dist.run.history import ENDINGS, STARTS
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.run.records import Count, DatedRecord, JsonlFile, read_records
+from electra_dist.run.records import Count, DatedRecord, append_record, read_records
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, patient
 
 
 class Failure(DatedRecord):
@@ -56,34 +55,30 @@ class Failure(DatedRecord):
         return f"{text}: {where} as before: {self.kind.fault}, not node; not restarted a second time"
 
 
+@patient
 def record_failure(
-    run_dir: Path, node: int, failure: Failure, outputs: Mapping[int, str], patience: Patience | None = None
+    run_dir: Path, node: int, failure: Failure, outputs: Mapping[int, str], *, patience: Patience | None = None
 ) -> None:
     """Append a failure to the file of node number `node`, and write the last output of its ranks to files.
 
-    `outputs` maps a rank to its last output, which replaces that of an earlier failure.
+    `outputs` maps a rank to its last output, which replaces that of an earlier failure. If the disk is full or away,
+    wait for it as long as `patience` says; None: not at all.
     """
-
-    def write() -> None:
-        file = JsonlFile(_file(run_dir, node))
-        with contextlib.closing(file):
-            file.append(failure)
-
     for rank, output in outputs.items():
         with replacing(output_file(run_dir, rank)) as out:
             out.write(output.encode())
-    waiting(patience, write)
+    append_record(_file(run_dir, node), failure)
 
 
-def read_failures(run_dir: Path, patience: Patience | None = None) -> list[Failure]:
-    """Return the failures of all nodes, oldest first; [] if no start under a supervisor has failed."""
+@patient
+def read_failures(run_dir: Path, *, patience: Patience | None = None) -> list[Failure]:
+    """Return the failures of all nodes, oldest first; [] if no start under a supervisor has failed.
 
-    def read() -> list[Failure]:
-        files = sorted((Path(run_dir) / FAILURES_DIR).glob("node-*.jsonl"))
-        found = [failure for file in files for failure in read_records(file, Failure.model_validate)]
-        return sorted(found, key=lambda failure: failure.unix_s)
-
-    return waiting(patience, read)
+    If the disk is away, wait for it as long as `patience` says; None: not at all.
+    """
+    files = sorted((Path(run_dir) / FAILURES_DIR).glob("node-*.jsonl"))
+    found = [failure for file in files for failure in read_records(file, Failure.model_validate)]
+    return sorted(found, key=lambda failure: failure.unix_s)
 
 
 def output_file(run_dir: Path, rank: int) -> Path:

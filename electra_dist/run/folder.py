@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from electra_dist.config import Config, canonical_json
+from electra_dist.config import Config
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
 from electra_dist.store.atomic_files import (
@@ -33,7 +33,8 @@ from electra_dist.store.atomic_files import (
     replacing,
     writable,
 )
-from electra_dist.store.json_file import find_document, first_difference
+from electra_dist.store.json_file import canonical_json, find_document, first_difference
+from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.
@@ -99,7 +100,8 @@ def supervise_log(run_dir: Path, node: int) -> Path:
     return run_dir / f"supervise-{node}.log"
 
 
-def is_run_folder(folder: Path) -> bool:
+@patient
+def is_run_folder(folder: Path, *, patience: Patience | None = None) -> bool:
     """Return whether a run was begun in `folder`, which is the case if it holds a config.yaml."""
     return (folder / CONFIG_FILE).exists()
 
@@ -228,12 +230,15 @@ def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
             )
 
 
+@patient
 def begin_run_folder(
     config: Config,
     identity: Mapping[str, Any],
     tokenizer_json: str,
     vocabulary: bytes,
     input_digests: Mapping[str, str],
+    *,
+    patience: Patience | None = None,
 ) -> None:
     """Write the files that describe the run, at every start, each atomically. Rank 0 only.
 

@@ -43,6 +43,7 @@ from electra_dist.run.folder import LEASE_DIR, STOP_FILE, is_run_folder
 from electra_dist.run.processes import boot_id, node_name
 from electra_dist.store.atomic_files import is_temporary, lock_file, read_regular, readable, replacing
 from electra_dist.store.json_file import parse_document
+from electra_dist.store.patience import Patience, patient
 
 RENEW_S = 2.0  # between two renewals
 LEASE_S = 30.0  # a lease that was not renewed for this long is free
@@ -216,16 +217,19 @@ def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
     return join_lease(run_dir, token) if token else take_lease(run_dir, "rank 0", say)
 
 
+@patient
 def take_lease(
     run_dir: Path,
     holder: str,
     say: Callable[[str], None],
-    patience_s: float = 0.0,
+    take_over_s: float = 0.0,
     give_up: Callable[[], bool] = lambda: False,
+    *,
+    patience: Patience | None = None,
 ) -> RunLease:
     """Take the lease of a run folder as soon as it is free (`FoundLease.is_free`).
 
-    While the owner renews the lease, wait for at most `patience_s` seconds, then raise UserError. `holder` says who
+    While the owner renews the lease, wait for at most `take_over_s` seconds, then raise UserError. `holder` says who
     takes the lease, "supervisor" or "rank 0". `say` prints a line about a long wait. KeyboardInterrupt is raised when
     `give_up` returns True.
     """
@@ -247,7 +251,7 @@ def take_lease(
             created = create(folder, newest.number + 1, holder)
             if created is not None:
                 return RunLease(run_dir, *created)
-        elif is_renewed and now - begin > patience_s:
+        elif is_renewed and now - begin > take_over_s:
             raise UserError(
                 f"run_dir {run_dir}: another start trains in this folder: {newest.description}; wait until it ends, "
                 f"stop it with `touch {run_dir / STOP_FILE}`, or set another run_dir"

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from electra_dist.errors import StoreAway
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
-from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, read_records
-from electra_dist.store.patience import Patience, waiting, waits
+from electra_dist.run.records import Count, DatedRecord, JsonlFile, Number, Time, append_record, read_records
+from electra_dist.store.patience import Patience, patient, waiting, waits
 
 Event = Literal[
     "start",
@@ -145,7 +145,7 @@ class Ledger:
 
     def append_once(self, event: Event, step: int, **details: Any) -> None:
         """Append an event as `append_soon` does, unless the ledger already has an event of this kind at this step."""
-        if not has_event(self._run_dir, event, step, self.patience):
+        if not has_event(self._run_dir, event, step, patience=self.patience):
             self.append_soon(event, step, **details)
 
     def _append(self, event: Event, step: int, details: dict[str, Any]) -> None:
@@ -171,30 +171,26 @@ class Ledger:
         self._file.discard()
 
 
-def read_ledger(path: Path, patience: Patience | None = None) -> list[LedgerEvent]:
+@patient
+def read_ledger(path: Path, *, patience: Patience | None = None) -> list[LedgerEvent]:
     """Return the events of a ledger.jsonl, oldest first; [] if there is no file. `path` is the file or its run folder.
 
     If the disk is away, wait for it as long as `patience` says; None: not at all.
     """
     path = Path(path)
-
-    def read() -> list[LedgerEvent]:
-        file = path / LEDGER_FILE if path.is_dir() else path
-        return list(read_records(file, LedgerEvent.model_validate))
-
-    return waiting(patience, read)
+    file = path / LEDGER_FILE if path.is_dir() else path
+    return list(read_records(file, LedgerEvent.model_validate))
 
 
-def has_event(run_dir: Path, event: Event, step: int, patience: Patience | None = None) -> bool:
+def has_event(run_dir: Path, event: Event, step: int, *, patience: Patience | None = None) -> bool:
     """Return whether the ledger has an event of this kind at this step, so that a restart need not record it again."""
-    return any(record.event == event and record.step == step for record in read_ledger(run_dir, patience))
+    events = read_ledger(run_dir, patience=patience)
+    return any(record.event == event and record.step == step for record in events)
 
 
 def append_job(run_dir: Path, event: str, **details: Any) -> None:
     """Append a "submit", "begin" or "end" with the present time (UTC) to slurm/jobs.jsonl, with fsync."""
-    file = JsonlFile(Path(run_dir) / JOBS_FILE)
-    file.append(_job_record({"time": _now(), "event": event, **details}))
-    file.close()
+    append_record(Path(run_dir) / JOBS_FILE, _job_record({"time": _now(), "event": event, **details}))
 
 
 def read_jobs(run_dir: Path) -> list[JobRecord]:

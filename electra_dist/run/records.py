@@ -11,8 +11,8 @@ meanwhile. Each record is checked by the type that it was written with: whole nu
 53 bits, and a time can be converted to seconds. Fields that are not known pass, because a newer version of this
 package may have written them.
 
-Limits: one writer per file. Nothing keeps two processes that append to the same file apart. Lines that a reader does
-not ask for are not checked.
+Limits: one writer per file, unless all of them open it as `shared`. Lines that a reader does not ask for are not
+checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import make_folder, open_regular, readable, replacing, sync_folder, writable
+from electra_dist.store.atomic_files import (
+    lock_file,
+    make_folder,
+    open_regular,
+    readable,
+    replacing,
+    sync_folder,
+    writable,
+)
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json_object
 
 T = TypeVar("T")
@@ -86,12 +94,14 @@ class Line(NamedTuple):
 
 
 class JsonlFile:
-    """JSON-lines file (one JSON object per line) that is open for appending, by one process only (not checked)."""
+    """JSON-lines file (one JSON object per line) that is open for appending, by one process at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         """Open or create the file, and remove an unfinished last line.
 
-        Raises StoreAway if the disk refuses now but may recover, otherwise UserError.
+        With `shared`, wait until no other process has the file open in this way. Where that cannot be told, because
+        the file system has no locks, the unfinished line stays: another process may be writing it now. Raises
+        StoreAway if the disk refuses now but may recover, otherwise UserError.
         """
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
@@ -100,8 +110,14 @@ class JsonlFile:
         with writable(path):
             make_folder(path.parent)
             self._file = self._open()
-            sync_folder(path.parent)  # which may just have got the file; `sync` is about its bytes only
-            self._cut_torn_line()
+            try:
+                is_alone = not shared or lock_file(self._file)
+                sync_folder(path.parent)  # which may just have got the file; `sync` is about its bytes only
+                if is_alone:
+                    self._cut_torn_line()
+            except BaseException:
+                self.discard()
+                raise
 
     def append(self, record: Record | Mapping[str, Any]) -> None:
         """Append a record as a line. It survives a kill of this process and, after `sync`, a crash of the machine.
@@ -198,6 +214,16 @@ class JsonlFile:
         whole_lines_bytes = newest.offset + len(newest.text) + 1 if newest else 0
         if whole_lines_bytes != self.path.stat().st_size:
             os.truncate(self.path, whole_lines_bytes)
+
+
+def append_record(path: Path, record: Record, *, shared: bool = False) -> None:
+    """Append one record to a file, which is on the disk on return; after a failure, the call can be repeated."""
+    file = JsonlFile(path, shared=shared)
+    try:
+        file.append(record)
+        file.sync()
+    finally:
+        file.discard()  # releases the lock of a shared file, too
 
 
 def encode(record: Record | Mapping[str, Any]) -> bytes:

@@ -367,11 +367,6 @@ def os_failure(error: OSError) -> Failure:
     return _permanent(error.strerror or type(error).__name__, _CHECK_DISK)
 
 
-def kind_of_os_error(error: OSError) -> FailureKind:
-    """Return whether to retry, wait or stop after an OSError about a file or a folder."""
-    return os_failure(error).kind
-
-
 def kind_of_error(error: BaseException) -> FailureKind:
     """Return whether to retry, wait or stop after any error of a store or of a file of the run.
 
@@ -379,13 +374,11 @@ def kind_of_error(error: BaseException) -> FailureKind:
     """
     if isinstance(error, StoreAway):
         return FailureKind.AWAY
-    if isinstance(error, UserError):
-        # The config is read by a lower layer, which raises UserError with the operating system's error as its cause.
-        cause = error.__cause__
-        return kind_of_os_error(cause) if isinstance(cause, OSError) else FailureKind.USER
-    if isinstance(error, OSError):
-        return kind_of_os_error(error)
-    return FailureKind.PERMANENT
+    # The config is read by a lower layer, which raises UserError with the operating system's error as its cause.
+    os_error = error.__cause__ if isinstance(error, UserError) else error
+    if isinstance(os_error, OSError):
+        return os_failure(os_error).kind
+    return FailureKind.USER if isinstance(error, UserError) else FailureKind.PERMANENT
 
 
 def is_worth_waiting_for(error: BaseException) -> bool:

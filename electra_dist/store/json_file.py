@@ -1,4 +1,6 @@
-"""Read JSON. Every reader of a JSON file or of a line of JSON uses this module, which reports all damage alike.
+"""Read JSON, and write it in a form of which equal values have equal digests.
+
+Every reader of a JSON file or of a line of JSON uses this module, which reports all damage alike.
 
 `read_document` and `find_document` read a whole file, local or in a store, as the type of its content. An object of a
 store that is wrong is read again first, because a service or a proxy may have sent another body (`Store.reread`).
@@ -53,6 +55,13 @@ def parse_json(data: bytes | str) -> Any:
     if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(tree):
         raise DamagedJson(_TOO_DEEP)
     return tree
+
+
+def canonical_json(tree: Any) -> str:
+    """Return a value as JSON with sorted keys, without spaces, in ASCII, so that equal values have equal digests.
+    Raises ValueError if the tree holds NaN or an infinity, which JSON does not have.
+    """
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def parse_json_object(data: bytes | str) -> dict[str, Any]:

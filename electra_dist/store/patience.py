@@ -290,6 +290,18 @@ def waiting(patience: Patience | None, operation: Callable[[], T]) -> T:
     return operation() if patience is None else patience.call(operation)
 
 
+def patient(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function as `waits` does a method; its keyword argument `patience` says how long (None: no wait)."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        patience = kwargs.get("patience")
+        assert patience is None or isinstance(patience, Patience)
+        return waiting(patience, lambda: function(*args, **kwargs))
+
+    return call
+
+
 class _HasPatience(Protocol):
     @property
     def patience(self) -> Patience | None: ...

@@ -24,7 +24,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.open_store import open_store
-from electra_dist.store.patience import Patience
+from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import Vocabulary
 
 
@@ -46,11 +46,13 @@ class RunInputs:
         return {f"data.heldout {self.heldout.url}": self.heldout.fingerprint}
 
 
+@patient
 def check_inputs(
     config: Config,
     world_size: int,
     accept_new_numerics: bool = False,
     from_scratch: bool = False,
+    *,
     patience: Patience | None = None,
 ) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.

@@ -36,6 +36,7 @@ from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.data.shard_server import ShardServer
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.processes import node_name
+from electra_dist.store.atomic_files import nearest_folder
 from electra_dist.train.inputs import RunInputs
 
 _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one another by default
@@ -153,8 +154,7 @@ def _room(config: Config, folder: Path, entries: Sequence[ShardEntry]) -> CacheR
     """Compare the bytes that this node's cache folder can hold with the bytes of the shards on S3."""
     cache = NodeCache(folder / SHARDS_DIR)
     held_bytes = sum(entry.bytes for entry in entries if cache.holds(entry))
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    capacity_bytes = held_bytes + shutil.disk_usage(existing).free
+    capacity_bytes = held_bytes + shutil.disk_usage(nearest_folder(folder)).free
     if config.data.cache_limit_gb is not None:
         capacity_bytes = min(capacity_bytes, round(config.data.cache_limit_gb * GIGABYTE))
     return CacheRoom(

@@ -15,11 +15,11 @@ back, no pause is longer than ten minutes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from electra_kernels.operation_types import SpecialIds
 from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, open_targets
 from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
-from electra_dist.config import Config, canonical_json
+from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.shard_cache import open_cache
@@ -56,7 +56,8 @@ from electra_dist.run.folder import (
 )
 from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
-from electra_dist.store.patience import Patience, print_line
+from electra_dist.store.json_file import canonical_json
+from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.train.guard import SkipList
 from electra_dist.train.inputs import RunInputs, check_inputs, remarks_on_corpora
@@ -94,13 +95,11 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = with_fitting_micro_batch(config, place.world_size)
     try:
-        config, vocabulary_notes = patience.call(functools.partial(with_corpus_vocabulary, config, patience))
+        config, vocabulary_notes = with_corpus_vocabulary(config, patience)
         notes += vocabulary_notes
         if config.objective.generator == "frozen":
-            config = patience.call(functools.partial(with_generator_digest, config))
-        inputs = patience.call(
-            lambda: check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience)
-        )
+            config = with_generator_digest(config, patience=patience)
+        inputs = check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience=patience)
     except StorageLost as error:
         if place.rank == 0:
             record_lost_storage(run_dir, str(error))
@@ -152,24 +151,25 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
             f"the same on all nodes; start the run again"
         )
     leases: list[RunLease] = []
-
-    # Another run may have begun in the folder since `check_inputs` has looked. With the lease, none can begin.
-    def hold() -> None:
-        lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
-        try:
-            check_run_folder(run_dir, identity, inputs.accept_new_numerics)
-            delete_unfinished_files(run_dir)
-        except UserError:
-            lease.release()
-            raise
-        leases.append(lease)
-
-    from_rank_0(lambda: patience.call(hold))
+    from_rank_0(lambda: leases.append(_take(run_dir, identity, inputs.accept_new_numerics, patience=patience)))
     try:
         yield leases[0] if leases else None
     finally:
         for lease in leases:
             lease.release()
+
+
+@patient
+def _take(run_dir: Path, identity: dict[str, Any], accept_new_numerics: bool, *, patience: Patience) -> RunLease:
+    """Lock the run folder, and check it once more: another run may have begun in it since `check_inputs` looked."""
+    lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
+    try:
+        check_run_folder(run_dir, identity, accept_new_numerics)
+        delete_unfinished_files(run_dir)
+    except UserError:
+        lease.release()
+        raise
+    return lease
 
 
 def _build(
@@ -182,10 +182,9 @@ def _build(
 ) -> Start:
     """Build the model and the engine, and write the files that describe the run. Collective; adds to `notes`."""
     run_dir = Path(config.run_dir)
-    wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if inputs.from_scratch:
-        notes += from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config, patience)))
+        notes += from_rank_0(lambda: _set_earlier_run_aside(config, patience=patience))
     begins = inputs.from_scratch or not checkpoints(open_targets(config, patience))
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
@@ -197,7 +196,7 @@ def _build(
         module.towers, config.starting_weights, open_targets(config, patience), run_dir
     )
     notes += [f"init_from: {note}" for note in source_notes]
-    from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs, source_digest)))
+    from_rank_0(lambda: _begin_run_folder(config, inputs, source_digest, patience))
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), _predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
@@ -226,7 +225,8 @@ def _train(start: Start, build_s: dict[str, float], notes: Sequence[str]) -> int
     return exit_code
 
 
-def _set_earlier_run_aside(config: Config, patience: Patience) -> list[str]:
+@patient
+def _set_earlier_run_aside(config: Config, *, patience: Patience) -> list[str]:
     """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
     return [*set_all_aside(open_targets(config, patience)), *move_records_aside(Path(config.run_dir))]
 
@@ -249,7 +249,7 @@ def _build_notes(config: Config, attention: Choice) -> list[str]:
     return notes
 
 
-def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
+def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str], patience: Patience) -> None:
     """Write the files that describe the run: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
     begin_run_folder(
         config,
@@ -257,6 +257,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
         tokenizer_json=inputs.corpora.tokenizer.model_dump_json(indent=1),
         vocabulary=inputs.vocabulary.text.encode(),
         input_digests={**inputs.heldout_digest, **source_digest},
+        patience=patience,
     )
 
 

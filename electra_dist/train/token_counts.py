@@ -30,7 +30,7 @@ from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import read_regular, readable, replacing
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, patient
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -62,7 +62,7 @@ def unigram_counts(
     dist.all_reduce(total_V)
     count_V: np.ndarray = total_V.cpu().numpy()
     if dist.get_rank() == 0:
-        write_counts(file, count_V, corpora.patience)
+        write_counts(file, count_V, patience=corpora.patience)
     return count_V
 
 
@@ -83,16 +83,13 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
     return counts_V.copy()  # `parse_array` returns a view that cannot be written to
 
 
-def write_counts(file: Path, count_V: np.ndarray, patience: Patience | None = None) -> None:
+@patient
+def write_counts(file: Path, count_V: np.ndarray, *, patience: Patience | None = None) -> None:
     """Write the counts of all tokens to `file`, from which later starts read them.
 
     If the disk is full or does not respond, wait for it as long as `patience` says; None: not at all.
     """
     content = io.BytesIO()
     np.save(content, count_V)
-
-    def write() -> None:
-        with replacing(file) as out:
-            out.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-
-    waiting(patience, write)
+    with replacing(file) as out:
+        out.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())

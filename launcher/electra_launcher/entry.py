@@ -100,8 +100,7 @@ def read_config(file: str, overrides: Sequence[str] = ()) -> tuple[Config, Patie
     from electra_dist.store.patience import Patience
 
     # The config is read with the default limit, because the config's own limit is not known before.
-    default_patience = Patience(ClusterConfig().storage_patience_s)
-    config = default_patience.call(lambda: load_config(file, overrides))
+    config = load_config(file, overrides, patience=Patience(ClusterConfig().storage_patience_s))
     return config, Patience(config.cluster.storage_patience_s)
 
 

@@ -26,7 +26,6 @@ from electra_dist.errors import (
 from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
-from electra_dist.store.patience import Patience
 from electra_launcher.entry import add_config_option, begin_program, end_process_with, exit_code_of, read_config
 
 
@@ -50,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         config, patience = read_config(args.config, overrides)
-        if args.dry_run:
-            patience = Patience(0.0)
-        if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
+        if not is_run_folder(Path(config.run_dir), patience=None if args.dry_run else patience):
             check_new_run(config)
         if not args.dry_run:
             return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)

@@ -14,8 +14,8 @@ from support import checkpoints as small
 from support.checkpoints import committed, folder_name, read_manifest
 
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, part
-from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
+from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
 
 

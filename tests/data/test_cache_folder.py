@@ -28,15 +28,13 @@ def choose(tmp_path: Path, *, nodes: int, configured: str | None = None, **envir
 
 @pytest.fixture
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a list of mounts in which tmp_path/disk is a local disk, and other folders of tmp_path are not."""
+    """Make the system list mounts in which tmp_path/disk is a local disk, and other folders of tmp_path are not."""
     kinds = {"disk": "ext4", "shared": "nfs4", "memory": "tmpfs", "scratch": "lustre"}
     for name in kinds:
         (tmp_path / name).mkdir()
-    lines = [f"server:/x {tmp_path}/{name} {kind} rw 0 0\n" for name, kind in kinds.items()]
-    path = tmp_path / "mounts"
-    path.write_text("rootfs / ext4 rw 0 0\n" + "".join(lines))
-    monkeypatch.setattr(module, "_MOUNTS", path)
-    return path
+    found = [(Path("/"), "ext4"), *((tmp_path / name, kind) for name, kind in kinds.items())]
+    monkeypatch.setattr(module, "_mounts", lambda: found)
+    return tmp_path
 
 
 def test_one_node_keeps_the_folder_in_the_run_and_the_key_is_always_obeyed(tmp_path: Path, mounts: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
     monkeypatch.setattr(open_cache, "gather", lambda value: [value])
-    monkeypatch.setattr(cache_folder, "_read_mounts", list)
+    monkeypatch.setattr(cache_folder, "_mounts", list)
     opened = open_corpora(data_of(corpora, ("b", 5)))
     phases = list(opened.phases)
     if far_phase is not None:

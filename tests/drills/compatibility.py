@@ -151,7 +151,7 @@ def main() -> int:
     )  # of the earlier commit: later ones may train another model
     before, now = Tree(arguments.before, corpus, config), Tree(REPOSITORY, corpus, config)
     text = str(folder / "text")
-    before.run("electra-dist", "corpus", "python-docs", "--output", text)
+    before.run("python", str(REPOSITORY / "examples" / "python_docs.py"), "--output", text)
     build = ["--input", text, "--output", str(corpus), "--config", str(before.config)]
     before.run("electra-dist", "corpus", "build", *build)
     before.run(*before.pretrain(folder / "whole-before"))

@@ -35,7 +35,7 @@ def run_example(script: str, *arguments: object) -> str:
 def test_every_example_is_in_the_list_and_says_how_to_run_it() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert len(scripts) == 8
+    assert len(scripts) == 9
     for script in scripts:
         assert f"[{script.name}]({script.name})" in page
         assert f"python examples/{script.name} " in script.read_text(encoding="utf-8")

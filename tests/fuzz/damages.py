@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from electra_dist.config import canonical_json
+from electra_dist.store.json_file import canonical_json
 
 # JSON texts that take the place of a value: wrong types, numbers out of range, texts that mislead, deep nesting.
 VALUES = (

@@ -21,8 +21,8 @@ from drills.kill_matrix.comparison import NOT_COMPARED
 from electra_kernels.native import cpu_library
 from support.real_runs import REPOSITORY
 
-from electra_dist.config import canonical_json
 from electra_dist.config.load import load_config
+from electra_dist.store.json_file import canonical_json
 
 CONFIGS = REPOSITORY / "configs"
 _SPACE = "\u2003"  # between the words of a command, some of which have spaces

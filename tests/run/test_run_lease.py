@@ -212,7 +212,7 @@ def test_a_start_that_takes_over_waits_for_the_end_of_the_owner(
             first.release()
         return False
 
-    second = take(tmp_path, patience_s=FOREVER_S, give_up=release_later)
+    second = take(tmp_path, take_over_s=FOREVER_S, give_up=release_later)
     second.check()
     second.release()
     forge(tmp_path, boot_id="of another machine")
@@ -239,7 +239,7 @@ def test_a_lease_expires_after_its_last_renewal_and_not_after_the_begin_of_the_w
     monkeypatch.setattr(run_lease, "time", SimpleNamespace(monotonic=lambda: clock_s, sleep=sleep))
     monkeypatch.setattr(run_lease, "create", lambda *arguments: tries.append(clock_s))
     with pytest.raises(KeyboardInterrupt):
-        take(tmp_path, patience_s=FOREVER_S, give_up=lambda: bool(tries))
+        take(tmp_path, take_over_s=FOREVER_S, give_up=lambda: bool(tries))
     assert len(renewals) == 6
     assert run_lease.LEASE_S < tries[0] - renewals[-1] < run_lease.LEASE_S + 3 * run_lease._POLL_S
 

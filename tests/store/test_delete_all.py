@@ -14,7 +14,7 @@ import pytest
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.s3 import s3_store
-from electra_dist.store.s3.requests import S3Client, S3Requests
+from electra_dist.store.s3.requests import S3Requests
 from electra_dist.store.s3.s3_store import S3Store
 
 
@@ -22,14 +22,14 @@ from electra_dist.store.s3.s3_store import S3Store
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Name of an S3 operation, such as "delete_object" -> how many requests S3 stores have sent during the test."""
     counts: Counter[str] = Counter()
-    send = S3Client.send
+    send = S3Requests.send
 
-    def count(self: S3Client, operation: str, *arguments: Any) -> Any:
+    def count(self: S3Requests, operation: str, *arguments: Any) -> Any:
         """Count a request, and send it."""
         counts[operation] += 1
         return send(self, operation, *arguments)
 
-    monkeypatch.setattr(S3Client, "send", count)
+    monkeypatch.setattr(S3Requests, "send", count)
     return counts
 
 

@@ -245,3 +245,19 @@ def test_after_damage_was_confirmed_its_folder_is_read_again_without_pauses(monk
     assert len(pauses) == 4
     patience.reread("s3://b/g/y", faults(["a"] * 5))
     assert len(pauses) == 8
+
+
+def test_a_function_with_a_patience_waits_by_itself_and_without_one_fails_at_once(clock: Clock) -> None:
+    errors: list[Exception] = []
+
+    @patience_module.patient
+    def read(number: int, *, patience: Patience | None = None) -> int:
+        if errors:
+            raise errors.pop(0)
+        return number
+
+    errors += [StoreAway("d/a: disk full"), StoreAway("d/a: disk full")]
+    assert read(5, patience=Patience(60.0, [].append, clock)) == 5
+    errors.append(StoreAway("d/a: disk full"))
+    with pytest.raises(StoreAway):
+        read(5)

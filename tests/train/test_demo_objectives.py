@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from examples.python_docs import write_python_docs
+
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu_bert.yaml"
 WAYS = {
     "rtd": {},
@@ -31,11 +33,9 @@ WAYS = {
 def demo_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus that `make corpora/demo/corpus.json` builds."""
     folder = tmp_path_factory.mktemp("demo")
-    for command in (
-        ["python-docs", "--output", folder / "text"],
-        ["build", "--input", folder / "text", "--output", folder / "corpus", "--config", DEMO],
-    ):
-        subprocess.run([Path(sys.executable).with_name("electra-dist"), "corpus", *map(str, command)], check=True)
+    write_python_docs(folder / "text")
+    command = ["build", "--input", folder / "text", "--output", folder / "corpus", "--config", DEMO]
+    subprocess.run([Path(sys.executable).with_name("electra-dist"), "corpus", *map(str, command)], check=True)
     return folder / "corpus"
 
 

@@ -8,8 +8,6 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from electra_dist.config.schedule import Schedule, refuse_boolean
-
 
 def _without_tilde(folder: str) -> str:
     """Replace a leading `~` or `~USER` by that user's home folder."""
@@ -35,6 +33,13 @@ NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 # The tilde is replaced here, once, so that all parts of the program that read the path mean the same folder.
 LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
+
+
+def refuse_boolean(value: Any) -> Any:
+    """Return a config value; raise ValueError for a boolean, because pydantic would take `true` for the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a value of this key")
+    return value
 
 
 class Section(BaseModel):
@@ -70,7 +75,7 @@ class Section(BaseModel):
 
 
 def _floats_in(value: object) -> Iterator[float]:
-    """Yield every float in a config value: the value itself, or the elements of a mapping, a list or a schedule."""
+    """Yield every float in a config value: the value itself, or the elements of a mapping or a list."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, dict):
@@ -79,8 +84,6 @@ def _floats_in(value: object) -> Iterator[float]:
     elif isinstance(value, tuple):
         for element in value:
             yield from _floats_in(element)
-    elif isinstance(value, Schedule):
-        yield from _floats_in((value.start, value.end, value.tau))
 
 
 def _allows_boolean(annotation: Any) -> bool:

@@ -137,7 +137,8 @@ class _PartOfBuild:
         except StoreError:
             raise
         except (UserError, KeyboardInterrupt):
-            if self._part == WHOLE and not was_begun and self._records.is_begun() and not self._records.has_groups():
+            is_new = self._part == WHOLE and not was_begun and self._records.is_begun()
+            if is_new and not self._records.group_numbers():
                 self._records.give_up()
             raise
 
@@ -223,7 +224,7 @@ class _PartOfBuild:
             return
         total_bytes = sum(group.size for group in self._groups)
         sizes = {group.number: group.size for group in groups}
-        self._console.begin_reading(total_bytes, total_bytes - sum(sizes.values()))
+        self._console.begin("reading", total_bytes, total_bytes - sum(sizes.values()))
         num_workers = min(self._request.num_workers, len(groups))
         with WorkerPool(partial(start_reading, self._request), num_workers, preload=__name__) as pool:
             for record in pool.results(tasks):
@@ -288,7 +289,7 @@ class _PartOfBuild:
             self._console.say(f"{self._store.url}: resuming the build after {resumed_shards} finished shards")
         document_bytes = sum(record.counts.all_sources()["read_bytes"] for record in records)
         own_bytes = document_bytes * len(own) // order.num_buckets
-        self._console.begin_rows(own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
+        self._console.begin("rows", own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
         spills = [spill for record in records for spill in record.spills]
         num_workers = min(request.num_workers, max(len(missing), 1))
         with WorkerPool(partial(start_making_rows, request, order, spills), num_workers, preload=__name__) as pool:

@@ -25,14 +25,14 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
 from pydantic import Field, TypeAdapter
 
-from electra_dist.config import Section, canonical_json
+from electra_dist.config import Section
 from electra_dist.corpus.build_report import SourceNotes
 from electra_dist.corpus.builder.shuffle import NUM_CELLS
 from electra_dist.corpus.counts import Counts
@@ -49,7 +49,14 @@ from electra_dist.data.manifest import (
 from electra_dist.data.shard_format import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store, in_parallel
-from electra_dist.store.json_file import DamagedJson, damaged_file, first_difference, parse_json_object, validate_json
+from electra_dist.store.json_file import (
+    DamagedJson,
+    canonical_json,
+    damaged_file,
+    first_difference,
+    parse_json_object,
+    validate_json,
+)
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Keys of the section `corpus` that affect neither the shards nor corpus.json, or that repeat what the vocabulary says.
@@ -70,6 +77,7 @@ _OWN_NAME = re.compile(
 )
 _PART_NAME = re.compile(r"[0-9]+-of-[0-9]+")
 _Record = TypeVar("_Record", bound=Section)
+_Content = TypeVar("_Content")
 
 
 class ReadGroup(Section):
@@ -187,10 +195,6 @@ class BuildRecords:
         """Return whether the store holds an unfinished build; `begin` then refuses other parameters."""
         return self._store.exists(_BUILD_KEY)
 
-    def has_groups(self) -> bool:
-        """Return whether any group of input files was read."""
-        return bool(self.group_numbers())
-
     def give_up(self) -> None:
         """Delete all records of the build, and vocab.txt if the build wrote it; any other build may then begin."""
         wrote_vocabulary = self.notes().wrote_vocabulary
@@ -287,34 +291,28 @@ class BuildRecords:
 
         Call it only for a bucket whose record counts held-out rows.
         """
-        key = _heldout_key(bucket.number, "npy")
-
-        def parse(data: bytes) -> np.ndarray:
-            if bucket.heldout_sha256 != hashlib.sha256(data).hexdigest():
-                raise self._damaged(key, "its SHA-256 is not the recorded one")
-            try:
-                return parse_array(data)
-            except ValueError as error:
-                raise self._damaged(key, error) from None
-
-        return self._store.read_verified(key, parse)
+        return self._read_named(_heldout_key(bucket.number, "npy"), bucket.heldout_sha256, parse_array)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
         """Return the table of the documents of a bucket's held-out rows; the build must write origin files."""
         key = _heldout_key(bucket.number, "parquet")
+        return self._read_named(key, bucket.heldout_origins_sha256, table_from_bytes)
 
-        def parse(data: bytes) -> pyarrow.Table:
-            if hashlib.sha256(data).hexdigest() != bucket.heldout_origins_sha256:
-                raise self._damaged(key, "its SHA-256 is not the recorded one")
-            return table_from_bytes(data)
+    def _read_named(self, key: str, sha256: str | None, parse: Callable[[bytes], _Content]) -> _Content:
+        """Return what `parse` makes of a file that a record names with its digest; ValueError means damage."""
 
-        return self._store.read_verified(key, parse)
+        def parse_verified(data: bytes) -> _Content:
+            try:
+                if hashlib.sha256(data).hexdigest() != sha256:
+                    raise ValueError("its SHA-256 is not the recorded one")
+                return parse(data)
+            except ValueError as error:
+                raise ManifestMismatch(
+                    f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start "
+                    f"the build again"
+                ) from None
 
-    def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
-        return ManifestMismatch(
-            f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the build "
-            "again"
-        )
+        return self._store.read_verified(key, parse_verified)
 
     def record_part(self, label: str) -> None:
         """Record that a part of the build, named by a label such as "2/4", has written all of its shards."""

@@ -14,12 +14,13 @@ from typing import Any
 
 from electra_kernels.keyed_random import Purpose, derive_seed
 
-from electra_dist.config import CorpusConfig, canonical_json
+from electra_dist.config import CorpusConfig
 from electra_dist.corpus.build_report import PreparedText, SourceNotes
 from electra_dist.corpus.builder.build_records import NO_PARAMETERS, BuildNotes
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.find_inputs import InputFile, num_with_content
 from electra_dist.data.manifest import TokenizerEntry
+from electra_dist.store.json_file import canonical_json
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _BUILDER_VERSION = 1  # increase it when the same input begins to give other rows

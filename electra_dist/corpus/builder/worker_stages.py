@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow
 
-from electra_dist.config import canonical_json
 from electra_dist.corpus.build_report import UnknownTokens
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
@@ -57,6 +56,7 @@ from electra_dist.corpus.origins import Origin, OriginFile, joined, put_origins,
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
 
 _BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard

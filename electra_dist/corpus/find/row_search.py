@@ -22,7 +22,6 @@ from electra_dist.corpus.find.token_runs import TokenRuns
 from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.origins import (
     Mask,
-    Origins,
     RowDocument,
     documents_of_rows,
     lines_of_document,
@@ -82,8 +81,9 @@ class RowSearch:
         self._query = query
         self._corpora = corpora
         self._origins = [open_origins(phase.store, phase.manifest) for phase in corpora.phases]
-        num_shards = [len(phase.manifest.shards) for phase in corpora.phases]
-        self._first_shards = np.cumsum([0, *num_shards[:-1]])  # number of the first shard of each corpus
+        self._origins_of_shard = [
+            origins for phase, origins in zip(corpora.phases, self._origins) for _ in phase.manifest.shards
+        ]
         self._progress = progress
 
     @property
@@ -137,7 +137,7 @@ class RowSearch:
             places = np.flatnonzero(shards == shard).tolist()
             rows = found.rows[places]
             documents: dict[int, list[RowDocument]] | None = None
-            if self._origins_of_shard(shard) is not None:
+            if self._origins_of_shard[shard] is not None:
                 table = self._table(shard)
                 documents = documents_of_rows(table, rows, None if self._query.is_text else self._lines(table))
             for place, row in zip(places, rows.tolist(), strict=True):
@@ -160,15 +160,9 @@ class RowSearch:
 
     def _table(self, shard: int) -> pyarrow.Table:
         """Return the table in a shard's origin file; `shard` is a number from 0 over the shards of all corpora."""
-        origins = self._origins_of_shard(shard)
+        origins = self._origins_of_shard[shard]
         assert origins is not None
         return origins.table(self._corpora.shards[shard].entry.name)
-
-    def _origins_of_shard(self, shard: int) -> Origins | None:
-        return self._origins[self._phase_of_shard(shard)]
-
-    def _phase_of_shard(self, shard: int) -> int:
-        return int(np.searchsorted(self._first_shards, shard, side="right")) - 1
 
 
 def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:

@@ -138,7 +138,7 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
     if compression == ".xz":
         return io.BufferedReader(lzma.LZMAFile(raw), READ_BYTES)
     if compression == ".zst":
-        return io.BufferedReader(_ZstdFile(raw), READ_BYTES)
+        return stream_of(_zstd_pieces(raw))
     return cast(io.BufferedReader, raw)
 
 
@@ -158,54 +158,48 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
     return data
 
 
-class _ZstdFile(io.RawIOBase):
-    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
+def stream_of(pieces: Iterator[bytes]) -> io.BufferedReader:
+    """Return a readable stream of bytes that come in pieces of any size; what `pieces` raises, reading raises."""
+    return io.BufferedReader(_PieceStream(pieces), READ_BYTES)
 
-    The reader of the zstandard package is not used, because it treats a file that was cut off as complete.
-    """
 
-    def __init__(self, raw: BinaryIO) -> None:
-        """Begin at the current position of `raw`, which stays open when this object is closed."""
-        self._raw = raw
-        self._frame = self._new_frame()
-        self._inside_frame = False  # bytes of an unfinished frame were read
-        self._ready = memoryview(b"")  # decompressed bytes that were not handed out yet
+class _PieceStream(io.RawIOBase):
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._ready = memoryview(b"")  # bytes that were not handed out yet
 
     @override
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Write decompressed bytes to `buffer`; return their number, 0 at the end; EOFError for a cut-off frame."""
-        while not self._ready:  # a block of compressed bytes may give no output
-            compressed = self._raw.read(_PIECE_BYTES)
-            if not compressed and self._inside_frame:
-                raise EOFError("the compressed data is cut off within a zstd frame")
-            if not compressed:
+        while not self._ready:
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            self._ready = memoryview(self._decompress(compressed))
+            self._ready = memoryview(piece)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, compressed: bytes) -> bytes:
-        """Decompress the next bytes of the file; they may hold several frames and end within a frame.
 
-        Each frame gets a new decompressor, because a decompressor of zstandard stops at the end of its frame.
-        """
-        decompressed = []
-        rest = compressed
-        while rest:
-            decompressed.append(self._frame.decompress(rest))
-            self._inside_frame = not self._frame.eof
-            if self._inside_frame:
+def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a zstd file of one frame or several; raise EOFError for a frame that is cut off.
+
+    The reader of the zstandard package is not used, because it treats a file that was cut off as complete.
+    """
+    # The window of a frame may be 2 GiB, the size that `zstd --long=31` uses.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame = decompressor.decompressobj()
+    is_inside_frame = False
+    while data := raw.read(_PIECE_BYTES):
+        while data:
+            yield frame.decompress(data)
+            is_inside_frame = not frame.eof
+            if is_inside_frame:
                 break  # the frame continues in the next bytes of the file
-            rest = self._frame.unused_data
-            self._frame = self._new_frame()
-        return b"".join(decompressed)
-
-    @staticmethod
-    def _new_frame() -> zstandard.ZstdDecompressionObj:
-        """Return a decompressor for one frame; its window may be 2 GiB, the size that `zstd --long=31` uses."""
-        return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            data = frame.unused_data
+            frame = decompressor.decompressobj()
+    if is_inside_frame:
+        raise EOFError("the compressed data is cut off within a zstd frame")

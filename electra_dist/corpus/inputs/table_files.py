@@ -178,7 +178,22 @@ def _values(column: pyarrow.Array) -> list[Any]:
         return [_text_or_none(cell) for cell in _cells(column)]
     if pyarrow.types.is_temporal(column.type) and not pyarrow.types.is_duration(column.type):
         column = column.cast(pyarrow.string())
-    return column.to_pylist()
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # of text within lists or fields
+        return [_decodable(cell) for cell in column]
+
+
+def _decodable(cell: pyarrow.Scalar) -> Any:
+    """Return a cell as a Python value, in which each text that is not UTF-8 is None."""
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        if isinstance(cell, pyarrow.StructScalar):
+            return {name: _decodable(cell[name]) for name in cell}
+        if isinstance(cell, (pyarrow.ListScalar, pyarrow.LargeListScalar)):
+            return [_decodable(part) for part in cell.values]
+        return None
 
 
 def _text_or_none(data: bytes | None) -> str | None:

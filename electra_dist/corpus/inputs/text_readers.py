@@ -38,7 +38,6 @@ from pathlib import Path
 
 import pyarrow
 import zstandard
-from typing_extensions import override
 
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.archives import ARCHIVES, ArchiveReader, TextMember
@@ -50,6 +49,7 @@ from electra_dist.corpus.inputs.file_kinds import (
     kind_of,
     lines_of,
     read_whole,
+    stream_of,
 )
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.json_values import read_json
@@ -166,7 +166,7 @@ class DocumentStream:
 
     def _read(self, file_format: str, stream: io.BufferedIOBase) -> Iterator[RawDocument]:
         if file_format in _TEXT_FORMATS and _begins_as_utf16(stream):
-            stream = io.BufferedReader(_Utf16AsUtf8(stream), READ_BYTES)
+            stream = stream_of(_utf8_of_utf16(stream))
         return _read_format(file_format, stream, self._text_field, with_fields=self._with_fields)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
@@ -190,33 +190,21 @@ def _begins_as_utf16(stream: io.BufferedIOBase) -> bool:
     return beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and beginning != codecs.BOM_UTF32_LE
 
 
-class _Utf16AsUtf8(io.RawIOBase):
-    """Readable stream of a UTF-16 file's text as UTF-8; half a surrogate pair becomes bytes that are not UTF-8."""
+def _utf8_of_utf16(stream: io.BufferedIOBase) -> Iterator[bytes]:
+    """Yield the text of a UTF-16 file as UTF-8; half a surrogate pair becomes bytes that are not UTF-8.
 
-    def __init__(self, raw: io.BufferedIOBase) -> None:
-        self._raw = raw
-        self._decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
-        self._ready = memoryview(b"")
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Write bytes to `buffer`; return their number, 0 at the end; EOFError if the file ends within a character."""
-        while not self._ready:
-            data = self._raw.read(READ_BYTES)
-            try:
-                text = self._decoder.decode(data, final=not data)
-            except UnicodeDecodeError:
-                raise EOFError("the UTF-16 text is cut off within a character") from None
-            self._ready = memoryview(text.encode("utf-8", "surrogatepass"))
-            if not data and not self._ready:
-                return 0
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
+    Raises EOFError if the file ends within a character.
+    """
+    decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+    is_at_end = False
+    while not is_at_end:
+        data = stream.read(READ_BYTES)
+        is_at_end = not data
+        try:
+            text = decoder.decode(data, final=is_at_end)
+        except UnicodeDecodeError:
+            raise EOFError("the UTF-16 text is cut off within a character") from None
+        yield text.encode("utf-8", "surrogatepass")
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from electra_dist.config import Config, canonical_json
+from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
@@ -49,6 +49,7 @@ from electra_dist.errors import UserError
 from electra_dist.extras import missing_packages
 from electra_dist.run.environment_record import cpu
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import canonical_json
 from electra_dist.store.user_cache import user_cache_folder
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 

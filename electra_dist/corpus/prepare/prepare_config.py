@@ -20,7 +20,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from electra_dist.config.keys import section_class
+from electra_dist.config.keys import flattened, section_class
 from electra_dist.config.sections.base import LocalFolder, NonNegative, Positive, Section
 
 _WIDTH = 112  # of the lines of `reference`
@@ -379,19 +379,8 @@ class PrepareConfig(Section):
 
 def local_files(config: PrepareConfig) -> dict[str, Path]:
     """Return the model and list files that the filters need: key in the config, as filters.url.domains -> path."""
-    filters = config.filters
-    files: dict[str, Path | None] = {}
-    if filters.url is not None:
-        files["filters.url.domains"] = filters.url.domains
-        files["filters.url.urls"] = filters.url.urls
-        files["filters.url.words"] = filters.url.words
-    if filters.language is not None:
-        files["filters.language.model"] = filters.language.model
-    if filters.c4_bad_words is not None:
-        files["filters.c4_bad_words.list"] = filters.c4_bad_words.list
-    if filters.classifier is not None:
-        files["filters.classifier.model"] = filters.classifier.model
-    return {key: path for key, path in files.items() if path is not None}
+    filters = flattened(config.filters.model_dump())
+    return {f"filters.{key}": value for key, value in filters.items() if isinstance(value, Path)}
 
 
 def reference() -> str:

@@ -41,7 +41,7 @@ _NAMED_DROPS = 3  # steps with their reasons that are named for a source that ha
 Tree = dict[str, Any]
 
 
-class PreparedSource(TypedDict):
+class SourceCounts(TypedDict):
     """Entry of prepare.json for one source: its licence, files, documents and characters."""
 
     license: str
@@ -70,7 +70,7 @@ class PrepareReport(TypedDict):
     documents_in: int
     documents_dropped: int
     documents_out: int
-    sources: dict[str, PreparedSource]
+    sources: dict[str, SourceCounts]
     dropped: dict[str, dict[str, dict[str, int]]]
     inputs_skipped: dict[str, dict[str, dict[str, int]]]
     outputs: list[OutputFile]

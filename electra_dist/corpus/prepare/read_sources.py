@@ -87,28 +87,27 @@ class ReadSources(PipelineStep):
                 self._recorder.add_read(document)
                 yield document
 
-    def _pages(self, file: InputFile, source: SourceSection) -> Iterator[_Read]:
+    def _pages(self, file: InputFile, source: SourceSection) -> Iterator[Read]:
         if file.format in PAGE_FORMATS:
-            for page in read_pages(file, self._endpoint_url):
-                yield _Read(page.text, page.dropped, page.is_html, url=page.url)
+            yield from read_pages(file, self._endpoint_url)
             return
         for raw in DocumentStream([file], source.text_field, self._endpoint_url, with_fields=True):
             try:
                 decoded = decode_counted(raw, source.text_field, self._undecodable)
             except SkippedDocument as skipped:
-                yield _Read("", skipped.kind)
+                yield Read("", skipped.kind)
                 continue
             if file.format == "wet":
                 assert raw.fields is not None
-                yield _Read(decoded.text, url=raw.fields["url"] or None)
+                yield Read(decoded.text, url=raw.fields["url"] or None)
             else:
                 yield _read_record(raw, decoded, source)
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """Text and fields of one document; `dropped` is the reason why the document is unusable, None if it is usable."""
 
-    text: str
+    text: str  # or the HTML of a page
     dropped: str | None = None
     is_html: bool = False
     url: str | None = None
@@ -116,7 +115,7 @@ class _Read(NamedTuple):
     fields: Mapping[str, Any] = {}  # of its record, without the text and the id
 
 
-def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> _Read:
+def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> Read:
     """Return a decoded document with the address, id and other fields that its JSON record or table row holds."""
     fields: dict[str, Any] = {}
     if raw.is_json:
@@ -133,7 +132,7 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
     own_id = decoded.names.id if source.text_field != "id" else None
     if own_id:
         del fields["id"]
-    return _Read(decoded.text, url=name_of_value(url) if isinstance(url, str) else None, id=own_id, fields=fields)
+    return Read(decoded.text, url=name_of_value(url) if isinstance(url, str) else None, id=own_id, fields=fields)
 
 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
@@ -170,16 +169,7 @@ def _json_value(value: Any, depth: int = 0) -> Any:
     return str(value)
 
 
-class Page(NamedTuple):
-    """One page: HTML, or the plain text that the crawl holds; `dropped` says why the page is unusable, else None."""
-
-    text: str
-    is_html: bool
-    url: str | None
-    dropped: str | None = None
-
-
-def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Page]:
+def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Read]:
     """Yield the pages of an HTML or WARC file in order; raise UserError if it is damaged or cut off."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
@@ -214,7 +204,7 @@ def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
         yield record
 
 
-def _page_of_record(record: Any) -> Page | None:
+def _page_of_record(record: Any) -> Read | None:
     """Return the page of a WARC record; None for a record that is no page, such as a request."""
     url = record.rec_headers.get_header("WARC-Target-URI")
     if record.rec_type == "conversion":
@@ -225,9 +215,9 @@ def _page_of_record(record: Any) -> Page | None:
     headers = record.http_headers
     content_type = (headers.get_header("Content-Type") or "") if headers else ""
     if headers is None or content_type.partition(";")[0].strip().lower() not in _HTML_TYPES:
-        return Page("", is_html=True, url=url, dropped="not_html")
+        return Read("", "not_html", is_html=True, url=url)
     if not headers.get_statuscode().startswith("2"):
-        return Page("", is_html=True, url=url, dropped="http_status")
+        return Read("", "http_status", is_html=True, url=url)
     return _decoded(body, is_html=True, url=url)
 
 
@@ -239,17 +229,17 @@ def _whole_body(record: Any) -> bytes:
     return body
 
 
-def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
+def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Read:
     """Decode a page; if it has no text, its `dropped` is "undecodable" or "empty"."""
     if not data.strip():
-        return Page("", is_html, url, "empty")
+        return Read("", "empty", is_html, url)
     try:
-        return Page(data.decode("utf-8-sig"), is_html, url)
+        return Read(data.decode("utf-8-sig"), None, is_html, url)
     except UnicodeDecodeError:
         if not is_html:
-            return Page("", is_html, url, "undecodable")
+            return Read("", "undecodable", is_html, url)
     text = decode_file(data)
-    return Page(text, is_html, url, None if text and text.strip() else "undecodable")
+    return Read(text, None if text and text.strip() else "undecodable", is_html, url)
 
 
 class _CheckedStream(io.RawIOBase):

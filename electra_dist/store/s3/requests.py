@@ -174,24 +174,29 @@ def call_within(limit_s: float, request: Callable[[], _Result], patience: Patien
     return future.result()
 
 
-class S3Client:
-    """Client of an S3 service, whose requests end in bounded time. Thread-safe.
+class S3Requests:
+    """Sender of requests about objects below s3://bucket/prefix. Thread-safe.
 
     It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must not
     use the connections of its parent.
     """
 
-    def __init__(self, endpoint_url: str | None, patience: Patience) -> None:
+    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
+        """Check both URLs (None: AWS) without a request; raise UserError if one is malformed or holds secrets."""
+        bucket, prefix = _split_url(url)
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.bucket = bucket
+        self.prefix = f"{prefix}/" if prefix else ""  # what the full key of each object begins with
         self._endpoint_url = endpoint_url
         self._patience = patience
-        self._pace = patience.pace
         self._lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
+        self._endpoint_text = check_endpoint(endpoint_url)
+        self._answered = False  # Whether any request has succeeded.
 
-    def renew(self) -> None:
-        """Drop the boto3 client, so that the next request makes a new one, which reads the credentials again."""
-        with self._lock:
-            self._client_of = None
+    def name_object(self, key: str) -> dict[str, str]:
+        """Return the arguments of a boto3 request that name an object: its bucket and its full key."""
+        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
     def send(self, operation: str, arguments: Mapping[str, Any], body: bytes | None = None) -> Answer:
         """Call boto3's method `operation` and return its answer. The caller must still read the body of a GET.
@@ -199,13 +204,13 @@ class S3Client:
         Raises Again if the service took too long or boto3 could not parse the answer. Other failures raise one of
         `answers.FAILURES`.
         """
-        limit_s = self._pace.rate_window_s + len(body or b"") / LEAST_BYTES_PER_S  # the answer is small
+        limit_s = self._patience.pace.rate_window_s + len(body or b"") / LEAST_BYTES_PER_S  # the answer is small
         if operation == "complete_multipart_upload":
             limit_s = _COMPLETION_S
 
         def request() -> Answer:
             method = getattr(self._boto_client(), operation)
-            upload = {} if body is None else {"Body": PacedBody(body, self._pace.rate_window_s)}
+            upload = {} if body is None else {"Body": PacedBody(body, self._patience.pace.rate_window_s)}
             try:
                 return method(**arguments, **upload)
             except (ValueError, TypeError, AttributeError, LookupError):
@@ -218,31 +223,9 @@ class S3Client:
         process_id = os.getpid()
         with self._lock:
             if self._client_of is None or self._client_of[0] != process_id:
-                self._client_of = (process_id, make_client(self._endpoint_url, self._pace))
+                self._client_of = (process_id, make_client(self._endpoint_url, self._patience.pace))
             _, client = self._client_of
             return client
-
-
-class S3Requests:
-    """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
-
-    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
-        """Check both URLs without a request; raise UserError if one is malformed or holds secrets.
-
-        `endpoint_url` None stands for AWS.
-        """
-        bucket, prefix = _split_url(url)
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self.bucket = bucket
-        self.prefix = f"{prefix}/" if prefix else ""  # what the full key of each object begins with
-        self.client = S3Client(endpoint_url, patience)
-        self._patience = patience
-        self._endpoint_text = check_endpoint(endpoint_url)
-        self._answered = False  # Whether any request has succeeded.
-
-    def name_object(self, key: str) -> dict[str, str]:
-        """Return the arguments of a boto3 request that name an object: its bucket and its full key."""
-        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
     def call(
         self,
@@ -262,7 +245,7 @@ class S3Requests:
             while True:
                 try:
                     with self._classified(key):
-                        answer = self.client.send(operation, arguments, body)
+                        answer = self.send(operation, arguments, body)
                         check_answer(answer, NEEDED_FIELDS.get(operation, ()))
                         check(answer)
                 except Again as again:
@@ -297,7 +280,7 @@ class S3Requests:
             while not download.complete:
                 try:
                     with self._classified(key, must_exist):
-                        answer = self.client.send("get_object", {**self.name_object(key), **download.conditions()})
+                        answer = self.send("get_object", {**self.name_object(key), **download.conditions()})
                         download.receive(answer)
                 except EmptyRange:
                     if download.ends_before_span:
@@ -345,9 +328,14 @@ class S3Requests:
             raise failure from None  # The text and traceback of boto3 may quote a signed request.
         self._answered = True
 
+    def _renew(self) -> None:
+        """Drop the boto3 client, so that the next request makes a new one, which reads the credentials again."""
+        with self._lock:
+            self._client_of = None
+
     def _wait(self, key: str, failure: Failure, outage: Outage) -> None:
         if failure.renew_credentials:
-            self.client.renew()
+            self._renew()
         text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"
         if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
             raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")

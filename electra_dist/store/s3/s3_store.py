@@ -42,7 +42,7 @@ _MOST_DELETED = 1_000  # Keys in one request that deletes several; the limit of 
 
 
 class S3Store(Store):
-    """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
+    """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Requests`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
         """Check the URLs, as `S3Requests` does; the first request is sent when the store is used."""
@@ -222,7 +222,7 @@ def _upload_in_parts(requests: S3Requests, key: str, size: int, read: Callable[[
         _complete(requests, key, upload, parts, tag)
     except BaseException:
         with contextlib.suppress(*FAILURES, Again):  # One attempt, so that the caller learns of the failure at once.
-            requests.client.send("abort_multipart_upload", upload)
+            requests.send("abort_multipart_upload", upload)
         raise
 
 

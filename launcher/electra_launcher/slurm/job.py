@@ -52,6 +52,7 @@ from electra_dist.run.history import (
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import read_regular
+from electra_dist.store.patience import Patience, patient
 from electra_launcher.entry import begin_program, exit_code_of, read_config
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
@@ -85,7 +86,8 @@ def exit_codes(folder: Path) -> dict[str, int]:
     return codes
 
 
-def begin(args: argparse.Namespace, config: Config) -> None:
+@patient
+def begin(args: argparse.Namespace, config: Config, *, patience: Patience) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
     The record has the number of ledger events so far, from which `decide` later knows which events are of this job.
@@ -131,7 +133,8 @@ def _check_same_run(run_dir: Path, config_file: str, config: Config, ledger: Seq
         )
 
 
-def end(args: argparse.Namespace, config: Config) -> None:
+@patient
+def end(args: argparse.Namespace, config: Config, *, patience: Patience) -> None:
     """Decide how the run goes on after the end of a Slurm job, record it in jobs.jsonl, and print it for the script.
 
     The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
@@ -330,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         config, patience = read_config(args.config)
-        patience.call(lambda: args.command(args, config))
+        args.command(args, config, patience=patience)
         return EXIT_DONE
 
     return exit_code_of(program)

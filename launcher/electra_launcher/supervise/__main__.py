@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         check_device()
-        config, patience = read_config(args.config, args.set)
+        config, _ = read_config(args.config, args.set)
         placement = Placement.from_options(
             nodes=args.nodes,
             node=args.node_rank,
@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             address=args.master_addr,
             port=args.master_port,
         )
-        supervisor = patience.call(
-            lambda: Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
-        )
+        supervisor = Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
         with contextlib.closing(supervisor):
             if args.preflight:
                 preflight_code = supervisor.check()

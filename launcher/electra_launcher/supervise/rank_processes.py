@@ -31,6 +31,7 @@ from pathlib import Path
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
 from electra_dist.store.atomic_files import is_private
+from electra_dist.store.patience import Patience, waits
 from electra_launcher.supervise.rank_main import STACK_SIGNAL
 from electra_launcher.supervise.rank_placement import Placement
 
@@ -48,15 +49,14 @@ _ENDS_ON_PURPOSE = (EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR)
 class RankProcesses:
     """This node's rank processes of one start of the run. Call `start` once, and `close` in a `finally` block."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, patience: Patience | None = None) -> None:
         """Make the folder `state` for the ranks' stacks, and delete those that killed supervisors have left.
 
         `mark` identifies the run and node; no process with this mark may run.
         """
+        self.patience = patience
         self._mark = mark
-        prefix = f"{_FOLDER_PREFIX}{hashlib.sha256(os.fsencode(mark)).hexdigest()[:16]}-"
-        _delete_folders(prefix)
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+        self._folder = self._make_folder()
         self.state = Path(self._folder.name)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._outputs: dict[int, _Output] = {}  # by rank
@@ -78,6 +78,12 @@ class RankProcesses:
                 start_new_session=True,
             )
             self._outputs[rank] = _Output(self._processes[rank])
+
+    @waits
+    def _make_folder(self) -> tempfile.TemporaryDirectory[str]:
+        prefix = f"{_FOLDER_PREFIX}{hashlib.sha256(os.fsencode(self._mark)).hexdigest()[:16]}-"
+        _delete_folders(prefix)
+        return tempfile.TemporaryDirectory(prefix=prefix)
 
     def pids(self) -> dict[int, int]:
         """Return rank -> pid of all ranks, including those that have ended."""

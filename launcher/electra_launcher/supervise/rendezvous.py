@@ -40,7 +40,7 @@ from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import read_regular, replacing, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
-from electra_dist.store.patience import Patience, waiting
+from electra_dist.store.patience import Patience, waits
 from electra_launcher.supervise.rank_placement import NUM_PORTS
 
 _FILE_NAME = re.compile(r"node-(?P<node>0|[1-9][0-9]{0,5})\.json")
@@ -79,15 +79,15 @@ class Rendezvous:
         """Take part in the agreement as node number `node`; no file is read or written yet.
 
         Starts use the 64 ports from `port` on in turn; None, with one node only, stands for any free port. `session`
-        is the job's name, or "". If the run folder is full or does not respond, `start` and `end` wait for it as long
-        as `patience` says; None: not at all.
+        is the job's name, or "". If the run folder is full or does not respond, `begin`, `start` and `end` wait for it
+        as long as `patience` says; None: not at all.
         """
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
         self._port = port
         self._session = session
-        self._patience = patience
+        self.patience = patience
         self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
         self._own = NodeReport(start=0)  # this node's report; start 0: it has taken part in none yet
         self._has_begun_session = False
@@ -98,6 +98,7 @@ class Rendezvous:
         """Return the number of the start in which this node takes part; 0 before its first start."""
         return self._own.start
 
+    @waits
     def begin(self) -> None:
         """Begin to take part: node 0 adds the session to a file; other nodes delete their report of an older job."""
         with writable(self._sessions):
@@ -117,7 +118,7 @@ class Rendezvous:
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
-            return None if another_node_left else waiting(self._patience, self._announce)
+            return None if another_node_left else self._announce()
         deadline = time.monotonic() + timeout_s
         while not give_up() and time.monotonic() < deadline:
             zero = self._read(0)
@@ -130,6 +131,7 @@ class Rendezvous:
             time.sleep(_POLL_S / 4)
         return None
 
+    @waits
     def end(self, code: int, *, final: bool, ends_others: bool) -> None:
         """Report to the other nodes the exit code of this node's ranks.
 
@@ -137,7 +139,7 @@ class Rendezvous:
         ended.
         """
         report = dataclasses.replace(self._own, code=code, final=final, ends_others=ends_others)
-        waiting(self._patience, lambda: self._write(report))
+        self._write(report)
 
     def news(self) -> str:
         """Return in one line why this node's ranks should end, or "" if there is no reason.
@@ -202,6 +204,7 @@ class Rendezvous:
         prefix = f"{self._session}-" if self._session else ""
         return self._hangs / f"{prefix}start-{self.number:06d}"
 
+    @waits
     def _announce(self) -> int:
         """Announce the next start of the ranks as node 0, and return its port."""
         self.begin()

@@ -48,7 +48,7 @@ from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.processes import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import Strike, add_strike, read_strikes
 from electra_dist.store.atomic_files import lock_file, writable
-from electra_dist.store.patience import Patience
+from electra_dist.store.patience import Patience, patient, waits
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
@@ -108,9 +108,10 @@ class Supervisor:
         if placement.node == 0:
             self._lease = self._take_lease(session)
         else:
-            self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
+            # Held until this process ends.
+            self._lock = lock_node(self._run_dir, placement.node, patience=self._patience)
             self._meeting.begin()
-        self.log = Log(self._run_dir, placement.node)
+        self.log = Log(self._run_dir, placement.node, self._patience)
 
     def _take_lease(self, session: str) -> RunLease:
         """Take the lease of the run folder. With a session name, wait up to 180 s for an older job to release it."""
@@ -119,8 +120,9 @@ class Supervisor:
             self._run_dir,
             "supervisor",
             say=lambda line: print(printable(f"supervise: {line}"), flush=True),
-            patience_s=_TAKE_OVER_S if session else 0.0,
+            take_over_s=_TAKE_OVER_S if session else 0.0,
             give_up=lambda: self._signals.number != 0,
+            patience=self._patience,
         )
 
     def close(self) -> None:
@@ -205,7 +207,7 @@ class Supervisor:
         return None
 
     def _read_ledger(self) -> list[LedgerEvent]:
-        return read_ledger(self._run_dir, self._patience)
+        return read_ledger(self._run_dir, patience=self._patience)
 
     def _must_not_start(self) -> bool:
         return bool(self._signals.number or self._meeting.taken_over())
@@ -213,10 +215,10 @@ class Supervisor:
     def _run_start(self, port: int) -> StartOutcome:
         """Start the ranks once, watch them until they end or must be killed, and return how this start ended."""
         num_events_before = len(self._read_ledger())
-        num_strikes_before = len(read_strikes(self._run_dir, self._patience))
+        num_strikes_before = len(read_strikes(self._run_dir, patience=self._patience))
         num_killed_before = kills_for_memory()
         self._failure = None
-        ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
+        ranks = RankProcesses(self._mark, self._patience)
         token = self._lease.token if self._lease is not None else ""
         environment = {TOKEN_VARIABLE: token, **self._job_end.environment()}
         environment |= nccl_environment(ranks.state, os.environ)
@@ -261,7 +263,7 @@ class Supervisor:
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return what is known about the end of the ranks: exit codes, new ledger events, and new faults of nodes."""
-        new_strikes = read_strikes(self._run_dir, self._patience)[num_strikes_before:]
+        new_strikes = read_strikes(self._run_dir, patience=self._patience)[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         # The only node of a run is always at fault.
         is_only_node = self._placement.num_nodes == 1
@@ -289,13 +291,15 @@ class Supervisor:
         with contextlib.suppress(UserError):
             submitted = [job.unix_s for job in read_jobs(self._run_dir) if job.event == "submit"]
             since = max(submitted, default=self._began)  # a person who starts again has probably corrected something
-            earlier = [failure for failure in read_failures(self._run_dir, self._patience) if failure.unix_s >= since]
+            earlier = [
+                failure for failure in read_failures(self._run_dir, patience=self._patience) if failure.unix_s >= since
+            ]
             failure = explain(start, read_heartbeats(self._run_dir), earlier)
             if failure is None:
                 return
             self._failure = failure
             self.log(f"{failure.account}{': ' if failure.line else ''}{failure.line}")
-            record_failure(self._run_dir, self._placement.node, failure, start.outputs, self._patience)
+            record_failure(self._run_dir, self._placement.node, failure, start.outputs, patience=self._patience)
 
     def _strike_node_at_fault(self) -> str:
         """Record and return a fault of this node that only the output of a rank shows; return "" if there is none."""
@@ -303,7 +307,7 @@ class Supervisor:
         if failure is None or failure.kind.restart != "elsewhere":
             return ""
         strike = Strike(time=time.time(), node=node_name(), device="", reason=failure.line, by="supervise")
-        add_strike(self._run_dir, strike, self._patience)
+        add_strike(self._run_dir, strike, patience=self._patience)
         return f"this node is unhealthy: {failure.kind.title}: {failure.line}"
 
     def _strike_unhealthy_gpus(self) -> str:
@@ -314,7 +318,7 @@ class Supervisor:
             return ""
         strike = strike_of(findings, node, time.time())
         assert strike is not None  # An unhealthy finding about this node gives a strike.
-        add_strike(self._run_dir, strike, self._patience)
+        add_strike(self._run_dir, strike, patience=self._patience)
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
@@ -351,10 +355,14 @@ class Supervisor:
 class Log:
     """Log of one supervisor. Calling the object with a text writes the text to stdout and RUN/supervise-NODE.log."""
 
-    def __init__(self, run_dir: Path, node: int) -> None:
-        path = supervise_log(run_dir, node)
+    def __init__(self, run_dir: Path, node: int, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._file = self._open(supervise_log(run_dir, node))
+
+    @waits
+    def _open(self, path: Path) -> int:
         with writable(path):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __call__(self, text: str) -> None:
         """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
@@ -371,7 +379,8 @@ class Log:
             )
 
 
-def lock_node(run_dir: Path, node: int) -> int:
+@patient
+def lock_node(run_dir: Path, node: int, *, patience: Patience | None = None) -> int:
     """Take the lock that prevents a second supervisor of this run and node number on this host; UserError if taken.
 
     On node 0, the lease of the run folder does this. Returns the descriptor of the lock file. Keep it open: the kernel

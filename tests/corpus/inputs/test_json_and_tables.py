@@ -265,6 +265,26 @@ def test_a_column_of_another_type_is_refused_with_its_type(
         texts_of(path)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_fields_within_fields_that_are_not_utf8_are_left_out_and_the_text_stays_as_it_is(
+    tmp_path: Path, name: str
+) -> None:
+    def strings(*values: bytes | None) -> pyarrow.Array:
+        array = pyarrow.array(values, pyarrow.binary())
+        return pyarrow.Array.from_buffers(pyarrow.string(), len(array), array.buffers())
+
+    tags = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 3], pyarrow.int32()), strings(b"caf\xe9", b"x", b"y"))
+    columns = [strings(b"caf\xe9", b"tea"), strings(b"caf\xe9", b"ok"), tags]
+    data = pyarrow.StructArray.from_arrays(columns, ["text", "title", "tags"])
+    path = write_table(pyarrow.table({"data": data, "n": [1, 2]}), tmp_path / name)
+    documents = [*DocumentStream(find_inputs([path]), "data.text", with_fields=True)]
+    assert [document.data for document in documents] == [b"caf\xe9", b"tea"]
+    assert [document.fields for document in documents] == [
+        {"data": {"title": None, "tags": [None, "x"]}, "n": 1},
+        {"data": {"title": "ok", "tags": ["y"]}, "n": 2},
+    ]
+
+
 def test_a_name_that_two_columns_have_is_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     path = write_table(table, tmp_path / "a.parquet")

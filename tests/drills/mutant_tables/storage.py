@@ -349,9 +349,9 @@ STORAGE = (
     ),
     Mutant(
         name="checkpoint: an older step is loaded while the newest one cannot be read",
-        file="electra_dist/checkpoint/restore.py",
-        original="            raise error_class(fault.text)",
-        mutated="            break",
+        file="electra_dist/checkpoint/checkpoint.py",
+        original="            raise reason  # an older checkpoint",
+        mutated="            break  # an older checkpoint",
         test="tests/checkpoint/test_restore.py::"
         "test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_be_read",
     ),

@@ -86,8 +86,8 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="corpus: only the first zstd frame of a file is read",
         file="electra_dist/corpus/inputs/file_kinds.py",
-        original="            rest = self._frame.unused_data\n",
-        mutated='            rest = b""\n',
+        original="            data = frame.unused_data\n",
+        mutated='            data = b""\n',
         test="tests/corpus/test_text_readers.py::test_all_compressed_streams_of_a_file_are_read",
     ),
     Mutant(
@@ -213,7 +213,7 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="run: a torn last line is left in a file of records",
         file="electra_dist/run/records.py",
-        original="            self._cut_torn_line()\n",
+        original="                if is_alone:\n                    self._cut_torn_line()\n",
         mutated="",
         test="tests/run/test_records.py::test_a_torn_last_line_is_ignored_by_readers_and_removed_before_the_next_record",
     ),
@@ -285,9 +285,9 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="run: a strike is not synced to the disk",
-        file="electra_dist/run/strikes.py",
-        original="            os.fsync(descriptor)\n",
-        mutated="",
+        file="electra_dist/run/records.py",
+        original="        file.append(record)\n        file.sync()\n",
+        mutated="        file.append(record)\n",
         test="tests/run/test_strikes.py::test_a_strike_is_synced_to_the_disk_when_it_is_added",
     ),
     Mutant(

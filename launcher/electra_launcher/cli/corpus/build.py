@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `merge`, `info`, `index`, `stats` and `python-docs`.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index` and `stats`.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards).
 """
@@ -227,18 +227,6 @@ def index(
         f"{manifest.num_tokens:,} tokens"
     )
     console.print(f"fingerprint {manifest.fingerprint}")
-
-
-def python_docs(output: Annotated[Path, typer.Option(help="folder in which to write python_docs.txt")]) -> None:
-    """Write the docstrings and help topics of this Python installation to a text file, as input for `corpus build`.
-
-    It is a small English text that needs no download.
-    """
-    from electra_dist.corpus.python_docs import write_python_docs
-
-    path, num_documents = write_python_docs(output)
-    size_mb = path.stat().st_size / 1e6
-    open_console().print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:

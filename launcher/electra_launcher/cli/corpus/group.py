@@ -19,7 +19,6 @@ class _CorpusCommands(LazyGroup):
             "merge": (_BUILD, "merge"),
             "submit": ("electra_launcher.cli.corpus.submit", "submit"),
             "index": (_BUILD, "index"),
-            "python-docs": (_BUILD, "python_docs"),
         },
         "Look into it": {
             "info": (_BUILD, "info"),

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.real_runs import REPOSITORY
 
-from electra_dist.corpus.python_docs import _docstrings_of_file, prose, write_python_docs
+from examples.python_docs import _docstrings_of_file, prose, write_python_docs
 
 DOCSTRING = """Return the mean of :func:`~numpy.add` over ``axis``, as a *float*.
 
@@ -80,11 +81,11 @@ def test_the_text_is_equal_in_another_process_and_holds_no_paragraph_twice(tmp_p
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from electra_dist.corpus.python_docs import write_python_docs\n"
+        "from examples.python_docs import write_python_docs\n"
         "write_python_docs(Path(sys.argv[1]), ['yaml'])\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "there")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "77"})
+    subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": "77"})
 
     text = path.read_text()
     assert text == (tmp_path / "there" / path.name).read_text()

@@ -1,5 +1,9 @@
 """Extract the prose of a Python installation, docstrings and help topics: a small corpus that needs no network.
 
+    python examples/python_docs.py --output FOLDER
+
+The demo trains on it (`make pretrain`).
+
 Guarantee: one installation gives one file, byte for byte. No installed module is imported, except a fixed list of the
 standard library's C modules, whose docstrings exist nowhere else.
 
@@ -13,6 +17,7 @@ Limits: the text is technical English of one style. It shows that training works
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import importlib
@@ -22,8 +27,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-from electra_dist.store.atomic_files import read_regular, replacing
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # a docstring with fewer new words is dropped
@@ -58,12 +61,13 @@ _SPACE = re.compile(r"\s+")
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
     """Write the prose of docstrings to `python_docs.txt` in `folder`; return the path and the number of documents.
 
-    A blank line separates two documents. An existing file is replaced atomically. `packages` are import names to read
-    beside the standard library; packages that are not installed are ignored.
+    A blank line separates two documents. `packages` are import names to read beside the standard library; packages
+    that are not installed are ignored.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     num_documents = 0
-    with replacing(path) as out:
+    with path.open("wb") as out:
         for document in python_documents(packages):
             out.write(document.encode(errors="replace") + b"\n\n")
             num_documents += 1
@@ -191,7 +195,7 @@ def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
 
 def _docstrings_of_file(path: Path) -> list[str]:
     """Return the docstrings of a .py file; [] if they fill less than `MIN_SHARE` of it, or for a syntax error."""
-    source = read_regular(path)
+    source = path.read_bytes()
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))
     if docstring_bytes < MIN_SHARE * len(source):
@@ -234,3 +238,15 @@ def _docstrings_of_c_module(name: str) -> list[str]:
     routines = [value for value in members if inspect.isroutine(value) and not inspect.isfunction(value)]
     docstrings = [getattr(documented, "__doc__", None) for documented in [*owners, *routines]]
     return [docstring for docstring in docstrings if isinstance(docstring, str)]
+
+
+def main() -> None:
+    """Write the text, and print how much it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder in which to write python_docs.txt")
+    path, num_documents = write_python_docs(parser.parse_args().output)
+    print(f"{path}: {num_documents:,} documents, {path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
