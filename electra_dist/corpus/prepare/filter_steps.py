@@ -15,10 +15,12 @@ abbreviation ends a sentence.
 from __future__ import annotations
 
 import ctypes
+import difflib
+import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,6 +229,23 @@ def load_model(path: Path) -> Any:
         raise UserError(f"{path}: no fastText model ({error}); download the model again") from None
 
 
+def check_labels(key: str, labels: Iterable[str], model: Path) -> None:
+    """Raise UserError, which names the `key` of the config, if a fastText model lacks one of these labels."""
+    known = [label.removeprefix("__label__") for label in load_model(model).labels]
+    for label in labels:
+        if label not in known:
+            nearest = max(known, key=lambda other: _likeness(label.removeprefix("__label__").lower(), other.lower()))
+            shown = ", ".join(sorted(known)[:20]) + (", ..." if len(known) > 20 else "")
+            raise UserError(
+                f"{key}: {model} has no label `{label}`; did you mean `{nearest}`? It has {len(known)}: {shown}"
+            )
+
+
+def _likeness(name: str, other: str) -> tuple[int, float]:
+    """Return how alike two labels are: by their common beginning, as eng and en, and then by all characters."""
+    return len(os.path.commonprefix([name, other])), difflib.SequenceMatcher(None, name, other).ratio()
+
+
 class OfflineUrlFilter(URLFilter):
     """Filter that drops pages whose address is on a block list; documents without an address pass."""
 
@@ -308,16 +327,10 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
         self._model: Any = None
 
     @property
+    @override
     def model(self) -> Any:
-        """Return the model, loaded at the first use; UserError if it lacks a label of `filters.classifier.keep`."""
         if self._model is None:
             self._model = load_model(self._path)
-            known = {label.removeprefix("__label__") for label in self._model.labels}
-            unknown = [label for label, _ in self.keep_labels if label not in known]
-            if unknown:
-                raise UserError(
-                    f"{self._path}: no label {unknown[0]}; set filters.classifier.keep to some of {sorted(known)[:20]}"
-                )
         return self._model
 
 

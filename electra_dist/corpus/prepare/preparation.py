@@ -1,7 +1,7 @@
 """Begin, continue and report a preparation: what `electra-dist corpus prepare` does.
 
 Guarantee: everything that can be refused is refused before the first task: unknown keys, missing files of sources,
-models and lists, a missing package, an output or a work folder of another preparation. Nothing is downloaded.
+models and lists, labels that a model lacks, a missing package, an output or a work folder of another preparation. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from electra_dist.corpus.prepare.executors import (
     run_here,
     submit,
 )
-from electra_dist.corpus.prepare.filter_steps import EVALUATION_KEY
+from electra_dist.corpus.prepare.filter_steps import EVALUATION_KEY, check_labels
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
@@ -63,6 +63,11 @@ def check(config: PrepareConfig) -> Preparation:
             raise UserError(f"{key}: there is no file {path}; {advice} and set {key} to its path")
     if config.words == "spacy" and importlib.util.find_spec("spacy") is None:
         raise UserError("words: spacy: the package spacy is not installed; pip install spacy, or set words: plain")
+    filters = config.filters
+    if filters.language is not None:
+        check_labels("filters.language.languages", filters.language.languages, filters.language.model)
+    if filters.classifier is not None:
+        check_labels("filters.classifier.keep", filters.classifier.keep, filters.classifier.model)
     _refuse_folders_in_sources(config)
     plan = make_plan(config)
     sought = config.filters.decontamination

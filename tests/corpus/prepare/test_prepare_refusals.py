@@ -96,6 +96,23 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path):
         load_model(tmp_path / "lid.bin")
 
 
+@pytest.mark.parametrize(
+    ("given", "nearest"), [("eng", "en"), ("English", "en"), ("__label__de", "de"), ("deu_Latn", "de")]
+)
+def test_a_label_that_the_model_lacks_is_refused_before_any_work(
+    write: Write, tmp_path: Path, language_model: Path, given: str, nearest: str
+):
+    unknown = f"{language_model} has no label `{given}`; did you mean `{nearest}`? It has 2: de, en"
+    language = {"model": str(language_model), "languages": ["en", given]}
+    message = refusal(write(filters={"language": language}))
+    assert message == f"filters.language.languages: {unknown}"
+    run = CliRunner().invoke(app, ["corpus", "prepare", str(tmp_path / "pipeline.yaml"), "--dry-run"])
+    assert isinstance(run.exception, UserError) and str(run.exception) == message
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "pipeline.yaml"}
+    classifier = {"model": str(language_model), "keep": {"de": 0.5, given: 0.5}}
+    assert refusal(write(filters={"classifier": classifier})) == f"filters.classifier.keep: {unknown}"
+
+
 def test_an_output_inside_a_source_is_refused(write: Write, tmp_path: Path):
     assert "is inside the source web" in refusal(write(output=str(tmp_path / "in" / "out")))
     pattern = [{"name": "web", "path": str(tmp_path / "i*")}]
