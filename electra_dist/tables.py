@@ -1,8 +1,9 @@
-"""Read tables of users, for fine-tuning and evaluations: lines of UTF-8, JSON objects, tables, and the text in these.
+"""Read tables of users, for fine-tuning and evaluations: lines of text, JSON objects, tables, and the text in these.
 
 Guarantee: a value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of other
 types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer takes:
-none of them becomes a word such as "None". Errors name the file and the line or, in a file of Arrow, the row.
+none of them becomes a word such as "None". Errors name the file and the line or, in a file of Arrow, the row. Text is
+UTF-8, or UTF-16 with a byte order mark.
 
 A table is a .tsv file, which is split at tabs only because GLUE contains unbalanced quotes, a .csv file with quotes
 as in RFC 4180, a .jsonl file, a .parquet file, or a folder of `datasets.save_to_disk`. The delimiter of a .csv file is
@@ -12,6 +13,7 @@ as those of the library datasets do, the names take the place of the numbers.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -20,7 +22,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,16 +79,23 @@ class JsonLine(NamedTuple):
 
 
 def split_lines(data: bytes, file: Path) -> list[str]:
-    """Return the lines of a UTF-8 file, without line ends and byte order mark; `data` is the content of `file`.
+    """Return the lines of a file, without line ends and byte order mark; `data` is the content of `file`.
 
     A line ends at a line feed, a carriage return, or both together, as when Python opens a text file. Other
-    separators, such as U+2028, end no line. Raises UserError, which names `file`, if `data` is not UTF-8.
+    separators, such as U+2028, end no line. Raises UserError, which names `file`, if `data` has another encoding.
     """
+    return _LINE_END.split(_decode(data, file))
+
+
+def _decode(data: bytes, file: Path) -> str:
+    is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not data.startswith(
+        (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+    )
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
-    return _LINE_END.split(text)
+        encoding = "UTF-16, as its first bytes say" if is_utf_16 else "UTF-8"
+        raise UserError(f"{file}: not {encoding} (byte {error.start}); convert the file to UTF-8") from None
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
@@ -130,11 +139,19 @@ class Table(NamedTuple):
 
 
 def read_table(file: Path, delimiter: str | None = None, has_header: bool = True) -> Table:
-    """Read a table; the ending of its name decides the format, and a name without a known ending counts as .tsv.
+    """Read a table; the ending of its name decides the format.
 
-    If `delimiter` is given, the file is read as .csv, except if it is .jsonl or in Arrow's format. `has_header` is for
-    .tsv files. Raises UserError if the content does not have the format.
+    If `delimiter` is given, the file is read as .csv, except if it is .jsonl or in Arrow's format. Without a header, a
+    file of any name is read as .tsv. Raises UserError if the content does not have the format.
     """
+    suffix = file.suffix.lower()
+    if delimiter == "\\t":
+        delimiter = "\t"
+    if has_header and delimiter is None and file.is_file() and suffix not in TABLE_SUFFIXES:
+        raise UserError(
+            f"{file}: no table, going by its name; convert it to a {', '.join(TABLE_SUFFIXES)} file, or pass the "
+            f"--delimiter of its columns"
+        )
     try:
         with readable(file):
             if file.is_dir():
@@ -143,21 +160,27 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     except StoreMissing:
         raise UserError(f"{file}: no such file; name a {', '.join(TABLE_SUFFIXES)} file") from None
     digest = hashlib.sha256(raw).hexdigest()
-    if file.suffix == ".parquet":
+    if suffix == ".parquet":
         return _arrow_table(file, [raw], digest)
     lines = split_lines(raw, file)
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if file.suffix == ".jsonl":
+    if suffix == ".jsonl":
         first_lines = itertools.islice(_json_lines(file, numbered), 1)
         columns = [str(key) for _, line in first_lines for key in line.record]
         return Table(file, columns, lambda: _json_lines(file, numbered), digest)
-    if file.suffix == ".csv" or delimiter is not None:
-        text = raw.decode("utf-8-sig")
+    if suffix == ".csv" or delimiter is not None:
+        text = _decode(raw, file)
         delimiter = delimiter or _delimiter_of(numbered[0][1] if numbered else "")
         header = [name.strip() for name in next((cells for _, cells in _csv_cells(file, text, delimiter)), [])]
         return Table(file, header, lambda: _csv_lines(file, text, delimiter, header), digest)
     header = [name.strip() for name in numbered[0][1].split("\t")] if has_header and numbered else []
     return Table(file, header, lambda: _tsv_lines(file, numbered, header), digest, may_be_short=True)
+
+
+def check_name_once(file: Path, column: Column, columns: Sequence[str]) -> None:
+    """Raise UserError if several columns have this name."""
+    if columns.count(str(column)) > 1:
+        raise UserError(f"{file}: two columns have the name `{column}`; rename or remove one of them")
 
 
 def _json_lines(file: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, JsonLine]]:
@@ -175,8 +198,7 @@ def _tsv_lines(file: Path, lines: list[tuple[int, str]], header: list[str]) -> I
                 f"texts by spaces, or use a .jsonl file"
             )
         titles: list[Any] = header or list(range(len(cells)))
-        # Of several columns of one name, the first counts.
-        yield number, JsonLine(f"{file}:{number}", dict(reversed(list(zip(titles, cells)))))
+        yield number, JsonLine(f"{file}:{number}", dict(zip(titles, cells)))
 
 
 def _delimiter_of(header_line: str) -> str:
@@ -210,7 +232,7 @@ def _csv_lines(file: Path, text: str, delimiter: str, header: list[str]) -> Iter
                 f"{file}:{number}: {len(cells)} columns where the header has {len(header)}, separated by "
                 f"`{delimiter}`; put texts that contain it in quotes, or pass another --delimiter"
             )
-        yield number, JsonLine(f"{file}:{number}", dict(reversed(list(zip(header, cells)))))
+        yield number, JsonLine(f"{file}:{number}", dict(zip(header, cells)))
 
 
 def _read_saved_dataset(folder: Path) -> Table:
@@ -240,7 +262,10 @@ def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
     import pyarrow.parquet as pq
 
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
+            names = pq.read_schema(pa.BufferReader(parts[0])).names
+            for name in names:
+                check_name_once(file, name, names)
             table = pq.read_table(pa.BufferReader(parts[0]), use_threads=False)
         else:
             table = pa.concat_tables([pa.ipc.open_stream(part).read_all() for part in parts])

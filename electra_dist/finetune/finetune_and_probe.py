@@ -29,7 +29,7 @@ from electra_dist.finetune.seed_folder import write_seed_folder
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.text_task import TextTask
-from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
+from electra_dist.finetune.training_loop import Diverged, Ids, Progress, Trained, count_steps, fit, predict, quiet
 from electra_dist.pretrained.encoder import Backbone, Pretrained
 
 _PROBE_BATCH = 64  # examples per forward pass of a probe
@@ -60,20 +60,20 @@ def finetune_task(
     with torch.random.fork_rng(devices=[]):
         model = task.model(encoder, settings, seed).to(device)
 
-    train_loss: float | None = None
+    trained: Trained | None = None
     of_test_sets: tuple[TextFile, ...] = ()
     try:
 
         def dev_score() -> float:
             return task.evaluate(model, encoder, settings, progress).metrics[task.metric]
 
-        train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress, dev_score)
+        trained = fit(model, encoder.tower.num_layers, examples, settings, seed, progress, dev_score)
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
         if folder is not None:
             of_test_sets = task.predict_test_sets(model, encoder, settings, progress)
     except Diverged as error:
         # A diverged model has no metrics: its result has a reason instead.
-        train_loss = None
+        trained = None
         outcome = TaskOutcome(metrics={}, failures=(f"diverged: {error}",))
     result = Measured(
         task=task.name,
@@ -84,8 +84,9 @@ def finetune_task(
         score=outcome.metrics.get(task.metric),  # None if the loss diverged
         metrics=outcome.metrics,
         failures=outcome.failures,
-        train_loss=train_loss,
-        steps=count_steps(len(examples.ids), settings),
+        train_loss=None if trained is None else trained.loss,
+        steps=0 if trained is None else trained.steps,
+        planned_steps=count_steps(len(examples.ids), settings),
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
     )

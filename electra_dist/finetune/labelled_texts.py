@@ -31,7 +31,7 @@ import numpy as np
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.task import TextFile, tsv_file
-from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, read_table
+from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, read_table
 
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 _ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
@@ -109,8 +109,10 @@ def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column)
     """Return the texts and labels of a table; see `read_texts` for arguments and errors."""
     file = table.file
     columns = [text_a, label] if text_b is None else [text_a, text_b, label]
+    for column in columns:
+        check_name_once(file, column, table.columns)
     missing = [column for column in columns if column not in table.columns]
-    if missing and table.columns and file.suffix != ".jsonl":
+    if missing and table.columns and file.suffix.lower() != ".jsonl":
         raise UserError(
             f"{file}: no column `{missing[0]}`; the header has {', '.join(table.columns)}: "
             f"name one of these, or correct the header"
@@ -165,6 +167,11 @@ def find_columns(
     not exactly one candidate.
     """
     taken = (text_a, text_b, label)
+    if len(table.columns) == 1:
+        raise UserError(
+            f"{table.file}: only one column, `{table.columns[0][:40]}`, where texts and labels are needed; if another "
+            f"character separates the columns, pass it as --delimiter"
+        )
     if label == "":
         free = [column for column in table.columns if column not in taken]
         found = [column for column in free if column.lower() in _LABEL_TITLES]
@@ -172,6 +179,11 @@ def find_columns(
             fits = _are_numbers if is_regression else _repeat
             free = [column for column in free if column.lower() not in _TEXT_TITLES]
             found = [column for column in free if fits(_sample(table, column))]
+            if len(found) == 1 and found[0] in _sample(table, found[0]):
+                raise UserError(
+                    f"{table.file}: the first line seems to hold an example, `{found[0]}` being a label further down; "
+                    f"put a line before it with the names of the columns, such as text and label"
+                )
         label = _only_candidate(table, found, "label", "--label")
     return text_a or find_text_column(table, [*taken, label]), label
 
@@ -191,7 +203,9 @@ def _sample(table: Table, column: str) -> list[str]:
 
 
 def _only_candidate(table: Table, found: Sequence[str], what: str, option: str) -> str:
-    if len(found) == 1:
+    if not table.columns:
+        raise UserError(f"{table.file}: is empty; its first line must name the columns")
+    if len(set(found)) == 1:
         return found[0]
     which = f"{' and '.join(found)} may each be the {what}" if found else f"no column is clearly the {what}"
     raise UserError(f"{table.file}: {which}; name one of {', '.join(table.columns)} with {option}")
@@ -231,6 +245,11 @@ def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: floa
     rows = [row for row, key in enumerate(keys) if isinstance(key, float) or num_of[key] > 1]
     rows.sort(key=lambda row: (keys[row], rank[row]))
     held_out = [row for place, row in enumerate(rows) if int((place + 1) * share) > int(place * share)]
+    if not rows:
+        raise UserError(
+            f"{file}: no label has more than one example, so nothing can be held out; name a file with --dev, the "
+            f"column of the label with --label or, for numbers, --kind regression"
+        )
     if not held_out:
         raise UserError(
             f"{file}: {len(keys)} examples are too few to hold out {share:.0%} of them for development; name a file "

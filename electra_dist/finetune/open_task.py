@@ -19,6 +19,8 @@ from electra_dist.finetune.text_task import TextTask
 _SQUAD_VERSIONS = {"squad1": 1, "squad2": 2}
 _TAGGING = ("ner", "tagging")
 CUSTOM = "custom"  # task on the user's own texts
+_OF_TABLE = ("text_a", "text_b", "label", "kind", "dev", "delimiter")  # fields that describe the user's own table
+_OF_SPLIT = ("dev_share", "split_seed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class TaskRequest:
 def open_task(request: TaskRequest) -> Task:
     """Read the data of a task and return the task; raise UserError if the name is unknown or the data are invalid."""
     name = request.name
+    _refuse_ignored(request)
     if name in _SQUAD_VERSIONS:
         return SquadTask(_SQUAD_VERSIONS[name], request.data)
     if name in _TAGGING:
@@ -56,6 +59,21 @@ def open_task(request: TaskRequest) -> Task:
         dev_share=request.dev_share,
         split_seed=request.split_seed,
     )
+
+
+def _refuse_ignored(request: TaskRequest) -> None:
+    """Raise UserError if a field is set that this task would ignore."""
+    if request.name not in (*GLUE, *_SQUAD_VERSIONS, *_TAGGING):
+        return
+    obeyed = _OF_SPLIT if request.name in _TAGGING else ()
+    defaults = {field.name: field.default for field in dataclasses.fields(request)}
+    for key in (*_OF_TABLE, *_OF_SPLIT):
+        if key not in obeyed and getattr(request, key) != defaults[key]:
+            option = f"--{key.replace('_', '-')}"
+            raise UserError(
+                f"{option}: the task {request.name} has files of its own for training and development; leave {option} "
+                f"out, or use --task {CUSTOM} for a table of yours"
+            )
 
 
 def _custom_spec(request: TaskRequest) -> TextSpec:

@@ -70,7 +70,8 @@ class Measured:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of a task, the score among them
     failures: tuple[str, ...] = ()  # why there is no score, or why seeds of fine-tuning count as failed, one line each
     train_loss: float | None = None  # mean of the last tenth of the steps; None without training, or if it diverged
-    steps: int = 0  # of fine-tuning
+    steps: int = 0  # of fine-tuning that were made; 0 if the loss diverged
+    planned_steps: int = 0  # more than `steps` if it stopped early
     examples: int = 0  # training examples or windows
     seconds: float = 0.0  # time that scoring took
     standard_error: float | None = None  # over the choice of the test examples; None if it is not known

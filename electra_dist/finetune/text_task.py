@@ -295,8 +295,9 @@ class TextTask(Task):
         """Return the user's training examples, and `spec` with the columns that it leaves open."""
         file = find_split(data, "train")
         if file is None:
+            what = "no table for training" if data.exists() else "no such file or folder"
             raise UserError(
-                f"{data}: no table for training; name a {', '.join(TABLE_SUFFIXES)} file with --data, or a folder "
+                f"{data}: {what}; name a {', '.join(TABLE_SUFFIXES)} file with --data, or a folder "
                 f"with train{TABLE_SUFFIXES[0]} and so on, or one of datasets.save_to_disk"
             )
         table = read_table(file, delimiter)
@@ -304,6 +305,12 @@ class TextTask(Task):
             text_a, label = find_columns(table, *spec.columns, is_regression=spec.kind == "regression")
             spec = dataclasses.replace(spec, text_a=text_a, label=label)
             self.notes.append(f"{file}: the text is the column `{text_a}`, and the label `{label}`")
+        columns = [column for column in spec.columns if column is not None]
+        if len(set(columns)) < len(columns):
+            raise UserError(
+                f"{file}: {' and '.join(map(str, columns))} are taken for texts and label, one column for two; "
+                f"correct --text-a, --text-b or --label"
+            )
         return spec, texts_of(table, *spec.columns)
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:

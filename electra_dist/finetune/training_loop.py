@@ -135,6 +135,13 @@ class Examples(NamedTuple):
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
 
 
+class Trained(NamedTuple):
+    """What a training did: its mean loss over the last tenth of the steps, and the steps that it made."""
+
+    loss: float
+    steps: int  # fewer than planned if it stopped early
+
+
 class Diverged(UserError):
     """Error: a loss or an output of a model is NaN or infinite; the message says where and what to change."""
 
@@ -160,8 +167,8 @@ def fit(
     seed: int,
     progress: Progress = quiet,
     score: Callable[[], float] | None = None,
-) -> float:
-    """Train `model` in place, on the device of its parameters; return the mean loss over the last tenth of the steps.
+) -> Trained:
+    """Train `model` in place, on the device of its parameters; return its last losses and the number of steps.
 
     The tenth is rounded down, but is at least one step. The model is left in training mode; the state of torch's
     global generator is the same afterwards as before. `num_layers` is the number of the encoder's layers. `progress`
@@ -203,7 +210,7 @@ def fit(
     if best is not None:
         best.restore()
     num_averaged = max(1, num_steps // 10)
-    return float(torch.stack(losses[-num_averaged:]).mean())
+    return Trained(float(torch.stack(losses[-num_averaged:]).mean()), len(losses))
 
 
 class _BestWeights:

@@ -129,11 +129,12 @@ def open_predictions(
     `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
     used if the file has it; otherwise the column of the text is searched for.
     """
-    is_table = file.suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
+    suffix = file.suffix.lower()
+    is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
         return lambda progress: _predict_answers(model, questions, progress)
-    if model.kind == "TokenClassification" and (not is_table or file.suffix == ".tsv"):
+    if model.kind == "TokenClassification" and (not is_table or suffix == ".tsv"):
         with readable(file):
             words, tags = read_words(file)
         return lambda progress: _predict_tags(model, words, tags, progress)

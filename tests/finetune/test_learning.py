@@ -53,7 +53,7 @@ def test_a_separable_task_is_learnt(encoder: Pretrained, animals: TextTask) -> N
     assert result.score > 0.95
     assert result.failures == ()
     assert result.examples == 160
-    assert result.steps == 60
+    assert result.steps == result.planned_steps == 60
 
 
 def test_a_probe_of_a_random_encoder_separates_the_labels_and_does_not_change_the_encoder(
@@ -169,6 +169,7 @@ def test_diverged_and_degenerate_seeds_are_reported_and_only_diverged_ones_have_
     summary = summarize([good, diverged, degenerate])
 
     assert diverged.score is None
+    assert (diverged.steps, diverged.planned_steps) == (0, 5)
     assert diverged.failures == ("diverged: the loss is nan at step 0; lower lr or raise warmup_fraction",)
     assert degenerate.failures[0].startswith("degenerate: all 60 predictions are")
     assert list(summary.failed) == [0, 3]  # seeds

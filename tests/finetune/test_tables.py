@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,7 +142,17 @@ BAD = {
     "quote.csv": ('text,label\n"a b,x\n', r"quote\.csv:2: not a line of a \.csv file"),
     "broken.parquet": ("PAR1", r"broken\.parquet: not readable as a table of Arrow"),
     "one.csv": ("text,label\na b,x\nc d,x\n", r"every example has the label `x`"),
-    "few.csv": ("text,label\na b,x\nc d,y\n", r"few\.csv: 2 examples are too few to hold out 10% of them"),
+    "empty.csv": ("", r"empty\.csv: is empty; its first line must name the columns"),
+    "head.csv": ("text,label\n", r"head\.csv: no examples; add at least one line with all columns \(text, label\)"),
+    "head.tsv": ("text\tlabel", r"head\.tsv: no examples"),
+    "wrong.tsv": ("text,label\na b,x\n", r"wrong\.tsv: only one column, `text,label`, .* pass it as --delimiter"),
+    "example.csv": ("a b,x\nc d,y\ne f,x\ng h,y\ni j,x\n", r"example\.csv: the first line seems .* example, `x`"),
+    "twice.csv": ("text,label,text\na b,x,c\n", r"twice\.csv: two columns have the name `text`; rename or remove one"),
+    "labels.tsv": ("text\tlabel\tlabel\na b\tx\ty\n", r"labels\.tsv: two columns have the name `label`"),
+    "alone.csv": ("text,label\na b,x\nc d,y\n", r"alone\.csv: no label has more .* --kind regression"),
+    "all.json": ('[{"text": "a b", "label": "x"}]', r"all\.json: no table, going by its name; convert"),
+    "book.xlsx": ("PK", r"book\.xlsx: no table, going by its name; convert it .* or pass the --delimiter"),
+    "few.csv": ("text,label\na b,x\nc d,x\ne f,y\n", r"few\.csv: 3 examples are too few to hold out 10% of them"),
 }  # fmt: skip
 
 
@@ -156,6 +167,58 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("name", ["x.csv", "X.CSV", "x.TSV", "Daten \u00fc\u4e2d/x y.Jsonl", "x.JSONL"])
+def test_other_encodings_and_spellings_of_a_name_change_nothing(tmp_path: Path, name: str, encoding: str) -> None:
+    kind = name.lower().rpartition(".")[2]
+    rows = [("caf\u00e9 \u4e2d one", "a"), ("the dog", "b")] * 10
+    lines = {
+        "csv": ["text,label", *(",".join(row) for row in rows)],
+        "tsv": ["text\tlabel", *("\t".join(row) for row in rows)],
+        "jsonl": [json.dumps(dict(zip(("text", "label"), row))) for row in rows],
+    }[kind]
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    file.write_bytes((mark + "\r\n".join(lines)).encode(encoding))
+
+    task = open_custom(file, dev=file)
+
+    assert list(zip(task.train.a, task.train.label)) == list(zip(task.dev[""].a, task.dev[""].label)) == rows
+
+
+def test_columns_of_one_name_in_arrow_files_and_one_column_for_two_uses_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a b"]), pa.array(["x"]), pa.array(["c d"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "label", "text"]), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: two columns have the name `text`"):
+        open_custom(tmp_path / "x.parquet")
+    write_csv(tmp_path / "x.csv", ",")
+    for columns_of in ({"text_a": "stars"}, {"text_a": "review", "text_b": "review"}):
+        with pytest.raises(UserError, match=r"x\.csv: .* are taken for texts and label, one column for two;"):
+            open_custom(tmp_path / "x.csv", label="stars", **columns_of)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("cola", {"dev": Path("dev.csv")}),
+        ("mnli", {"text_a": "text"}),
+        ("rte", {"text_b": "text"}),
+        ("cola", {"label": "label"}),
+        ("cola", {"kind": "regression"}),
+        ("cola", {"delimiter": ";"}),
+        ("cola", {"dev_share": 0.2}),
+        ("squad1", {"split_seed": 3}),
+        ("squad2", {"dev": Path("dev.csv")}),
+        ("ner", {"dev": Path("dev.csv")}),
+    ],
+)
+def test_an_option_that_a_task_would_ignore_is_refused(tmp_path: Path, task: str, options: dict[str, Any]) -> None:
+    option = f"--{next(iter(options)).replace('_', '-')}"
+    with pytest.raises(UserError, match=f"^{option}: the task {task} has files of its own .* leave {option} out"):
+        open_task(TaskRequest(name=task, data=tmp_path, **options))
+
+
 def test_missing_parts_of_a_saved_dataset_and_two_training_files_are_refused(tmp_path: Path) -> None:
     save_dataset(tmp_path / "saved", arrow_table())
     (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
@@ -165,13 +228,18 @@ def test_missing_parts_of_a_saved_dataset_and_two_training_files_are_refused(tmp
         (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=r"train\.csv and train\.jsonl are all train files"):
         open_custom(tmp_path)
-    with pytest.raises(UserError, match=r"no table for training; name a \.tsv, \.csv"):
+    with pytest.raises(UserError, match=r"nowhere: no such file or folder; name a \.tsv, \.csv"):
         open_custom(tmp_path / "saved" / "nowhere")
+    (tmp_path / "without").mkdir()
+    with pytest.raises(UserError, match=r"no table for training; name a \.tsv, \.csv"):
+        open_custom(tmp_path / "without")
 
 
 def test_a_delimiter_that_is_given_counts_more_than_that_of_the_header(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b;text\n1,2;the dog\n")
     assert read_table(tmp_path / "x.csv", ";").columns == ["a,b", "text"]
+    (tmp_path / "x.txt").write_text("text\tlabel\nthe dog\ta\n")
+    assert read_table(tmp_path / "x.txt", r"\t").columns == ["text", "label"]
     with pytest.raises(UserError, match="--delimiter ab: one character is needed"):
         read_table(tmp_path / "x.csv", "ab")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import difflib
-import os
+import itertools
 import re
 import signal
 import sys
@@ -243,7 +243,8 @@ def check_labels(key: str, labels: Iterable[str], model: Path) -> None:
 
 def _likeness(name: str, other: str) -> tuple[int, float]:
     """Return how alike two labels are: by their common beginning, as eng and en, and then by all characters."""
-    return len(os.path.commonprefix([name, other])), difflib.SequenceMatcher(None, name, other).ratio()
+    num_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
+    return num_equal, difflib.SequenceMatcher(None, name, other).ratio()
 
 
 class OfflineUrlFilter(URLFilter):

@@ -1,7 +1,8 @@
 """Begin, continue and report a preparation: what `electra-dist corpus prepare` does.
 
 Guarantee: everything that can be refused is refused before the first task: unknown keys, missing files of sources,
-models and lists, labels that a model lacks, a missing package, an output or a work folder of another preparation. Nothing is downloaded.
+models and lists, labels that a model lacks, a missing package, an output or a work folder of another preparation.
+Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def finetune(
 
     if probe and parallel > 1:
         raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
-    task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
+    names = [name.strip() for name in task.split(",")]
+    task_names = list(dict.fromkeys(name for name in names if name)) or [task]  # each once, in the order given
     writes_models = save and not probe
     request_of_any = TaskRequest(
         name="",
