@@ -46,6 +46,7 @@ from electra_dist.run.records import read_records
 MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointer
 SIZE_INCHES = (4.0, 2.2)  # of a diagram; the page scales it
 _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
+_LEAST_DISTANCE = 0.05  # of the ends of an axis from the value of a guess
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 
 
@@ -222,6 +223,9 @@ def _draw_legend_above(axes: Axes, handles: Sequence[Artist]) -> None:
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
     """Draw a dashed line at `panel.chance`, the value that a random guess reaches; draw nothing if it is None."""
     if panel.chance is not None:
+        # The axis has room around a guess, so that noise does not look like learning.
+        axes.update_datalim([(0, panel.chance - _LEAST_DISTANCE), (0, panel.chance + _LEAST_DISTANCE)], updatex=False)
+        axes.autoscale_view(scalex=False)
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 

@@ -18,6 +18,7 @@ from electra_dist.escapes import printable
 from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.pages import draw_diagrams, percent, render, write_page
 from electra_dist.report.plot_style import MAX_RUNS
+from electra_dist.report.report_page import learning_verdict
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
 from electra_dist.run.number_formats import format_count, format_duration
@@ -66,6 +67,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     return render(
         "overlay.html",
         names=list(names),
+        verdicts=[(name, learning_verdict(run)) for run, name in zip(runs, names, strict=True)],
         figures=_figures(runs),
         diagrams=draw_diagrams(run_curves),
         differences=_differences(runs),
@@ -95,11 +97,6 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
     commit = run.environment.get("commit")
     figures = {
         "state": run.state()[1],
-        "discriminator": format_count(run.parameters.discriminator) if run.parameters else _NONE,
-        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
-        "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
-        "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
-        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else _NONE,
         "context AUC, held out": _decimals(last_eval.context_auc if last_eval else None),
         "ROC-AUC, held out": _decimals(last_eval.auc if last_eval else None),
         "discriminator loss, held out": _decimals(last_eval.rtd_loss if last_eval else None),
@@ -107,10 +104,15 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
         "discriminator loss, training": _decimals(mean(recent, "rtd_loss")) if recent else _NONE,
         "generator loss, training": _decimals(mean(recent, "mlm_loss")) if recent else _NONE,
         "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else _NONE,
+        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else _NONE,
         "tokens per second": format_count(tokens_per_s) if tokens_per_s is not None else _NONE,
         "wall clock": format_duration(run.account.wall) if run.ledger else _NONE,
         "goodput": percent(run.account.fraction) if run.account.fraction is not None else _NONE,
         "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else _NONE,
+        "discriminator": format_count(run.parameters.discriminator) if run.parameters else _NONE,
+        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
+        "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
+        "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
         "commit": commit["sha"][:12] if commit else _NONE,
     }
     return figures

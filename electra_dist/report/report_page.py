@@ -87,7 +87,7 @@ def report_page(run: RunRecord) -> str:
         run=run,
         state=state,
         state_text=state_text,
-        verdict=_verdict(run),
+        verdict=learning_verdict(run),
         tiles=figures[:MAX_TILES],
         more_figures=figures[MAX_TILES:],
         diagrams=draw_diagrams([run.curves]),
@@ -105,7 +105,7 @@ def report_page(run: RunRecord) -> str:
     )
 
 
-def _verdict(run: RunRecord) -> tuple[str, str] | None:
+def learning_verdict(run: RunRecord) -> tuple[str, str] | None:
     """Return whether the run learns, as (CSS class, sentence), or None if no context AUC was evaluated.
     The sentence is a warning in the same cases in which `electra-dist status` warns.
     """

@@ -77,6 +77,34 @@ def test_the_page_has_the_figures_of_the_runs_and_the_keys_that_differ(page: str
     assert differing == [["optimizer.lr", "0.001", "0.002"]]
 
 
+def test_the_page_says_at_its_top_which_runs_learn_and_stacks_the_columns_of_many(
+    runs: list[Path], step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord], tmp_path: Path
+):
+    folders = []
+    for name, context_auc in (("learns", 0.7), ("stuck", 0.501)):
+        folder = tmp_path / name
+        shutil.copytree(runs[0], folder)
+        (folder / "metrics.jsonl").unlink()
+        writer = MetricsWriter(folder, tensorboard=False)
+        writer.write(step_record(step=100))
+        writer.write(eval_record(step=100, context_auc=context_auc, context_auc_se=0.001))
+        writer.close()
+        folders.append(folder)
+
+    page = write_overlay([*folders, runs[1]], tmp_path / "page.html").read_text()
+
+    top = page[: page.index("<h2>Figures</h2>")]
+    assert '<p class="verdict good"><b>learns</b>: The discriminator learns from context: context AUC 0.700' in top
+    assert '<p class="verdict bad"><b>stuck</b>: Warning: step 100: context AUC 0.501' in top
+    assert re.search(r"data-name=\"stuck\">0.5010</td>", page)
+    (auc,) = [
+        diagram
+        for diagram in map(json.loads, re.findall(r'<script type="application/json">(.*?)</script>', page))
+        if diagram["lines"][0]["label"] == "learns: context AUC"
+    ]
+    assert auc["y"][2] <= 0.45 and auc["y"][3] >= 0.7
+
+
 def test_runs_of_equal_name_are_told_apart_by_their_folders(tmp_path: Path):
     assert unique_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert unique_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
