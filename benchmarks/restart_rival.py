@@ -21,7 +21,7 @@ from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 STEPS = 2  # Of each start.
@@ -52,7 +52,7 @@ def main() -> None:
     rows_B = torch.arange(config.train.micro_batch)
     for step in range(STEPS):
         ids_BS = torch.randint(5, config.model.vocab_size, (len(rows_B), config.data.seq_len))
-        scales = 1.0 / loss_counts(ids_BS, special, config.objective).sum(0)
+        scales = 1.0 / engine.module.loss_counts(ids_BS).sum(0)
         engine.backward(engine.forward(StepInput(ids_BS, rows_B, step, config.seed, *scales)).loss)
         engine.step(1e-4)
         if step == 0:

@@ -23,7 +23,7 @@ from measure import Json
 from electra_dist.config import Config
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.base import StepInput, Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.train.step_operators import ProductShape, product_shapes
@@ -49,7 +49,7 @@ def ours(config: Config) -> Way:
     optimizer, _ = build_optimizer(module, config.optimizer, "cpu")
 
     def forward(ids_BS: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        scales = 1.0 / loss_counts(ids_BS, SPECIAL, config.objective).sum(0)
+        scales = 1.0 / module.loss_counts(ids_BS).sum(0)
         out = module(StepInput(ids_BS, torch.arange(len(ids_BS)), step, config.seed, *scales))
         sums = Sums(*out.sums)
         return out.loss, sums.mlm_loss_sum / sums.mlm_weight, sums.rtd_loss_sum / sums.rtd_weight

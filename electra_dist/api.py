@@ -33,7 +33,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model import towers as model_towers
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective as objective_builder
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.encoder import Pretrained, TowerName, device_of_choice, load_pretrained
 from electra_dist.pretrained.weights import load_run_weights, read_frozen_generator
@@ -285,9 +285,8 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
             f"step_input: the argument ids has ids from {ids.min()} to {ids.max()}, but the vocabulary has 0 to "
             f"{vocab_size - 1}; pass rows of the corpus that the objective was built for"
         )
-    special = objective.special
-    scale_2 = 1.0 / loss_counts(ids, special, objective.objective).sum(0).clamp(min=1)
-    return StepInput.of_rows(ids, ids.cpu().numpy(), 0, (seed, step), objective.attention, special, scale_2)
+    scale_2 = 1.0 / objective.loss_counts(ids).sum(0).clamp(min=1)
+    return objective.step_input(ids, ids.cpu().numpy(), 0, (seed, step), scale_2)
 
 
 def load_weights(

@@ -12,6 +12,9 @@ import pytest
 from support.import_graph import ROOT
 from support.trace_run import PHASES, START, figures
 
+# Functions, files and packages of a phase, with some room for other machines. These numbers only fall.
+MOST = {START: (440, 82, 20), "step": (205, 40, 9), "evaluation": (205, 41, 10), "save": (45, 15, 5)}
+
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_function_of_a_phase_exists(phase: str):
@@ -34,3 +37,6 @@ def test_every_phase_of_a_run_is_traced():
     # A step calls the forward pass of both towers for each of two micro-batches, in several packages.
     assert phases["step"]["calls"] > 2 * phases["step"]["functions"] > 100
     assert phases[START]["packages"] > phases["save"]["packages"] > 1
+    for phase, most in MOST.items():
+        found = tuple(phases[phase][figure] for figure in ("functions", "files", "packages"))
+        assert all(number <= limit for number, limit in zip(found, most, strict=True)), (phase, found)

@@ -45,7 +45,7 @@ from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.counts import peak_flops, token_flops
 from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.towers import ElectraTowers, build_towers
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.step_operators import part_of
 
@@ -175,8 +175,8 @@ class StepBench:
 
 def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
     """Return the input of step 0, with the given rows as its whole global batch."""
-    scale_2 = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
-    return StepInput.of_rows(ids_BS, ids_BS.cpu().numpy(), 0, (1, 0), module.attention, SPECIAL, scale_2)
+    scale_2 = 1.0 / module.loss_counts(ids_BS).sum(0)
+    return module.step_input(ids_BS, ids_BS.cpu().numpy(), 0, (1, 0), scale_2)
 
 
 def train(module: Objective, optimizer: torch.optim.Optimizer, given: StepInput) -> None:

@@ -28,7 +28,7 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
         "ranks": str(dist.get_world_size()),
         "train.micro_batch": str(config.train.micro_batch),
         "engine.zero_stage": str(config.engine.zero_stage),
-        "attention": engine.attention.name,
+        "attention": engine.module.attention.name,
         "optimizer": engine.optimizer_name,  # an implementation may be missing where a compiler or a package is
         "guard.window": str(guard.window),
         "guard.spike_sigma": str(guard.spike_sigma),

@@ -39,7 +39,6 @@ from electra_dist.engine.optimizer import build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.zero import Bf16Stage1, LossScale, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
-from electra_dist.model.attention import LayerMask
 from electra_dist.model.encoder import EncoderLayer
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
@@ -279,10 +278,10 @@ class Engine:
         return loss_scale
 
     @property
-    def attention(self) -> type[LayerMask]:
-        """Return the attention backend of the module, whose `bounds` every input of `forward` needs."""
+    def module(self) -> Objective:
+        """Return the objective, which makes the inputs of `forward`."""
         module: Objective = self.deepspeed.module
-        return module.attention
+        return module
 
     def forward(self, given: StepInput) -> StepOutput:
         """Return the objective's output for one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""

@@ -37,7 +37,7 @@ from electra_dist.config import Config, divisors
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import find_document
@@ -196,10 +196,10 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
     ids_BS[:, 0] = special.cls
     ids_BS[:, -1] = special.sep
     # Each of the two losses of an objective is a sum over tokens, multiplied by 1 / (number of its tokens).
-    scale_2 = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
+    scale_2 = 1.0 / module.loss_counts(ids_BS).sum(0)
     host_ids_BS = np.full(size_BS, first_ordinary_id)
     host_ids_BS[:, 0] = special.cls  # begins the only example of a row
-    return StepInput.of_rows(ids_BS, host_ids_BS, 0, (config.seed, 0), module.attention, special, scale_2)
+    return module.step_input(ids_BS, host_ids_BS, 0, (config.seed, 0), scale_2)
 
 
 def _peak_on_gpu(module: Objective, given: StepInput) -> int:

@@ -8,7 +8,7 @@ from the other rows of the batch; the only exception is dropout of attention on 
 tokens, times a scale that the caller passes. With scales of 1 / (count over the global batch), the losses of all ranks
 and micro-batches add up to the mean over the global batch, however it is split. With scales of 1 / (count over the
 micro-batch x number of micro-batches on all ranks), they add up to the average of the micro-batches' means, as in
-Google's code. `loss_counts` returns the counts. Shapes are static, and the host never waits for the device.
+Google's code. `Objective.loss_counts` returns the counts. Shapes are static, and the host never waits for the device.
 
 Values that may follow a schedule (`ScheduledValues`) are a pure function of (config, t, num_steps) at step t. A
 scheduled value that equals a plain number gives the same bits as that number (with `mask_prob`, as long as the number
@@ -146,8 +146,8 @@ class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
     An objective has one or two losses. Each is a sum over tokens, and a scale turns the sum into a mean. `first_scale`
-    is 1 / n, where n is the sum of column 0 of `loss_counts` over all rows of the mean, usually the global batch.
-    `second_scale` is computed from column 1 in the same way.
+    is 1 / n, where n is the sum of column 0 of `Objective.loss_counts` over all rows of the mean, usually the global
+    batch. `second_scale` is computed from column 1 in the same way.
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
@@ -168,29 +168,6 @@ class StepInput:
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
     # int64 ids that the discriminator reads in place of rows that the objective corrupts; see `Objective.score_shown`.
     shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
-
-    @classmethod
-    def of_rows(
-        cls,
-        ids_BS: torch.Tensor,
-        host_ids_BS: NDArray[Any],
-        row0: int,
-        key: tuple[int, int],
-        attention: type[LayerMask],
-        special: SpecialIds,
-        scales: Iterable[float | torch.Tensor] = (1.0, 1.0),
-        scheduled: ScheduledValues | None = None,
-    ) -> StepInput:
-        """Return the input of adjoining rows of a step, the first of which has number `row0` within the global batch.
-
-        `host_ids_BS` are the same ids on the host, from which the attention backend takes the bounds of the examples.
-        `key` are seed and step. Scales of 1 leave plain sums.
-        """
-        seed, step = key
-        first_scale, second_scale = scales
-        row_B = torch.arange(row0, row0 + len(ids_BS), device=ids_BS.device)
-        bounds = attention.bounds(host_ids_BS, special, ids_BS.device)
-        return cls(ids_BS, row_B, step, seed, first_scale, second_scale, bounds=bounds, scheduled=scheduled)
 
 
 class StepOutput(NamedTuple):
@@ -223,26 +200,6 @@ class Batch(StepInput):
         return (first_slot_of_row_B1 + slot_in_row_N).flatten()
 
 
-def loss_counts(
-    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: float | None = None
-) -> torch.Tensor:
-    """Return how many tokens of each row count in the means of the objective's two losses, int64 [B, 2].
-
-    Column 0 is for the generator's loss (or the only loss), column 1 for the discriminator's. Only the ids are needed,
-    so a step can add up the counts of all ranks before its first forward pass. `mask_prob` is the present value of
-    `objective.mask_prob`, if that follows a schedule; None stands for the value at the first step.
-    """
-    masked_B = num_masked(ids_BS, special, objective, mask_prob)
-    first_B = masked_B
-    if objective.facts.has_cloze_generator:
-        # It predicts every token that may be masked.
-        first_B = special.is_candidate(ids_BS).sum(1)
-    second_B = (ids_BS != special.pad).sum(1)
-    if objective.facts.counts_masked_only:
-        second_B = masked_B
-    return torch.stack([first_B, second_B], -1)
-
-
 class Objective(nn.Module, ABC):
     """Base class of the pretraining objectives: it holds the networks and maps a `StepInput` to a `StepOutput`."""
 
@@ -255,6 +212,36 @@ class Objective(nn.Module, ABC):
         self.special = special
         self.backend = backend
         self.attention: type[LayerMask] = SdpaMask  # until the caller chooses another backend
+
+    def loss_counts(self, ids_BS: torch.Tensor, mask_prob: float | None = None) -> torch.Tensor:
+        """Return how many tokens of each row count in the means of the objective's two losses, int64 [B, 2].
+
+        Column 0 is for the generator's loss (or the only loss), column 1 for the discriminator's. Only the ids are
+        needed, so a step can add up the counts of all ranks before its first forward pass. `mask_prob` is the present
+        value of `objective.mask_prob`, if that follows a schedule; None stands for the value at the first step.
+        """
+        num_masked_B = num_masked(ids_BS, self.special, self.objective, mask_prob)
+        return torch.stack([num_masked_B, (ids_BS != self.special.pad).sum(1)], -1)
+
+    def step_input(
+        self,
+        ids_BS: torch.Tensor,
+        host_ids_BS: NDArray[Any],
+        row0: int,
+        key: tuple[int, int],
+        scales: Iterable[float | torch.Tensor] = (1.0, 1.0),
+        scheduled: ScheduledValues | None = None,
+    ) -> StepInput:
+        """Return the input of adjoining rows of a step, the first of which has number `row0` within the global batch.
+
+        `host_ids_BS` are the same ids on the host, from which the attention backend takes the bounds of the examples.
+        `key` are seed and step. Scales of 1 leave plain sums.
+        """
+        seed, step = key
+        first_scale, second_scale = scales
+        row_B = torch.arange(row0, row0 + len(ids_BS), device=ids_BS.device)
+        bounds = self.attention.bounds(host_ids_BS, self.special, ids_BS.device)
+        return StepInput(ids_BS, row_B, step, seed, first_scale, second_scale, bounds=bounds, scheduled=scheduled)
 
     def forward(self, step_input: StepInput) -> StepOutput:
         """Compute the loss; if the rows were corrupted beforehand (`shown_BS`), only score their tokens instead."""

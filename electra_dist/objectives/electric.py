@@ -34,6 +34,11 @@ class Electric(CorruptingObjective):
     """Objective Electric: two causal networks model the noise, and the discriminator learns energies of tokens."""
 
     @override
+    def loss_counts(self, ids_BS: torch.Tensor, mask_prob: float | None = None) -> torch.Tensor:
+        num_candidates_B = self.special.is_candidate(ids_BS).sum(1)  # the noise model predicts all that may be masked
+        return torch.stack([num_candidates_B, (ids_BS != self.special.pad).sum(1)], -1)
+
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)

@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.corruption import CorruptingObjective, Corruption
+from electra_dist.objectives.masking import num_masked
 from electra_dist.objectives.token_prediction import predict_slots, token_sums
 
 
@@ -69,6 +70,11 @@ class ReplacedTokenDetection(CorruptingObjective):
 
 class MaskedOnlyDetection(ReplacedTokenDetection):
     """Replaced-token detection in which only masked positions count in the discriminator's loss."""
+
+    @override
+    def loss_counts(self, ids_BS: torch.Tensor, mask_prob: float | None = None) -> torch.Tensor:
+        num_masked_B = num_masked(ids_BS, self.special, self.objective, mask_prob)
+        return torch.stack([num_masked_B, num_masked_B], -1)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
         """Return the weight of each token in the loss, float32 [B, S]: how often masking has drawn its position."""

@@ -32,7 +32,7 @@ from typing_extensions import override
 from electra_dist.model.heads import token_log_probs
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.objectives.masking import Masking
+from electra_dist.objectives.masking import Masking, num_masked
 
 
 class MaskedLanguageModel(Objective):
@@ -76,6 +76,11 @@ def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_B
 
 class ReplaceMlm(CorruptingObjective):
     """Masked language modelling in which the discriminator reads the generator's tokens instead of [MASK]."""
+
+    @override
+    def loss_counts(self, ids_BS: torch.Tensor, mask_prob: float | None = None) -> torch.Tensor:
+        num_masked_B = num_masked(ids_BS, self.special, self.objective, mask_prob)
+        return torch.stack([num_masked_B, num_masked_B], -1)  # both networks predict at the masked positions
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:

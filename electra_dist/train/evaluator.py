@@ -203,7 +203,7 @@ class Evaluator:
             rows_BS = padded_RS[first : first + self.micro_batch]
             ids_BS = torch.from_numpy(rows_BS).to(engine.device)
             # Step 0: masks and samples are equal at every evaluation.
-            yield StepInput.of_rows(ids_BS, rows_BS, first, (seed, 0), engine.attention, self.special)
+            yield engine.module.step_input(ids_BS, rows_BS, first, (seed, 0))
 
     def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
         """Append rows of padding, so that all ranks have the same number of batches; return all rows as int64."""
@@ -241,7 +241,7 @@ def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | Non
         num_rows=config.log.eval_rows,
         micro_batch=config.train.micro_batch,
         seed=config.seed,
-        special=start.special,
+        special=start.engine.module.special,
         context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
         num_shown_rows=config.log.text_samples,
     )

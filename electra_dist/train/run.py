@@ -207,7 +207,6 @@ def _build(
         config=config,
         inputs=inputs,
         engine=engine,
-        special=special,
         skips=SkipList(run_dir, config.train.skip_steps, patience),
         stop=stop,
         monitor=monitor,

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from electra_kernels.operation_types import SpecialIds
-
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.store.patience import Patience
@@ -28,7 +26,6 @@ class Start:
     config: Config  # with the micro-batch that this number of ranks and this memory allow
     inputs: RunInputs
     engine: Engine
-    special: SpecialIds
     skips: SkipList
     stop: StopRequest
     monitor: RankMonitor

@@ -29,15 +29,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
-from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.collectives import gather
-from electra_dist.config import ObjectiveConfig
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.objectives.base import Schedules, StepInput, Sums, first_values, loss_counts
+from electra_dist.objectives.base import Schedules, StepInput, Sums, first_values
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -90,19 +88,15 @@ class TrainStep:
     def __init__(
         self,
         engine: Engine,
-        objective: ObjectiveConfig,
-        special: SpecialIds,
         seed: int,
         micro_batch: int,
         schedules: Schedules | None = None,
     ) -> None:
         self._engine = engine
-        self._objective = objective
-        self._special = special
         self._seed = seed
         self._micro_batch = micro_batch
         self._schedules = schedules
-        self._values = first_values(objective)  # of the keys that may be scheduled, in the present step
+        self._values = first_values(engine.module.objective)  # of the keys that may be scheduled, in the present step
         self._stopwatch = _Stopwatch(engine.device)
 
     def __call__(
@@ -222,15 +216,8 @@ class TrainStep:
         """
         row0 = batch.row0 + rows.start  # number within the global batch
         torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-        return StepInput.of_rows(
-            ids_BS[rows],
-            batch.ids[rows],
-            row0,
-            (self._seed, batch.step),
-            self._engine.attention,
-            self._special,
-            scale_2,
-            self._values,
+        return self._engine.module.step_input(
+            ids_BS[rows], batch.ids[rows], row0, (self._seed, batch.step), scale_2, self._values
         )
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
@@ -244,14 +231,14 @@ class TrainStep:
 
         Token counts, receipts (number and digest of rows) and flags are added up over the ranks. Collective.
         """
-        count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
+        count_B2 = self._engine.module.loss_counts(ids_BS, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
         receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)
         totals = torch.cat([count_N2.sum(0), receipt_and_flags.to(ids_BS.device, non_blocking=True)])
         dist.all_reduce(totals)
         count_2 = totals[:_NUM_LOSSES]  # of the global batch
         # A count of 0 has a loss sum of 0: a divisor of 1 gives the mean 0 instead of NaN.
-        if self._objective.loss_mean == "per_replica":
+        if self._engine.module.objective.loss_mean == "per_replica":
             # The mean of each micro-batch, averaged over all micro-batches of all ranks.
             num_means = self._engine.num_micro_batches * dist.get_world_size()
             scale_N2 = 1.0 / (count_N2.clamp(min=1) * num_means)
@@ -271,7 +258,7 @@ class TrainStep:
         if self._schedules is not None:
             self._values = self._schedules.values(batch.step)
         ids_BS = self._to_device(batch)
-        count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
+        count_B2 = self._engine.module.loss_counts(ids_BS, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row
         losses = []
         with torch.no_grad():

@@ -180,7 +180,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
         module, attention = build_module(config, rows.special, even_counts)
         engine = Engine(module, config.train, config.engine, config.optimizer)
         stack.callback(engine.close)
-        train_step = TrainStep(engine, config.objective, rows.special, config.seed, config.train.micro_batch)
+        train_step = TrainStep(engine, config.seed, config.train.micro_batch)
         runner = _StepRunner(config, train_step, rows.batches, rows.special.pad)
         for _ in range(_WARM_UP_STEPS):
             runner.run_step()

@@ -215,8 +215,6 @@ class Trainer:
             evaluator = open_evaluator(self.start, stack)
             train_step = TrainStep(
                 engine=self.engine,
-                objective=self.config.objective,
-                special=self.start.special,
                 seed=self.config.seed,
                 micro_batch=self.config.train.micro_batch,
                 schedules=self.schedules,

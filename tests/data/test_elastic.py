@@ -33,7 +33,6 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import ShardCache
-from electra_dist.model.attention import SdpaMask
 from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -97,17 +96,16 @@ class Recorder:
     """Fake of the engine that runs the objective's forward pass and records everything that it draws, row by row."""
 
     device = torch.device("cpu")
-    attention = SdpaMask
     loss_scale = None
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         self.towers = FixedTowers()
-        self._module = ReplacedTokenDetection(self.towers, objective, special_ids(), "reference")  # type: ignore[arg-type]
+        self.module = ReplacedTokenDetection(self.towers, objective, special_ids(), "reference")  # type: ignore[arg-type]
         self.drawn: dict[tuple[int, int], np.ndarray] = {}  # (step, row of the global batch)
 
     def forward(self, step_input: StepInput) -> StepOutput:
         self.towers.inputs.clear()
-        out = self._module(step_input)
+        out = self.module(step_input)
         everything = torch.cat([step_input.ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
         for row, drawn in zip(step_input.row_B.tolist(), everything.numpy()):
             assert (step_input.step, row) not in self.drawn
@@ -172,7 +170,7 @@ def leg(
         the receipt of each step.
     """
     recorder = Recorder(objective)
-    train_step = TrainStep(recorder, objective, special_ids(), SEED, micro_batch)  # type: ignore[arg-type]
+    train_step = TrainStep(recorder, SEED, micro_batch)  # type: ignore[arg-type]
     wanted = [step for step in steps if step not in skip_steps]
     row_ids = {step: np.full(GLOBAL_BATCH, -1) for step in wanted}
     receipts = {step: Receipt() for step in wanted}

@@ -35,8 +35,9 @@ def test_exactly_the_settings_that_differ_are_named(before: dict[str, str], now:
 def test_another_implementation_of_the_optimizer_is_named(tiny_config: Callable[..., Path]) -> None:
     config = load_config(tiny_config("run"), [])
     device = torch.device("cpu")
+    module = SimpleNamespace(attention=Choice("sdpa"))
     before, now = (
-        bit_settings(config, cast(Any, SimpleNamespace(attention=Choice("sdpa"), device=device, optimizer_name=name)))
+        bit_settings(config, cast(Any, SimpleNamespace(module=module, device=device, optimizer_name=name)))
         for name in ("FusedAdam (DeepSpeed)", "ForeachAdamW (electra-dist)")
     )
     assert changes(before, now) == {"optimizer": "FusedAdam (DeepSpeed) to ForeachAdamW (electra-dist)"}

@@ -16,7 +16,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.muon import ForeachMuon, check_update
 from electra_dist.engine.optimizer import build_optimizer, parameter_groups
 from electra_dist.engine.state_fragments import held_fragments, publish
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -94,7 +94,7 @@ def test_muon_gets_the_matrices_of_the_layers_and_nothing_else() -> None:
 def run_steps(engine: Engine, config: Config, first: int, last: int) -> list[float]:
     """Train the steps from `first` up to `last`, exclusive, on one batch; return the losses."""
     ids = torch.from_numpy(synthetic_rows(4, 5).astype(np.int64))
-    scales = 1 / loss_counts(ids, SPECIAL, config.objective).sum(0)
+    scales = 1 / engine.module.loss_counts(ids).sum(0)
     losses = []
     for step in range(first, last):
         out = engine.forward(StepInput(ids, torch.arange(4), step, 11, *scales))

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from support.real_runs import synthetic_rows
-from support.tiny_engine import SPECIAL, tiny_engine, whole_state
+from support.tiny_engine import tiny_engine, whole_state
 
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 
 NUM_ROWS = 4
 EPS = 1e-6
@@ -75,7 +75,7 @@ def build(place: Place, sharing: str, optimizer: dict) -> tuple[Config, Engine]:
 def run_step(config: Config, engine: Engine, lr: float, generator_lr: float | None) -> None:
     """Make one step on this rank's share of four rows."""
     ids = torch.from_numpy(synthetic_rows(NUM_ROWS, 5).astype(np.int64))
-    scales = 1 / loss_counts(ids, SPECIAL, config.objective).sum(0)
+    scales = 1 / engine.module.loss_counts(ids).sum(0)
     per_rank = NUM_ROWS // dist.get_world_size()
     first = dist.get_rank() * per_rank
     rows = torch.arange(first, first + per_rank)

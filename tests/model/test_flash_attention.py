@@ -20,7 +20,7 @@ from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import SelfAttention
 from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.row_layout import ExampleBounds, derive, example_bounds
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -252,7 +252,7 @@ def test_a_whole_step_on_meta_reaches_every_parameter(name: str) -> None:
     host_ids = random_rows(3, 64, 5, 40)
     bounds = example_bounds(host_ids, SPECIAL).to(torch.device("meta"))
     ids = torch.empty(3, 64, dtype=torch.int64, device="meta")
-    scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
+    scales = 1.0 / module.loss_counts(ids).sum(0)
     module(StepInput(ids, torch.arange(3, device="meta"), 0, 3, *scales, bounds=bounds)).loss.backward()
     missing = [name for name, parameter in module.named_parameters() if parameter.grad is None]
     assert not missing

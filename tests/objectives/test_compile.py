@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.compile_layers import compile_layers
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -48,7 +48,7 @@ def losses_and_gradients(module: Any, ids: torch.Tensor, steps: range) -> list[t
     """The loss and then every parameter's gradient of each step, one step after the other."""
     results = []
     for step in steps:
-        scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
+        scales = 1.0 / module.loss_counts(ids).sum(0)
         rows = torch.arange(len(ids)) + 100 * step
         module.zero_grad()
         loss = module(StepInput(ids, rows, step, SEED, *scales)).loss

@@ -15,7 +15,7 @@ from support.float64_truth import Truth, shaken
 from support.small_models import frozen_weights
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.objectives.base import StepInput, Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.masking import mask_rows
 
@@ -102,7 +102,7 @@ def batch(make_ids: Callable[..., torch.Tensor]) -> Batch:
 
 def mean_scales(module: Any, ids: torch.Tensor) -> tuple[float, float]:
     """The factors that turn the two loss sums over `ids` into means over tokens."""
-    first_count, second_count = loss_counts(ids, SPECIAL, module.objective).sum(0).tolist()
+    first_count, second_count = module.loss_counts(ids).sum(0).tolist()
     return 1 / first_count, 1 / second_count
 
 
@@ -291,7 +291,7 @@ def test_a_step_never_waits_for_values_of_the_device(case_name: str) -> None:
     ids = torch.zeros(num_rows, SEQ_LEN, dtype=torch.int64, device="meta")
     batch = Batch(ids, torch.arange(num_rows, device="meta"))
 
-    counts = loss_counts(ids, SPECIAL, module.objective)
+    counts = module.loss_counts(ids)
     out = module(batch.step_input((0.01, 0.01)))
     out.loss.backward()
 

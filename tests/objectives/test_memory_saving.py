@@ -12,7 +12,7 @@ from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.encoder import Encoder
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -67,7 +67,7 @@ def small_objective(name: Any = "rtd", **model_fields: Any) -> Any:
 def loss_and_gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one step over `ids`, and the gradients of twice the loss by parameter name."""
     module.zero_grad()
-    scales = 1.0 / loss_counts(ids, module.special, module.objective).sum(0)
+    scales = 1.0 / module.loss_counts(ids).sum(0)
     out = module(StepInput(ids, torch.arange(len(ids)), STEP, SEED, *scales))
     (2.0 * out.loss).backward()
     return out.loss.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

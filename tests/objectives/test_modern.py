@@ -21,7 +21,7 @@ from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import Encoder
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SEED = 11
@@ -59,7 +59,7 @@ def objective_of(name: Any = "rtd", settings: dict[str, Any] | None = None, **fi
 
 def step_input(module: Any, ids: torch.Tensor, step: int = 0, rows: slice = slice(None)) -> StepInput:
     """Return the input of a micro-batch: some rows of a step, with the loss scales of the whole step."""
-    scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
+    scales = 1.0 / module.loss_counts(ids).sum(0)
     return StepInput(ids[rows], torch.arange(len(ids))[rows], step, SEED, *scales)
 
 

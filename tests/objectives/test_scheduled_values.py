@@ -19,7 +19,6 @@ from electra_dist.objectives.base import (
     StepOutput,
     Sums,
     evaluation_values,
-    loss_counts,
 )
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import RandomReplacements, ordinary_weights
@@ -57,7 +56,7 @@ def make_module(**objective_fields: Any) -> Any:
 def run(module: Any, ids: torch.Tensor, values: ScheduledValues | None = None, step: int = STEP) -> StepOutput:
     """Return the output of a forward pass; the losses are means over the tokens of `ids`."""
     mask_prob = values.mask_prob if values else None
-    counts = loss_counts(ids, SPECIAL, module.objective, mask_prob).sum(0)
+    counts = module.loss_counts(ids, mask_prob).sum(0)
     first_scale, second_scale = 1.0 / counts
     return module(StepInput(ids, torch.arange(len(ids)) + 3, step, SEED, first_scale, second_scale, scheduled=values))
 

@@ -18,7 +18,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.engine.state_fragments import held_fragments
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -81,7 +81,7 @@ def run_two_stages(zero_stage: int, precision: str, ids: torch.Tensor) -> TwoSta
     objective = build_objective(config.model, config.objective, SPECIAL, 3)
     engine = Engine(objective, config.train, config.engine, config.optimizer)
     stages = Stages(engine, config.objective)
-    scales = 1 / loss_counts(ids, SPECIAL, config.objective).sum(0)
+    scales = 1 / objective.loss_counts(ids).sum(0)
     losses = []
     norms = []
     at_start = master_weights(engine)

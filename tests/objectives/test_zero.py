@@ -14,7 +14,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.encoder import Encoder
-from electra_dist.objectives.base import StepInput, Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 
 NUM_STEPS = 4
@@ -36,7 +36,7 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
 def train(engine: Any, backward: Callable[..., None], step: Callable[[], None], ids: torch.Tensor) -> list[float]:
     """Train `NUM_STEPS` steps on one batch, with fresh masks in each step; return the losses."""
     module = getattr(engine, "module", engine)
-    first_count, second_count = loss_counts(ids, module.special, module.objective).sum(0).tolist()
+    first_count, second_count = module.loss_counts(ids).sum(0).tolist()
     losses = []
     for number in range(NUM_STEPS):
         out = engine(StepInput(ids, torch.arange(len(ids)), number, SEED, 1 / first_count, 1 / second_count))

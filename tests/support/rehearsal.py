@@ -41,7 +41,7 @@ from electra_dist.model import attention, attention_choice
 from electra_dist.model.attention import BACKENDS, LayerMask
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
-from electra_dist.objectives.base import Objective, ScheduledValues, Schedules, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, ScheduledValues, Schedules, StepInput
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 META = torch.device("meta")
@@ -379,9 +379,9 @@ def step_input(
     host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
     host_ids_BS[:, 0] = SPECIAL.cls
     mask_prob = scheduled.mask_prob if scheduled else None
-    scale_2 = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
+    scale_2 = 1.0 / module.loss_counts(ids_BS, mask_prob).sum(0)
     key = (config.seed, step)
-    return StepInput.of_rows(ids_BS, host_ids_BS, 0, key, module.attention, SPECIAL, scale_2, scheduled)
+    return module.step_input(ids_BS, host_ids_BS, 0, key, scale_2, scheduled)
 
 
 def rehearse(

@@ -18,7 +18,8 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.engine.zero import LossScale
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.row_layout import example_bounds
-from electra_dist.objectives.base import Schedules, StepInput, Sums
+from electra_dist.objectives.base import Objective, Schedules, StepInput, Sums
+from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.step import TrainStep, outlier
 
@@ -31,8 +32,12 @@ class Recorder:
     device = torch.device("cpu")
     loss_scale = None
 
-    def __init__(self, attention: type[LayerMask]) -> None:
-        self.attention = attention
+    def __init__(self, attention: type[LayerMask], **objective: Any) -> None:
+        self.module = Objective.__new__(ReplacedTokenDetection)  # without networks
+        torch.nn.Module.__init__(self.module)
+        self.module.objective = ObjectiveConfig(**objective)
+        self.module.special = SPECIAL
+        self.module.attention = attention
         self.inputs: list[StepInput] = []
         self.draws: list[float] = []
 
@@ -79,7 +84,7 @@ def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
     draws = []
     for _ in range(2):
         engine = Recorder(attention)
-        step: Any = TrainStep(engine, ObjectiveConfig(), SPECIAL, seed=5, micro_batch=4)  # type: ignore[arg-type]
+        step: Any = TrainStep(engine, seed=5, micro_batch=4)  # type: ignore[arg-type]
         step(batch, 1e-4)
         step.row_losses(batch)
         draws.append(engine.draws)
@@ -114,12 +119,11 @@ def test_per_replica_losses_are_the_means_of_the_micro_batches_averaged_over_all
     all ranks add up to the average of their means. Here a rank has two micro-batches of different lengths.
     """
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
-    engine: Any = Recorder(SdpaMask)
+    engine: Any = Recorder(SdpaMask, loss_mean="per_replica", mask_prob=0.15)
     engine.num_micro_batches = 2
-    objective = ObjectiveConfig(loss_mean="per_replica", mask_prob=0.15)
     ids = packed_ids(8)
     ids[4:, 8:] = SPECIAL.pad
-    step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4)
+    step = TrainStep(engine, seed=5, micro_batch=4)
     step(RowBatch(3, 0, ids, np.arange(8), Receipt()), 1e-3)
 
     first, second = engine.inputs
@@ -223,7 +227,7 @@ def test_overflow_lowers_the_scale_and_only_at_its_minimum_or_with_a_bad_loss_th
 ) -> None:
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 1)  # DeepSpeed's scaler logs on rank 0
     engine: Any = Overflowing()
-    step: Any = TrainStep(engine, ObjectiveConfig(), SPECIAL, seed=5, micro_batch=4)  # type: ignore[arg-type]
+    step: Any = TrainStep(engine, seed=5, micro_batch=4)  # type: ignore[arg-type]
     batch = RowBatch(step=3, row0=24, ids=packed_ids(4), row_ids=np.arange(4), receipt=Receipt())
     spike = step(batch, 1e-4, lambda loss: "a spike")
     assert (spike.fault, spike.overflow, spike.loss_scale) == ("a spike", False, 65536.0)
@@ -251,9 +255,8 @@ def test_the_guard_judges_unweighted_losses_where_a_weight_is_scheduled() -> Non
     rising = {"from": 0, "to": 50, "shape": "step", "over": 0.3}
     falling = {"from": 4, "to": 1, "shape": "linear"}
     for fields, expected in [({}, 27.0), ({"temperature": falling}, 27.0), ({"rtd_weight": rising}, 7.0 + 0.4)]:
-        objective = ObjectiveConfig(**fields)
-        schedules = Schedules(objective, 10)
-        engine: Any = Recorder(SdpaMask)
-        step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4, schedules=schedules)
+        schedules = Schedules(ObjectiveConfig(**fields), 10)
+        engine: Any = Recorder(SdpaMask, **fields)
+        step = TrainStep(engine, seed=5, micro_batch=4, schedules=schedules)
         assert step.judged_loss(sums) == pytest.approx(expected)
         assert np.isnan(step.judged_loss(sums._replace(loss=float("nan"))))

@@ -30,7 +30,6 @@ class ObjectiveFacts(NamedTuple):
     has_cloze_generator: bool = False  # two one-way towers, which together predict every token from its two sides
     predicts_tokens: bool = False  # the large tower predicts tokens and does not detect replacements
     copies_tokens: bool = False  # it predicts at every position, and a gate may copy the input token
-    counts_masked_only: bool = False  # its mean is over the masked positions, not over all tokens
     gives_energies: bool = False  # the detection head's output is an energy, without the noise model's offset
     takes_joint_mlm: bool = False  # `objective.discriminator_mlm_weight` may add a head that predicts tokens
 
@@ -38,8 +37,8 @@ class ObjectiveFacts(NamedTuple):
 OBJECTIVES = {
     "rtd": ObjectiveFacts(takes_joint_mlm=True),
     "mlm": ObjectiveFacts(has_generator=False, generator_can_be_fixed=False, predicts_tokens=True),
-    "rtd_masked_only": ObjectiveFacts(takes_joint_mlm=True, counts_masked_only=True),
-    "replace_mlm": ObjectiveFacts(predicts_tokens=True, counts_masked_only=True),
+    "rtd_masked_only": ObjectiveFacts(takes_joint_mlm=True),
+    "replace_mlm": ObjectiveFacts(predicts_tokens=True),
     "all_tokens_mlm": ObjectiveFacts(predicts_tokens=True, copies_tokens=True),
     "electric": ObjectiveFacts(generator_can_be_fixed=False, has_cloze_generator=True, gives_energies=True),
     "adversarial": ObjectiveFacts(generator_can_be_fixed=False, generator_estimates_reward=True),
