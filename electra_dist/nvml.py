@@ -308,7 +308,7 @@ class GpuSampler:
 
     @staticmethod
     def open() -> GpuSampler | None:
-        """Connect to the driver as `GpuProbe.open` does; None where that returns None."""
+        """Connect to the NVIDIA driver; return None if nvidia-ml-py, the driver or a GPU is missing."""
         probe = GpuProbe.open()
         return None if probe is None else GpuSampler(probe)
 

@@ -369,7 +369,7 @@ def retain(
     attempt: int,
     scores: dict[Checkpoint, HeldOutScore],
 ) -> None:
-    """Delete the checkpoints of a target that the retention policy does not keep (see `superfluous`). Rank 0 only.
+    """Delete the checkpoints of a target that the retention policy does not keep (`superfluous`). Rank 0 only.
     Checkpoints that were set aside (withdrawn) stay. If the policy has `keep_best`, missing entries of `scores` are
     read and added. Raises Fenced, before anything is deleted, if a newer start of the run exists.
     """

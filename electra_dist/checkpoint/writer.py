@@ -54,7 +54,7 @@ class CheckpointWriter:
 
     def __init__(self, targets: Sequence[Store], rank: int, policy: CheckpointConfig, rollback_steps: int = 0) -> None:
         """Take the stores (`targets`) that receive every checkpoint. Rank 0 also commits and deletes checkpoints.
-        `policy` and `rollback_steps` decide which old ones are deleted (see `superfluous`).
+        `policy` and `rollback_steps` decide which old checkpoints are deleted, as `superfluous` explains.
         """
         self._targets = targets
         self._rank = rank

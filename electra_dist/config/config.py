@@ -52,7 +52,7 @@ class Config(AllSections):
 
     @property
     def numerics(self) -> int:
-        """Return the version of random draws and rounding that this program uses; see `NUMERICS`."""
+        """Return the version of random draws and rounding that this program uses, `NUMERICS`."""
         return NUMERICS
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:

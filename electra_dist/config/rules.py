@@ -382,9 +382,9 @@ def check_targets_are_separate(config: AllSections) -> None:
 
 
 def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield the places that the run uses beside its targets, as (name, parts of the path, whether all of it is used).
+    """Yield the places that the run uses beside its targets, as (name, parts of the path, includes its content).
 
-    "All of it" means that everything inside the folder counts as used, too.
+    The third element says whether every place within counts as used, too.
     """
     yield "run_dir", _place(config.run_dir), False
     for name in RUN_FOLDERS:

@@ -42,8 +42,8 @@ Table = dict[str, Counter[str]]
 class Counts(Section):
     """Counts of a part of a build: of the search for inputs, of files that were read, or of a chunk of documents.
 
-    The counts of a source are: files and file_bytes (on disk) of the files read; read and read_bytes of the documents
-    in them, each once. Of documents that became rows, each as often as it is used: documents, bytes (both undecoded),
+    Each source has counts by name. Of its files: files and file_bytes (on disk). Of the documents in them: read and
+    read_bytes. Of documents that became rows, each as often as it is used: documents and bytes (both before decoding),
     used, heldout, tokens, unk_tokens, undecodable_documents, undecodable_bytes, skipped/KIND, skipped_bytes/KIND, and
     length/N for documents of N tokens up to 2N - 1, where N is a power of two.
     """

@@ -169,7 +169,7 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where this rank's rows of a step are: shards and numbers in their shards, int64 [G / W] each."""
+        """Return the shard of each of this rank's rows of a step, and the row's number in it, int64 [G / W] each."""
         # All steps of a block are located at its first step, which costs little more than one step.
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:

@@ -17,7 +17,7 @@ _PARTITIONED_PARTS: dict[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Bytes per parameter of each part of the training state, and where that part is kept."""
+    """Bytes per parameter of each part of the training state, and whether it is partitioned or in host memory."""
 
     weights: int  # that the forward pass reads
     gradients: int

@@ -90,7 +90,7 @@ class ZeroLayout(ABC):
         """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
 
     def forget_gradients(self) -> None:  # noqa: B027
-        """Drop gradients of the last step that DeepSpeed keeps for parameters that have none in the next one."""
+        """Drop gradients of the last step that DeepSpeed keeps for parameters that get none in the next one."""
 
     def clean_up_skipped_step(self) -> None:  # noqa: B027
         """Repair the state that DeepSpeed leaves when it skips the update of a step. Collective."""

@@ -35,7 +35,7 @@ class PaperNetwork(Network):
     encoder_prefix = "backbone."
 
     def __init__(self, encoder: Pretrained, head: nn.Module, settings: FinetuneConfig) -> None:
-        """Copy the weights of `encoder`; the head is taken as it is."""
+        """Copy the weights of `encoder`; use the module `head` itself."""
         super().__init__()
         self.backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         self.head = head

@@ -204,7 +204,7 @@ class SeedProcesses:
         self._progress = progress
 
     def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Measured]]:
-        """Compute jobs (one seed of one task each) in the processes; yield each with its result as soon as it is done.
+        """Compute jobs (one seed of one task each) in the processes; yield (job, result) as soon as a result is there.
 
         Raises UserError if a process was killed, or if the model or the data have changed since this process read
         them. `progress` is called after each result with ("seeds", results done, results in total).

@@ -431,7 +431,7 @@ class TextTask(Task):
 
 
 def _read_glue(spec: TextSpec, data: Path, stem: str) -> Texts:
-    """Read a file of the benchmark, whose folders are in `data` or in `data`/glue."""
+    """Read a file of GLUE, whose folders are in `data` or in `data`/glue."""
     file = find_file([folder / spec.folder / f"{stem}.tsv" for folder in (data, data / "glue")])
     return read_texts(file, *spec.columns)
 

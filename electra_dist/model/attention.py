@@ -94,7 +94,10 @@ class LayerMask(ABC):
 
     @classmethod
     def disorder(cls, deterministic: bool) -> str:
-        """Return why gradients on a GPU are not deterministic, or "" if they are (`engine.deterministic`)."""
+        """Return why gradients on a GPU differ between equal runs, or "" if they do not.
+
+        `deterministic` is the setting `engine.deterministic`.
+        """
         return ""
 
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:

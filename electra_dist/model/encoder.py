@@ -53,7 +53,7 @@ class DropoutKeys(NamedTuple):
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropout]:
-        """Return the key of each layer's dropout; its probability is still 0, and each use sets it."""
+        """Return the key of each layer's dropout; its probability is 0 until each use sets it."""
         backend = resolve_without_cuda(self.backend, self.row_B.device.type)
         if backend == "triton":
             key_L3 = device_keys(self.seed, self.step, self.row_B.device, num_layers)

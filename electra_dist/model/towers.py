@@ -89,7 +89,7 @@ def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) ->
 
 
 def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
-    """Return a new head that tells from the discriminator's hidden states whether each token was replaced."""
+    """Return a new head that predicts from the discriminator's hidden states whether each token was replaced."""
     if model.architecture == "modern":
         return ModernDetectionHead(model)
     return DiscriminatorHead(model)

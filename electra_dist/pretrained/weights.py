@@ -191,7 +191,7 @@ def find_source(train: TrainConfig) -> Source:
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
     """Raise UserError unless the weights that `train.init_from` names exist and have the vocabulary of the corpus.
 
-    See `check_vocabulary` for the files that are compared. Weights without such a file are accepted.
+    Weights without a vocabulary file are accepted; `check_vocabulary` says which files are compared.
     """
     for folder in find_source(train):
         if folder is not None:

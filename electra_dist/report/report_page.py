@@ -281,8 +281,7 @@ def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
 
 def main(run_dir: str) -> int:
     """Write the report of a run and return exit code 0; if that fails, print one line to stderr and return 78.
-    While a run goes on, rank 0 runs this module as a separate process (`tracking.py`), so that no
-    training step waits for it.
+    During a run, rank 0 runs this module as a separate process (`tracking.py`), so that no training step waits for it.
     """
     try:
         write_report(Path(run_dir))

@@ -37,7 +37,7 @@ class Failure(DatedRecord):
 
     @property
     def kind(self) -> ErrorClass:
-        """Return the class of the failure, which tells whose fault it is and what follows."""
+        """Return the class of the failure, which says whose fault it is and what follows."""
         return class_of(self.error)
 
     @property

@@ -109,7 +109,7 @@ class FoundLease:
     def is_free(self, silent_s: float) -> bool:
         """Return whether another process may take the lease.
 
-        `silent_s` is for how long the caller has watched the lease without seeing a renewal.
+        `silent_s` is how many seconds the caller has watched the lease without seeing a renewal.
         """
         if self.is_released:
             return True

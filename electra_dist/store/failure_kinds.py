@@ -26,7 +26,7 @@ from electra_dist.errors import StoreAway, UserError
 
 
 class FailureKind(Enum):
-    """What the caller should do after a storage failure: try again, wait, give up or tell the user."""
+    """What the caller must do after a storage failure: try again, wait, give up, or report a mistake of the user."""
 
     TRANSIENT = "transient"  # another try at once, or after a short pause, is likely to succeed
     AWAY = "away"  # full, read-only or not responding: it may come back within minutes, so waiting is worth it

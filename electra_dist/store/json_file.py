@@ -136,7 +136,11 @@ def parse_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T:
-    """Return the JSON object in `data`, the content of the file `place`, converted to `kind`; see `read_document`."""
+    """Return the JSON object in `data`, the content of the file `place`, converted to `kind`.
+
+    If it is damaged, `error_class` is raised, whose message ends with `next_step`: what the user can do, as an
+    imperative.
+    """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
         return validate_json(adapter, parse_json_object(data))
@@ -145,7 +149,7 @@ def parse_document(
 
 
 def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
-    """Return the JSON object in a local file, whatever its keys are; see `read_document`."""
+    """Return the JSON object in a local file, whatever its keys are; `next_step` is as in `read_document`."""
     return read_document(path, _OBJECT, next_step)
 
 

@@ -368,8 +368,8 @@ class Outage:
     def wait_after(self, error: Exception, *, is_away: bool | None = None) -> None:
         """Pause before the operation is tried again; raise `error` if no wait helps, StorageLost after the limit.
 
-        `is_away` tells storage that does not respond (True) from a fault that should be gone at once (False); None
-        means that the error decides.
+        `is_away` is True for storage that does not respond, False for a fault that should be gone at once, and None if
+        the error itself decides which of the two it is.
         """
         patience = self._patience
         is_end_of_inner_wait = isinstance(error, StorageLost) and error.patience is patience

@@ -103,7 +103,7 @@ class RankMonitor:
             self._set_collective_timeout(limit_s)
 
     def waits_for_storage(self, reason: str) -> None:
-        """Write a heartbeat that says why this rank waits for storage, or with "" that the wait is over.
+        """Write a heartbeat that says why this rank waits for storage; if `reason` is "", the wait is over.
 
         Call it about every second while the training thread waits.
         """

@@ -238,8 +238,8 @@ class Reporter:
             f"corpus.heldout_fraction for a smaller standard error"
         )
 
-    def saving(self) -> None:
-        """Flush TensorBoard's buffer, because a save begins; metrics and ledger follow in `before_commit`."""
+    def flush_tensorboard(self) -> None:
+        """Write TensorBoard's buffered values, because a save begins; metrics and ledger follow in `before_commit`."""
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
@@ -291,7 +291,7 @@ class Reporter:
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved its state and stops on request. The ledger gets this event from `close`."""
+        """Log that the run has saved its state and stops on request; `close` records this in the ledger."""
         self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:

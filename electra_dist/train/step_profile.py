@@ -57,7 +57,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows with which training steps are measured: those of the run's corpus, or made up where it cannot be read."""
+    """Rows with which training steps are measured: those of the run's corpus or, without one, made-up rows."""
 
     name: str  # "corpus" or "made up"
     special: SpecialIds
@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of a training step goes on this machine; `step_ms` is a median over the timed steps."""
+    """Time that each part of a training step takes on this machine; `step_ms` is a median over the timed steps."""
 
     device: str
     rows: str  # "corpus", or "made up" if there is no corpus

@@ -36,7 +36,7 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """The time at which the Slurm job ends, kept by the monotonic clock: setting the wall clock cannot move it.
+    """Time at which the Slurm job ends, kept by the monotonic clock: setting the wall clock cannot move it.
 
     Slurm gives a Unix time, which is converted once. A supervisor passes the time on to the ranks that it starts,
     converted back to Unix time by the wall clock of that moment.
@@ -120,14 +120,14 @@ class StopRequest:
         """Why the run stops, as one line: a signal, the file `stop`, the end of the job, or another rank."""
         return self._reason or "another rank received a request to stop"
 
-    def saved(self) -> None:
-        """Remove the file `save`, because a save has begun; a file that cannot be removed is ignored. Rank 0 only."""
+    def remove_save_file(self) -> None:
+        """Remove the file `save`, because its request is fulfilled; if that fails, ignore the file. Rank 0 only."""
         try:
             self._save_file.unlink(missing_ok=True)
         except OSError:
             self._was_saved = True  # until somebody has removed the file
 
-    def stopped(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the file `stop`, so that a restart does not stop at once; a failure is ignored. Rank 0 only."""
         with contextlib.suppress(OSError):
             self._stop_file.unlink(missing_ok=True)

@@ -378,11 +378,11 @@ class Trainer:
         """Start saving a checkpoint of the present state, and schedule the next save. Collective."""
         self.monitor.beat("checkpoint", self.state.step)
         if self.reporter:
-            self._spent_at_save[self.state.step] = self.clock.spent_s()
-            self.reporter.saving()
-            self.stop.saved()
+            self._spent_at_save[self.state.step] = self.clock.spent_s()  # for the ledger, when it is committed
+            self.reporter.flush_tensorboard()
+            self.stop.remove_save_file()
         timing = self.checkpointer.save(self.state)
-        self.monitor.waits_for_storage("")
+        self.monitor.waits_for_storage("")  # ends a wait for the previous save, if one was reported
         self.clock.stalled(timing.wait_s + timing.stall_s)
         if self.reporter and timing.wait_s > _LONG_WAIT_S:
             self.reporter.note(
@@ -407,7 +407,7 @@ class Trainer:
         """Wait until the save of this step is committed, then log that the run stops on request. Collective."""
         self.checkpointer.close()
         if self.reporter:
-            self.stop.stopped()
+            self.stop.remove_stop_file()
             self.reporter.stopped(self.state.step, self.stop.reason)
         return EXIT_STOPPED
 

@@ -55,8 +55,8 @@ def mask_positions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the masked positions of each row without replacement, and build rows that show [MASK] there.
 
-    The results are the slots' positions, int64 [B, N], their
-    weights (1 if used, else 0), fp32 [B, N], and the masked rows, int64 [B, S].
+    The results are the slots' positions, int64 [B, N], their weights (1 if used, else 0), fp32 [B, N], and the masked
+    rows, int64 [B, S]. A slot is the place of one masked position.
 
     Args:
         ids_BS: int64 token ids.

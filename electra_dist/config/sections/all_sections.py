@@ -50,7 +50,7 @@ class AllSections(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train`, which names the initial weights. A frozen generator's weights are left out."""
+        """Return section `train`, which names the initial weights, but without a frozen generator's weights."""
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})

@@ -81,9 +81,9 @@ def parse_part(text: str) -> Part:
 def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> JoinedCorpus:
     """Build the corpus that `request` describes, or resume its build, or return it if it is finished.
 
-    The call may be killed at any time; a later call with an equal request goes on after the steps that are finished.
-    Only one build, or the parts of one build, may write to `request.output` at a time. Raises ManifestMismatch if the
-    output holds a corpus of other inputs or parameters, or if the inputs have changed since they were read.
+    If the call is killed, a later call with an equal request resumes after the last finished step. Only one build, or
+    the parts of one build, may write to `request.output` at a time. Raises ManifestMismatch if the output holds a
+    corpus of other inputs or parameters, or if the inputs have changed since they were read.
     """
     resumed_shards = build_part(request, WHOLE, console)
     if resumed_shards is None:

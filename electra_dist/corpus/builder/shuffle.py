@@ -87,7 +87,7 @@ def num_copies(key: int, epochs: float) -> int:
 
 
 def cells_of_bucket(bucket: int, num_buckets: int) -> range:
-    """Return the cells (ranges of shuffle keys) of a bucket; they are adjacent, and nearly as many as any other's."""
+    """Return the cells (ranges of shuffle keys) of a bucket; all buckets, in order, have nearly equally many cells."""
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)
 
 

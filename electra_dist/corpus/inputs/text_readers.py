@@ -181,7 +181,7 @@ class DocumentStream:
 
 
 def _begins_as_utf16(stream: io.BufferedIOBase) -> bool:
-    """Return whether a stream begins with the byte order mark of UTF-16 (and not UTF-32); nothing is read from it."""
+    """Return whether a stream begins with the byte order mark of UTF-16 (and not UTF-32), without reading from it."""
     if isinstance(stream, io.BytesIO):
         beginning = bytes(stream.getbuffer()[:4])
     else:

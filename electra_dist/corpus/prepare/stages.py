@@ -192,7 +192,7 @@ class _StageList:
         return ReadDocuments(self._newest_documents, recorder)
 
     def _add(self, name: str, num_tasks: int, steps: list[Any], *, has_record: bool = False) -> None:
-        """Append a stage to the list; its position, from 01, is put before its name: "02-exact-signatures"."""
+        """Append a stage to the list; its name begins with its position, from 01, as in "02-exact-signatures"."""
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:

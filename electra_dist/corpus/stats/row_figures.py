@@ -118,7 +118,9 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the length of each example in tokens, [examples]; `rows` (ascending) and `starts` say where it begins."""
+    """Return the length of each example in tokens, [examples].
+    An example begins in row `rows[i]` (ascending) at position `starts[i]`.
+    """
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
     ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]

@@ -299,7 +299,7 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of an S3 listing; begin again if the listing does not advance. See `answers.pages`."""
+        """Return all entries of an S3 listing; if it does not advance, begin it again. The arguments go to `pages`."""
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             return self.call("", operation, arguments, check=check)

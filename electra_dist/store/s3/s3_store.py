@@ -45,7 +45,7 @@ class S3Store(Store):
     """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Requests`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
-        """Check the URLs, as `S3Requests` does; the first request is sent when the store is used."""
+        """Check both URLs without a request; UserError if one is malformed. `endpoint_url` None means AWS."""
         self._requests = S3Requests(url, endpoint_url, patience)
         self.url = self._requests.url
         self._endpoint_url = endpoint_url

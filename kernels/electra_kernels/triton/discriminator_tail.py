@@ -211,7 +211,10 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token, as `rtd_losses_reference` defines them, in one kernel launch."""
+    """Return the masked loss and the logit of every token, fp32 [T] each, in one kernel launch.
+
+    `discriminator_tail.rtd_losses_reference` defines both.
+    """
     num_tokens, hidden = dense_TH.shape
     loss_T = torch.empty_like(label_T)
     logits_T = torch.empty_like(label_T)

@@ -264,7 +264,11 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute what `row_pass_reference` does, in one kernel launch; columns of the logits are adjacent in memory."""
+    """Return loss, most likely token and sample of each of M rows of logits, in one kernel launch.
+
+    With `options.with_gradient`, the logits are overwritten by their gradient. Columns of the logits are adjacent in
+    memory. `mlm_head.row_pass_reference` defines the results.
+    """
     num_rows, num_columns = logits_MV.shape
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)

@@ -253,7 +253,7 @@ def fill_disk(victim: Victim, draw: random.Random) -> str:
     """Fill the disk of `victim.filled_folder` to the last byte with one file, which `free_disk` deletes.
 
     Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled. The run
-    must repeat a save that fails on the full disk until the save succeeds, and go on.
+    must repeat a save that fails on the full disk until it succeeds, and then continue.
     """
     num_written = 0
     with (victim.filled_folder / FILLER).open("wb", buffering=0) as file:

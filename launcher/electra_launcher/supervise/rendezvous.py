@@ -49,7 +49,7 @@ _POLL_S = 1.0  # shortest time between two reads of the files by `news`
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What a node tells the others: the content of its file node-K.json."""
+    """What a node reports to the others: the content of its file node-K.json."""
 
     start: Count  # number of its newest start of the ranks; 0: none yet
     code: Annotated[int, Field(ge=0, lt=256)] | None = None  # of its ranks as a whole, errors.py; None: they run
@@ -247,7 +247,7 @@ class Rendezvous:
         return ""
 
     def _others(self) -> dict[int, NodeReport]:
-        """Return the other nodes' reports that can be read now, by node; only node 0 reads all, others node 0's."""
+        """Return the reports of other nodes that can be read now, by node: on node 0 all, elsewhere only node 0's."""
         nodes = [0] if self._node != 0 else []
         if self._node == 0:
             with contextlib.suppress(OSError):  # The folder does not exist yet, or cannot be read now.
