@@ -4,12 +4,12 @@
     python tests/drills/mutants.py --only store:
     python tests/drills/mutants.py --list
 
-A mutant is a mistake that an engineer could make: a piece of text in one file and what replaces it. The tables are in
-`mutant_tables/`, with every package of the project. The drill copies the files of the repository to a temporary
-folder, makes sure that all named tests pass there, and then, for one mutant after another, changes the file, runs the
-named test and restores the file. It prints a table, and exits with 1 if a test of a mutant passes (the mutant
-survived), if a test cannot be run, or if the text to replace is not in the file exactly once, because the code has
-changed since: correct the entry in its table then.
+A mutant is a mistake that an engineer could make: a piece of text in one file and what replaces it. `mutants.yaml` has
+them all, with every package of the project. The drill copies the files of the repository to a temporary folder, makes
+sure that all named tests pass there, and then, for one mutant after another, changes the file, runs the named test and
+restores the file. It prints a table, and exits with 1 if a test of a mutant passes (the mutant survived), if a test
+cannot be run, or if the text to replace is not in the file exactly once, because the code has changed since: correct
+the entry in mutants.yaml then.
 
 Each run of pytest is a fork of this process, which has imported the packages of others beforehand, so most mutants
 take a second.
@@ -33,12 +33,11 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import pytest
+import yaml
 from drill import Verdict, options, print_verdicts
-from mutant_tables.mutant import Mutant
-from mutant_tables.tables import MUTANTS
 from rich.progress import track
 from support.real_runs import REPOSITORY
 
@@ -56,13 +55,29 @@ PRELOADED = (
 )
 
 
+class Mutant(NamedTuple):
+    """A mistake: in `file`, `original` becomes `mutated`; then `test` must fail."""
+
+    file: str
+    name: str  # "PACKAGE: what is wrong"
+    original: str  # a piece of text that is in the file exactly once
+    mutated: str
+    test: str  # a test, or a file of tests, without the markers `drill` and `cluster`
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the mutants of mutants.yaml, which lists them by file."""
+    entries_of = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    return [Mutant(file=file, **entry) for file, entries in entries_of.items() for entry in entries]
+
+
 def main() -> int:
     """Apply the mutants, print the table, and return the exit code."""
     parser = options(__doc__)
     parser.add_argument("--only", default="", help="take only the mutants whose name contains this text")
     parser.add_argument("--list", action="store_true", help="print the names and tests of the mutants, and end")
     arguments = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
+    chosen = [mutant for mutant in read_mutants() if arguments.only in mutant.name]
     if not chosen:
         parser.error(f"no mutant's name contains {arguments.only!r}; --list shows all names")
     if arguments.list:
@@ -88,7 +103,7 @@ def print_list(mutants: list[Mutant]) -> None:
     """Print the name, the file and the test of each mutant, and the number of mutants of each package."""
     for mutant in mutants:
         print(f"{mutant.name}\n    {mutant.file}\n    {mutant.test}")
-    num_of_package = Counter(mutant.package for mutant in mutants)
+    num_of_package = Counter(mutant.name.partition(":")[0] for mutant in mutants)
     print(f"{len(mutants)}: " + ", ".join(f"{package} {number}" for package, number in num_of_package.items()))
 
 
