@@ -123,10 +123,7 @@ def test_a_failure_keeps_its_exit_code_and_a_call_without_tests_has_a_line(folde
     [
         ("drills/s3_ways.py --ways dribble,redirect", "'dribble' is in the name of no case"),
         ("drills/full_disks.py --only cashe", "'cashe' is in the name of no case"),
-        ("drills/real_kills.py --kills 0", "--kills: must be at least 1"),
-        ("drills/real_kills.py --stages= --no-elastic", "leave nothing to test"),
         ("drills/damages.py --count 0", "--count: must be at least 1"),
-        ("drills/s3_faults.py --faults 0", "--faults: must be at least 1"),
         ("drills/chaos_drill.py --count 0", "--count: must be at least 1"),
         ("fuzz/campaign.py --file no-such-file", "no file with 'no-such-file'"),
         ("fuzz/campaign.py --reader no-such-reader", "'no-such-reader' in its name"),

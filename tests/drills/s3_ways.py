@@ -35,6 +35,7 @@ NUM_STEPS = 9
 SETTINGS = {"train.num_steps": NUM_STEPS, "model.hidden_dropout": 0.1, "checkpoint.every_steps": 3}
 ROWS_PER_SHARD = [20, 31, 24, 40, 29]
 FOREVER = 10**9
+SHARD = "shard-000002"
 UNRESOLVED_HOST = "localhost"  # the processes of the drill resolve it late
 PATIENCE_S = 6.0
 RUN_LIMIT_S = 600.0
@@ -46,6 +47,7 @@ class Way:
 
     name: str
     fault: str  # kind of fault of the proxy, or "refused": nobody listens at its port; "" for none
+    only: str = ""  # part of the keys that it hits
     in_a_row: int = 2  # how many requests of a method and key it hits one after another
     begins_after: int = 0  # number of requests before the fault begins
     lasts_s: float | None = None  # length of the fault; None: until the end of the run
@@ -83,6 +85,10 @@ WAYS = (
     Way(name="DNS away for 15 s at the start", fault="", lasts_s=15.0, message="the name of the service cannot be"),
     Way(name="bad certificate", fault="", exit_code=78, message="certificate of the service is not accepted"),
     Way(name="redirect to another region", fault="moved", in_a_row=FOREVER, exit_code=78, message="another region"),
+    Way(name="a shard is missing", fault="missing", only=SHARD, in_a_row=FOREVER, exit_code=78, message=SHARD),
+    Way(
+        name="a shard always has a wrong byte", fault="flip", only=SHARD, in_a_row=FOREVER, exit_code=78, message=SHARD
+    ),
 )
 
 
@@ -122,7 +128,8 @@ def faults_in_time(upstream: str, way: Way, run_dir: Path, shown: list[str]) -> 
     is_refused = way.fault == "refused"
     kind = "away" if is_refused else way.fault  # of the requests on connections that are open when nobody listens
     begins_at_once = bool(kind) and way.begins_after == 0
-    plan = FaultPlan(rate=float(begins_at_once), faults=(kind,) if kind else (), in_a_row=way.in_a_row, drip_s=0.2)
+    plan = FaultPlan(rate=float(begins_at_once), faults=(kind,) if kind else (), only=way.only, in_a_row=way.in_a_row)
+    plan.drip_s = 0.2
     has_ended = threading.Event()
 
     def control() -> None:

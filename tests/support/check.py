@@ -4,68 +4,39 @@
     python tests/support/check.py --list              # print which tests would run, and run nothing
     python tests/support/check.py configs/defaults.yaml   # as if these files had changed
 
-related_tests.py selects the test files and puts the nearest first. They run beside the check of the types until the
-time is up. The line at the end says how many tests were not run.
+How: test files that have changed run first, then those that name a changed file or module, then those in its folder;
+of these, tests that start several ranks run last. They run beside the check of the types until the time is up.
 
-Guarantee: if no test file is selected, the files of FAST run, so something is always tested.
+Guarantee: if no test file is selected, the files of FAST run, so something is always tested. Limits: a test that
+reaches a changed module only through other modules is not found; `make test` runs all.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
-
-from support.import_graph import ROOT
-from support.related_tests import FARTHEST, Selected, select
-
-NO_TESTS = 5  # exit code of pytest if no test of the files runs by default
+ROOT = Path(__file__).resolve().parents[2]
 MOST_SHOWN = 8
-# Files of quick tests, at least one of each package.
+NO_TESTS = 5  # exit code of pytest if no test of the files runs by default
+INTERRUPTED = 2  # exit code of pytest after SIGINT
+SOURCES = ("benchmarks", "electra_dist", "kernels", "launcher")
 FAST = (
     "tests/test_architecture.py",
-    "tests/config/test_config.py",
     "tests/test_docs.py",
-    "tests/test_tokenizer.py",
-    "tests/run/test_goodput.py",
-    "tests/benchmarks/test_run.py",
-    "tests/checkpoint/test_checkpoint_manifest.py",
-    "tests/checkpoint/test_retention.py",
-    "tests/compare/test_criterion.py",
-    "tests/corpus/test_row_packing.py",
-    "tests/corpus/inputs/test_find_inputs.py",
-    "tests/data/test_order.py",
-    "tests/data/test_shard.py",
-    "tests/docker/test_cluster_files.py",
-    "tests/engine/test_optimizer.py",
-    "tests/engine/test_learning_rate.py",
-    "tests/finetune/test_task_metrics.py",
-    "tests/finetune/test_squad_metrics.py",
-    "tests/kernels/test_mlm_head.py",
-    "tests/kernels/test_keyed_random.py",
-    "tests/launcher/cli/test_console.py",
-    "tests/launcher/preflight/test_gpu_checks.py",
-    "tests/launcher/slurm/test_batch_script.py",
-    "tests/launcher/supervise/test_start_outcome.py",
     "tests/test_public_names.py",
-    "tests/model/test_attention.py",
+    "tests/config/test_config.py",
+    "tests/data/test_order.py",
+    "tests/engine/test_optimizer.py",
     "tests/model/test_layer.py",
-    "tests/objectives/test_masking.py",
-    "tests/objectives/test_rtd.py",
-    "tests/planning/test_budget.py",
-    "tests/pretrained/test_load_encoder.py",
-    "tests/report/test_overlay_page.py",
     "tests/run/test_ledger.py",
-    "tests/scoring/test_text_scores.py",
-    "tests/train/test_operator_kinds.py",
     "tests/store/test_patience.py",
-    "tests/report/test_background_tracker.py",
     "tests/train/test_step.py",
 )
 
@@ -83,33 +54,88 @@ def changed_files(root: Path) -> list[str]:
     return sorted(names - {""})
 
 
-def show(changed: Sequence[str], selected: Sequence[Selected]) -> None:
-    """Print the changed files, and the first of the selected test files with the way from them to the change."""
-    more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
-    print(f"changed: {', '.join(changed[:MOST_SHOWN]) or 'nothing'}{more}")
-    if not selected:
-        print(f"tests: no test file depends on a change, so the fixed fast set runs, {len(FAST)} files")
-        return
-    counts = [sum(one.distance == distance for one in selected) for distance in range(FARTHEST + 1)]
-    numbers = ", ".join(f"{count} at distance {distance}" for distance, count in enumerate(counts) if count)
-    print(f"tests: {len(selected)} files, {numbers}; in this order:")
-    for one in selected[:MOST_SHOWN]:
-        print(f"  {one.distance}  {' -> '.join(one.way)}")
-    if len(selected) > MOST_SHOWN:
-        print("  ...")
+def select(root: Path, changed: Sequence[str]) -> dict[str, int]:
+    """Return the test files that a change of some files concerns, with their distances; the nearest come first."""
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        if not path.is_relative_to(root / "tests" / "cluster")
+    }
+    distance_of: dict[str, int] = {}
+    for file in changed:
+        named, folder = _names_of(file), _test_folder(file)
+        for test, text in texts.items():
+            is_beside = folder is not None and str(PurePosixPath(test).parent) == folder
+            if test == file:
+                distance = 0
+            elif named.search(text) or (is_beside and PurePosixPath(test).name.startswith(_test_name(file))):
+                distance = 1
+            elif is_beside:
+                distance = 3 if "pytest.mark.multiproc" in text else 2
+            else:
+                continue
+            distance_of[test] = min(distance, distance_of.get(test, distance))
+    return dict(sorted(distance_of.items(), key=lambda item: (item[1], item[0])))
+
+
+def _names_of(file: str) -> re.Pattern[str]:
+    """Return what finds the name of a file or, of a Python file, an import of its module in the text of a test."""
+    path = PurePosixPath(file)
+    names = [rf"(?<![\w.-])(?:{re.escape(file)}|{re.escape(path.name)})(?![\w-])"]
+    if path.suffix == ".py":
+        parts = list(path.with_suffix("").parts)
+        package, module = ".".join(parts[parts[0] != "electra_dist" : -1]), parts[-1]
+        names = [rf"\b{re.escape(package)}\.{module}\b", rf"\bfrom {re.escape(package)} import [^\n]*\b{module}\b"]
+        names.append(rf"[\"']{re.escape(file)}[\"']")
+    return re.compile("|".join(names))
+
+
+def _test_folder(file: str) -> str | None:
+    """Return the folder of the tests of a source file, or that of a test; None for any other file."""
+    folders = PurePosixPath(file).parent.parts
+    if not folders or folders[0] not in (*SOURCES, "tests"):
+        return None
+    if folders[0] in ("kernels", "launcher"):
+        folders = (folders[0], *folders[2:])
+    return str(PurePosixPath("tests", *folders[folders[0] in ("electra_dist", "tests") :]))
+
+
+def _test_name(file: str) -> str:
+    """Return the beginning of the names of the test files for a source file."""
+    return f"test_{PurePosixPath(file).stem.strip('_')}"
 
 
 def run_tests(files: Sequence[str], seconds: float) -> int:
-    """Run test files in their order, begin no test once the seconds are over, and return pytest's exit code."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", "-n", "2", "--dist", "loadfile"]
-    command += ["--no-loadscope-reorder", "-p", "support.until_time_is_up"]
-    command += [f"--until={time.monotonic() + seconds}", *(f"--file={file}" for file in files), "tests"]
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    """Run test files until the time is up, and return pytest's exit code; 0 if none has failed by then."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-x", "-n", "2", "--dist", "loadfile"]
+    with subprocess.Popen([*command, "--no-loadscope-reorder", *files], cwd=ROOT) as tests:
+        try:
+            return tests.wait(seconds)
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)
+        code = tests.wait()
+    if code != INTERRUPTED:
+        return code
+    print("time is up: some of these tests were not run; make test runs all")
+    return 0
 
 
-def run_all(selected: Sequence[Selected], seconds: float) -> int:
+def run_nearest_first(selected: Mapping[str, int], seconds: float) -> int:
+    """Run the files of distance 0 and 1, then the others while there is time, and return 1 if a test has failed."""
+    near = [file for file, distance in selected.items() if distance <= 1]
+    beside = [file for file, distance in selected.items() if distance > 1]
+    end = time.monotonic() + seconds
+    codes = []
+    for files in filter(None, (near, beside)):
+        if time.monotonic() < end:
+            codes.append(run_tests(files, end - time.monotonic()))
+    if not set(codes) - {NO_TESTS}:
+        print("no test of the selected files runs by default, so the fixed fast set runs")
+        codes = [run_tests(FAST, end - time.monotonic())]
+    return int(any(code not in (0, NO_TESTS) for code in codes))
+
+
+def run_all(selected: Mapping[str, int], seconds: float) -> int:
     """Run all parts, print how long they took, and return 1 if one failed, otherwise 0."""
     codes = []
     for options in (["check"], ["format", "--check"]):
@@ -122,12 +148,8 @@ def run_all(selected: Sequence[Selected], seconds: float) -> int:
     packages = [part for name in ("electra_dist", "electra_launcher", "electra_kernels") for part in ("-p", name)]
     command = [sys.executable, "-m", "mypy", *packages]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as types:
-        code = run_tests([one.file for one in selected] or FAST, seconds)
-        if code == NO_TESTS:
-            print("no test of the selected files runs by default, so the fixed fast set runs")
-            code = run_tests(FAST, seconds)
-        codes.append(code)
-        _print_part("tests", begin, code)
+        codes.append(run_nearest_first(selected, seconds))
+        _print_part("tests", begin, codes[-1])
         print((types.communicate()[0]).strip())
     codes.append(types.returncode)
     _print_part("tests and types together", begin, types.returncode)
@@ -143,18 +165,18 @@ def main() -> int:
     """Check what the command line asks for, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="take these files as changed (default: ask git)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin no test later (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="end the tests then (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the selected test files, and run nothing")
     args = parser.parse_args()
     begin = time.monotonic()
     changed = args.files or changed_files(ROOT)
     selected = select(ROOT, changed)
+    more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
+    print(f"changed: {', '.join(changed[:MOST_SHOWN]) or 'nothing'}{more}")
+    print(f"tests: {len(selected)} files")
     if args.list:
-        for one in selected:
-            print(f"{one.distance}  {' -> '.join(one.way)}")
+        print("\n".join(selected))
         return 0
-    show(changed, selected)
-    _print_part("selection", begin, 0)
     code = run_all(selected, args.seconds)
     if any(file.startswith("tests/cluster/") for file in changed):
         print("tests/cluster has changed: make cluster-test runs it")

@@ -162,7 +162,7 @@ def test_corpus_on_s3_gives_the_same_losses_as_local_files(
         assert file.is_dir() or secrets.encode() not in file.read_bytes()
 
 
-@pytest.mark.drill  # tests/drills/real_kills.py does the same with more kills
+@pytest.mark.drill
 def test_resume_with_other_ranks_and_stages_gives_the_losses_of_one_uninterrupted_rank(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from drills.faults.forked_run import ForkedDrill, run_uninterrupted
 from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedFault, PlannedLeg
-from drills.faults.progress import Leg, Progress
 from drills.kill_matrix.short_run import fork
 from electra_launcher.chaos.__main__ import compared_lines
 from electra_launcher.chaos.drill import Hit, Planned, Stuck
 from support.checkpoints import committed
 from support.fault_server import FaultPlan, FaultProxy
-from support.real_runs import free_port, step_records, write_corpus, write_tiny_config
+from support.real_runs import free_port, write_corpus, write_tiny_config
 from support.s3_server import make_bucket, running_s3
 from support.small_disks import small_disk
 
@@ -32,54 +31,74 @@ from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.store.local_store import LocalStore
 
 EVERY_STEPS = 4  # steps between two checkpoints of the run with faults
-NUM_FIRST_STEPS = 20  # steps by whose losses the drill recognizes a CPU that computes other bits
 _ROWS_PER_SHARD = [4 + number % 9 for number in range(80)]  # of the drill's corpus
 _SPARE_STEPS = 1_000_000  # train.num_steps of both runs, which neither reaches
 _REFERENCE_LIMIT_S = 3600.0  # time limit of the uninterrupted run for one leg
 _DISK_MB = 6  # size of the small disk
 _CACHE_LIMIT_GB = 0.0003  # smaller than the corpus, so that shards are fetched again and again
-_MOST_STUCK = 5  # If more faults of one start of the drill leave the run stuck, the drill gives up.
+_MOST_STUCK = 5  # If more faults leave the run stuck, the drill gives up.
 
 
-@dataclass
+@dataclass(kw_only=True)
+class Leg:
+    """A leg that was made: a stretch of the run with a fixed number of ranks and a fixed place of its data."""
+
+    ranks: int
+    place: str  # "local", "s3" or "disk", see kinds.py
+    first_step: int  # steps done before the leg
+    last_step: int = 0  # steps done at its end
+    different_steps: int = 0  # steps that differ from the uninterrupted run
+    first_difference: str = ""  # both values of the first of them
+
+
 class Campaign:
     """The long drill: the run that is hit by faults, and the uninterrupted run with which it is compared.
 
-    For each leg, call `hit_leg` and then `compare_leg`. Legs with the place "s3" need the block of `s3_service`.
+    Call `make_leg` for each leg. Legs with the place "s3" need the block of `s3_service`.
     """
 
-    progress: Progress  # what was done so far; all methods keep it up to date, also on the disk
-    bucket: str = ""  # URL s3://BUCKET while the block of `s3_service` is active
-    num_stuck: int = 0  # faults of this start of the drill that left the run stuck
+    def __init__(self, folder: Path, seed: int) -> None:
+        """Take the folder of all files of the drill, which exists."""
+        self.folder = folder
+        self.seed = seed
+        self.run_dir = folder / "run"  # of the run that is hit by faults
+        self.reference_dir = folder / "reference"  # of the uninterrupted run
+        self.legs: list[Leg] = []
+        self.hits: list[Hit] = []  # results of the faults
+        self._begin = time.monotonic()
+        self._bucket = ""  # URL s3://BUCKET while the block of `s3_service` is active
+        self._num_stuck = 0  # faults that left the run stuck
 
     @property
-    def folder(self) -> Path:
-        """Folder of the drill, in which all its files are."""
-        return self.progress.folder
+    def seconds(self) -> float:
+        """Time since the drill has begun."""
+        return time.monotonic() - self._begin
 
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the run that is hit by faults."""
-        return self.folder / "run"
+    def write_data(self) -> None:
+        """Write the corpus of the drill into its folder.
 
-    @property
-    def reference_dir(self) -> Path:
-        """Folder of the uninterrupted run."""
-        return self.folder / "reference"
+        A forked process does it, because a store may start threads, with which this process could not fork safely
+        later.
+        """
+        _run_fork(lambda: _write_corpus(f"{self.folder}/corpus", None), self.folder / "corpus.log")
 
-    def hit_leg(self, planned: PlannedLeg, faults: list[PlannedFault], leg: Leg, until: Callable[[], bool]) -> None:
-        """Hit the run with the faults of a leg, until `until()` is true or none is left, and record its last step.
+    def make_leg(self, planned: PlannedLeg, advance: Callable[[], None]) -> Leg:
+        """Hit the run with the faults of a leg, and compare it; `advance` is called after each fault.
 
         If a fault leaves the run stuck (it makes no progress, or ends unexpectedly), the run is killed and started
         again, and hit by the faults that are left.
         """
+        first_step = self.legs[-1].last_step if self.legs else 0
+        leg = Leg(ranks=planned.ranks, place=planned.place, first_step=first_step)
+        self.legs.append(leg)
+        faults = list(planned.faults)
         with contextlib.ExitStack() as stack:
             overrides = self._prepare_place(planned, stack)
-            has_stopped = False
-            while not has_stopped:
-                has_stopped = self._hit_until_stuck(planned, faults, leg, overrides, until)
+            while not self._hit_until_stuck(planned, faults, leg, overrides, advance):
+                pass
         leg.last_step = newest_step(self.run_dir)
-        self.progress.write()
+        self.compare_leg(leg)
+        return leg
 
     def _hit_until_stuck(
         self,
@@ -87,29 +106,30 @@ class Campaign:
         faults: list[PlannedFault],
         leg: Leg,
         overrides: list[str],
-        until: Callable[[], bool],
+        advance: Callable[[], None],
     ) -> bool:
         """Start the run, hit it with faults until one leaves it stuck or no fault is left, and stop it.
 
-        Each fault that was made is removed from `faults`, and its result is added to the progress. Return False if one
-        left the run stuck, which was then killed; a run that does not stop as it must is a RuntimeError.
+        Each fault that was made is removed from `faults`, and its result is added to `hits`. Return False if one left
+        the run stuck, which was then killed; a run that does not stop as it must is a RuntimeError.
         """
         command = [sys.executable, "-m", "electra_launcher.supervise", "--config", str(self._config(self.run_dir))]
         command += ["--gpus-per-node", str(planned.ranks)]
         for override in overrides:
             command += ["--set", override]
-        seed = self.progress.seed * 1_000_003 + len(self.progress.hits)
+        seed = self.seed * 1_000_003 + len(self.hits)
         disk = self.folder / "disk" if planned.place == "disk" else None
         run = ForkedDrill(self.run_dir, command, seed, ALL_FAULTS, leg.first_step, disk)
         try:
             step_after_fault = leg.first_step
-            while faults and not until():
+            while faults:
                 hit, is_stuck = self._hit_once(run, faults[0], step_after_fault)
                 faults.pop(0)
-                self.progress.add(hit)
+                self.hits.append(hit)
+                advance()
                 if is_stuck:
-                    if self.num_stuck > _MOST_STUCK:
-                        raise RuntimeError(f"{self.num_stuck} faults got the run stuck; read {self.run_dir}.log")
+                    if self._num_stuck > _MOST_STUCK:
+                        raise RuntimeError(f"{self._num_stuck} faults got the run stuck; read {self.run_dir}.log")
                     return False
                 step_after_fault = run.step
             code = run.stop()
@@ -128,7 +148,7 @@ class Campaign:
         except Stuck as stuck:
             hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
         run.end_fault(fault.kind)
-        self.num_stuck += 1
+        self._num_stuck += 1
         return hit, True
 
     def compare_leg(self, leg: Leg) -> None:
@@ -136,7 +156,6 @@ class Campaign:
 
         The uninterrupted run has as many ranks in this leg as the run with faults.
         """
-        assert leg.last_step is not None
         if newest_step(self.reference_dir) < leg.last_step:
             config = self._config(self.reference_dir, every_steps=_SPARE_STEPS)
             run_uninterrupted(config, [], leg.ranks, leg.last_step, _REFERENCE_LIMIT_S)
@@ -153,7 +172,6 @@ class Campaign:
         leg.different_steps = len(differences) + abs(len(found) - len(expected))
         if differences:
             leg.first_difference = differences[0]
-        self.progress.write()
 
     def _config(self, run_dir: Path, every_steps: int = EVERY_STEPS) -> Path:
         """Write the config of a run beside its folder, and return the path of the file."""
@@ -171,14 +189,14 @@ class Campaign:
         if planned.place == "disk":
             disk = stack.enter_context(small_disk(self.folder / "disk", _DISK_MB))
             return [f"checkpoint.targets=[{first},{disk}/checkpoints]"]
-        if not self.bucket:
+        if not self._bucket:
             raise RuntimeError("a leg with S3 needs a service")
         FaultyService.set_plan(rate=0.0, faults=[])
         url = FaultyService.endpoint_url
         return [
-            f"checkpoint.targets=[{first},{self.bucket}/leg-{len(self.progress.legs)}]",
+            f"checkpoint.targets=[{first},{self._bucket}/leg-{len(self.legs)}]",
             f"checkpoint.endpoint_url={url}",
-            f"data.corpus={self.bucket}/corpus",
+            f"data.corpus={self._bucket}/corpus",
             f"data.endpoint_url={url}",
             f"data.cache_limit_gb={_CACHE_LIMIT_GB}",
         ]
@@ -188,11 +206,11 @@ class Campaign:
         """Run an S3 service with the corpus in a bucket, and a faulty proxy in front of it, during a `with` block."""
         with running_s3(kind) as server:
             os.environ.update(server.env)
-            self.bucket = make_bucket(*server, "faults")
+            self._bucket = make_bucket(*server, "faults")
             endpoint = server.endpoint_url
             output = self.folder / "s3.log"
             port = free_port()
-            _run_fork(lambda: _write_corpus(f"{self.bucket}/corpus", endpoint), output)
+            _run_fork(lambda: _write_corpus(f"{self._bucket}/corpus", endpoint), output)
             FaultyService.endpoint_url = f"http://127.0.0.1:{port}"
             proxy = fork(lambda: _serve_proxy(endpoint, port), output, {})
             try:
@@ -201,7 +219,7 @@ class Campaign:
             finally:
                 os.kill(proxy, 9)
                 os.waitpid(proxy, 0)
-                self.bucket = ""
+                self._bucket = ""
 
 
 def run_settings() -> dict[str, object]:
@@ -218,21 +236,6 @@ def run_settings() -> dict[str, object]:
         "cluster.hang_setup_s": 120.0,
         "cluster.hang_checkpoint_s": 60.0,
     }
-
-
-def write_data(folder: Path) -> None:
-    """Write the corpus of the drill into its folder.
-
-    A forked process does it, because a store may start threads, with which this process could not fork safely later.
-    """
-    _run_fork(lambda: _write_corpus(f"{folder}/corpus", None), folder / "corpus.log")
-
-
-def measure_first_losses(folder: Path) -> list[list[float]]:
-    """Train a run of 2 ranks for 20 steps on this CPU, and return [loss, gradient norm] of each step."""
-    config = write_tiny_config(folder / "first.yaml", folder / "first", f"{folder}/corpus", **run_settings())
-    run_uninterrupted(config, [], 2, NUM_FIRST_STEPS, _REFERENCE_LIMIT_S)
-    return [[record["loss"], record["grad_norm"]] for record in step_records(folder / "first")]
 
 
 def newest_step(run_dir: Path) -> int:

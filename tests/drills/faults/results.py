@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections import Counter
@@ -10,48 +11,39 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from drills.faults.campaign import Campaign
 from drills.faults.kinds import ALL_FAULTS
-from drills.faults.progress import Progress
 from electra_launcher.chaos.drill import Hit
 
 from benchmarks.measure import hardware
 from electra_dist.run.environment_record import commit, versions
 
 
-def make_record(progress: Progress) -> dict[str, Any]:
+def make_record(drill: Campaign) -> dict[str, Any]:
     """Return the content of faults.json: machine, versions, counts and times of the drill so far, and its verdicts.
 
     `different_losses` is the number of steps that differ from the uninterrupted run, and `unexpected_reactions` has
-    one line for each fault to which the run reacted wrongly. `smoke` is True until all faults are made.
+    one line for each fault to which the run reacted wrongly.
     """
-    bad = [hit for hit in progress.hits if hit.fault]
+    bad = [hit for hit in drill.hits if hit.fault]
     return {
         "benchmark": "faults",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"make faults (seed {progress.seed}, {progress.count} faults)",
-        "smoke": len(progress.hits) < progress.count,
+        "command": f"make faults (seed {drill.seed}, {len(drill.hits)} faults)",
+        "smoke": False,
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
-        "seed": progress.seed,
-        "faults": len(progress.hits),
-        "process_ends": sum(_ends_processes(hit) for hit in progress.hits),
-        "different_losses": sum(leg.different_steps or 0 for leg in progress.legs),
-        "compared_steps": progress.step,
+        "seed": drill.seed,
+        "faults": len(drill.hits),
+        "process_ends": sum(_ends_processes(hit) for hit in drill.hits),
+        "different_losses": sum(leg.different_steps for leg in drill.legs),
+        "compared_steps": drill.legs[-1].last_step,
         "unexpected_reactions": [f"{hit.kind} at step {hit.step}: {hit.fault}" for hit in bad],
-        "seconds": round(progress.seconds, 1),
-        "seconds_per_fault": round(progress.seconds / max(1, len(progress.hits)), 2),
-        "kinds": {kind: _summary(hits) for kind, hits in _by_kind(progress.hits).items()},
-        "legs": [
-            {
-                "ranks": leg.ranks,
-                "place": leg.place,
-                "first_step": leg.first_step,
-                "last_step": leg.last_step,
-                "different_steps": leg.different_steps,
-            }
-            for leg in progress.legs
-        ],
+        "seconds": round(drill.seconds, 1),
+        "seconds_per_fault": round(drill.seconds / max(1, len(drill.hits)), 2),
+        "kinds": {kind: _summary(hits) for kind, hits in _by_kind(drill.hits).items()},
+        "legs": [dataclasses.asdict(leg) for leg in drill.legs],
     }
 
 
