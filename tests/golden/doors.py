@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from drills.campaign.cases import Interruption
-from drills.campaign.forked_starts import read_lines, run_command, start
-from drills.kill_matrix.comparison import NOT_COMPARED
+from drills.campaign.forked_starts import run_command, start
+from drills.kill_matrix.comparison import NOT_COMPARED, read_lines
 from electra_kernels.native import cpu_library
 from support.real_runs import REPOSITORY
 

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from drills.campaign.cases import Case, draw_case
 from drills.campaign.draws import DRAWS
 from drills.campaign.trial import Outcome, run_case, write_data
-from drills.kill_matrix.short_run import fork, wait_for
+from drills.forks import run_in_fork
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from support.fork_server import import_everything
 from support.small_disks import folder_in_memory
@@ -152,11 +152,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     import_everything()
 
-    def write() -> int:
-        write_data(folder / "data")
-        return 0
-
-    assert wait_for({fork(write, folder / "data.txt", {}): 0}) == {0: 0}  # in a fork, because stores start threads
+    run_in_fork(lambda: write_data(folder / "data"), folder / "data.txt")
     outcomes = run_cases(args, folder)
     print_summary(outcomes, time.monotonic() - begin)
     has_fault = any(outcome.fault for outcome in outcomes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import sys
@@ -17,9 +15,8 @@ import electra_launcher.cli.main
 import electra_launcher.pretrain
 from deepspeed.accelerator import get_accelerator
 from drills.campaign.cases import Interruption
+from drills.forks import fork, fork_ranks, wait_for
 from drills.kill_matrix.durable_operations import Moment, OperationLog
-from drills.kill_matrix.short_run import fork, wait_for
-from support.real_runs import free_port
 
 from electra_dist.engine import zero
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
@@ -83,13 +80,7 @@ def start(
         _prepare_process(hit, watched, rank, frozenset(spikes), first_loss_scale)
         return electra_launcher.pretrain.main(["--config", str(config), *["--from-scratch"] * from_scratch])
 
-    variables = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    rank_of_pid = {}
-    for rank in range(ranks):
-        environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        rank_of_pid[fork(lambda rank=rank: rank_main(rank), output, environment)] = rank
-    codes = wait_for(rank_of_pid, LIMIT_S)
-    return [codes[rank] for rank in range(ranks)]
+    return fork_ranks(rank_main, ranks, output, LIMIT_S)
 
 
 def run_command(arguments: Sequence[str], output: Path) -> int:
@@ -154,10 +145,3 @@ def _send_later(interruption: Interruption) -> None:
     """Send the signal of an interruption to this process after its delay."""
     time.sleep(interruption.delay_s)
     os.kill(os.getpid(), interruption.signal)
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file of JSON lines; an empty list if there is no file."""
-    with contextlib.suppress(FileNotFoundError):
-        return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-    return []

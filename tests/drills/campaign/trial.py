@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import yaml
 from drills.campaign.cases import CUT, MISSING, TORN_LEDGER, TORN_METRICS, Case, Interruption, Leg, sources_of
 from drills.campaign.draws import placed, tree_of
-from drills.campaign.forked_starts import read_lines, run_command, start
-from drills.kill_matrix.comparison import NOT_COMPARED
+from drills.campaign.forked_starts import run_command, start
+from drills.kill_matrix.comparison import NOT_COMPARED, first_difference, read_lines
 from drills.kill_matrix.short_run import DONE, STOPPED
 from support.checkpoints import committed, read_manifest
 from support.real_runs import write_corpus
@@ -323,7 +323,7 @@ def compare(interrupted: Side, twin: Side) -> None:
             [_exact(record) for record in read_lines(side.run_dir / file)] for side in (interrupted, twin)
         )
         if found != expected:
-            raise Fault(f"{file}: {_first_difference(found, expected)}; {interrupted.folder}")
+            raise Fault(f"{file}: {first_difference(found, expected)}; {interrupted.folder}")
     # The twin of a run with spikes or rollbacks has these steps in its config, and must stop no others.
     expected_skips = [] if "train.skip_steps" in twin.changes else interrupted.skipped()
     if twin.skipped() != expected_skips:
@@ -374,16 +374,6 @@ def _digests(folder: Path) -> dict[str, str]:
 def _exact(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that an equal run repeats; NaN as text, because it is not equal to itself."""
     return {name: repr(value) for name, value in record.items() if name not in NOT_COMPARED}
-
-
-def _first_difference(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the first difference of two lists of records."""
-    for number, (one, other) in enumerate(zip(found, expected, strict=False), start=1):
-        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-        if names:
-            values = ", ".join(f"{name} {one.get(name)} instead of {other.get(name)}" for name in names)
-            return f"record {number} (step {other.get('step')}): {values}"
-    return f"{len(found)} records instead of {len(expected)}"
 
 
 def _last_line(text: str) -> str:

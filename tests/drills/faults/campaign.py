@@ -16,7 +16,7 @@ from pathlib import Path
 
 from drills.faults.forked_run import ForkedDrill, run_uninterrupted
 from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedFault, PlannedLeg
-from drills.kill_matrix.short_run import fork
+from drills.forks import fork, run_in_fork
 from electra_launcher.chaos.__main__ import compared_lines
 from electra_launcher.chaos.drill import Hit, Planned, Stuck
 from support.checkpoints import committed
@@ -80,7 +80,7 @@ class Campaign:
         A forked process does it, because a store may start threads, with which this process could not fork safely
         later.
         """
-        _run_fork(lambda: _write_corpus(f"{self.folder}/corpus", None), self.folder / "corpus.log")
+        run_in_fork(lambda: write_corpus(f"{self.folder}/corpus", _ROWS_PER_SHARD), self.folder / "corpus.log")
 
     def make_leg(self, planned: PlannedLeg, advance: Callable[[], None]) -> Leg:
         """Hit the run with the faults of a leg, and compare it; `advance` is called after each fault.
@@ -158,7 +158,7 @@ class Campaign:
         """
         if newest_step(self.reference_dir) < leg.last_step:
             config = self._config(self.reference_dir, every_steps=_SPARE_STEPS)
-            run_uninterrupted(config, [], leg.ranks, leg.last_step, _REFERENCE_LIMIT_S)
+            run_uninterrupted(config, leg.ranks, leg.last_step, _REFERENCE_LIMIT_S)
         found = _lines_of(self.run_dir, leg.first_step, leg.last_step)
         expected = _lines_of(self.reference_dir, leg.first_step, leg.last_step)
         # The guard of the uninterrupted run may have refused the updates of some steps, which have no record then.
@@ -210,7 +210,8 @@ class Campaign:
             endpoint = server.endpoint_url
             output = self.folder / "s3.log"
             port = free_port()
-            _run_fork(lambda: _write_corpus(f"{self._bucket}/corpus", endpoint), output)
+            corpus = f"{self._bucket}/corpus"
+            run_in_fork(lambda: write_corpus(corpus, _ROWS_PER_SHARD, endpoint_url=endpoint), output)
             FaultyService.endpoint_url = f"http://127.0.0.1:{port}"
             proxy = fork(lambda: _serve_proxy(endpoint, port), output, {})
             try:
@@ -260,12 +261,6 @@ def _num_skipped_steps(run_dir: Path, first_step: int, last_step: int) -> int:
     return sum(first_step < step + 1 <= last_step for step in skipped)  # the file counts steps from 0
 
 
-def _write_corpus(url: str, endpoint: str | None) -> int:
-    """Write the corpus of the drill, and return 0 as the exit code of the forked process."""
-    write_corpus(url, _ROWS_PER_SHARD, endpoint_url=endpoint)
-    return 0
-
-
 def _serve_proxy(upstream: str, port: int) -> int:
     """Serve the faulty proxy of an S3 service in this process until it is killed; it begins without faults."""
     with FaultProxy(upstream, FaultPlan(rate=0.0), port) as proxy:
@@ -284,10 +279,3 @@ def _wait_for_proxy() -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-
-
-def _run_fork(act: Callable[[], int], output: Path) -> None:
-    """Call a function in a forked process, and wait until that process has ended."""
-    _, status = os.waitpid(fork(act, output, {}), 0)
-    if status:
-        raise RuntimeError(f"a part of the drill failed: {output.read_text(errors='replace')[-3000:]}")

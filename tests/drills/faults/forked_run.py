@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import electra_launcher.pretrain
-from drills.kill_matrix.short_run import fork, wait_for, wait_for_other_threads
+from drills.forks import fork_ranks, wait_for_other_threads
 from electra_launcher.chaos.drill import Drill
 from support.forked_popen import ForkedPopen
 from support.process_names import ProcessNames
-from support.real_runs import free_port
 
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.run.processes import MARK
@@ -74,31 +73,22 @@ class ForkedDrill(Drill):
         return 0 if beat is None else beat.step
 
 
-def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_step: int, limit_s: float) -> None:
+def run_uninterrupted(config: Path, ranks: int, last_step: int, limit_s: float) -> None:
     """Train a run from its newest checkpoint up to step `last_step` without a supervisor, save, and stop.
 
     The output of the ranks is appended to the file of the config's name with the suffix .log.
     """
-    arguments = ["--config", str(config)]
-    for override in overrides:
-        arguments += ["--set", override]
-    variables = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    def train() -> int:
+    def train(rank: int) -> int:
         """Run one rank in the forked process, and return its exit code."""
         os.setsid()  # As in the run with faults, Ctrl-C in the terminal then reaches only the drill.
         _stop_after(last_step)
         electra_launcher.pretrain._write_report = lambda run_dir: None
-        return electra_launcher.pretrain.main(arguments)
+        return electra_launcher.pretrain.main(["--config", str(config)])
 
     output = config.with_suffix(".log")
-    rank_of_pid = {}
-    for rank in range(ranks):
-        pid = fork(train, output, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        rank_of_pid[pid] = rank
-    codes = wait_for(rank_of_pid, limit_s)
-    if set(codes.values()) != {75}:
+    codes = fork_ranks(train, ranks, output, limit_s)
+    if set(codes) != {75}:
         end = output.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"the uninterrupted run ended with {codes} before step {last_step}: {output}\n{end}")
 

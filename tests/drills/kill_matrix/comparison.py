@@ -44,7 +44,7 @@ class Remains:
         found = list(self.faults)
         for name, content in expected.contents.items():
             if self.contents[name] != content:
-                found.append(f"{name}: {_first_difference(self.contents[name], content)}")
+                found.append(f"{name}: {first_difference(self.contents[name], content)}")
         found += [f"left over: {name}" for name in (self.files - expected.files).elements()]
         found += [f"missing: {name}" for name in (expected.files - self.files).elements()]
         return found
@@ -147,11 +147,13 @@ def _ledger_faults(run_dir: Path) -> list[str]:
     return faults
 
 
-def _first_difference(found: Any, expected: Any) -> str:
-    """Describe the first difference of two lists, or of two other values."""
-    if isinstance(found, list) and isinstance(expected, list):
-        for number, (one, other) in enumerate(zip(found, expected), start=1):
-            if one != other:
-                return f"record {number} is {str(one)[:200]} instead of {str(other)[:200]}"
-        return f"{len(found)} records instead of {len(expected)}"
-    return f"{str(found)[:300]} instead of {str(expected)[:300]}"
+def first_difference(found: Any, expected: Any) -> str:
+    """Describe the first difference of two lists of records, field by field, or of two other values."""
+    if not isinstance(found, list) or not isinstance(expected, list):
+        return f"{str(found)[:300]} instead of {str(expected)[:300]}"
+    for number, (one, other) in enumerate(zip(found, expected), start=1):
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        if names:
+            values = ", ".join(f"{name} {one.get(name)} instead of {other.get(name)}" for name in names)
+            return f"record {number} (step {other.get('step')}): {values[:400]}"
+    return f"{len(found)} records instead of {len(expected)}"

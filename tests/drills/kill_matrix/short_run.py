@@ -17,25 +17,21 @@ torch and DeepSpeed are imported once, in the process that forks; it must have n
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import shutil
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import electra_launcher.pretrain
 import torch
+from drills.forks import fork_ranks
 from drills.kill_matrix.durable_operations import Kill, Operation, OperationLog
 from support import checkpoints as small
-from support.real_runs import free_port, write_tiny_config
+from support.real_runs import write_tiny_config
 from support.s3_server import S3Server
 
 import electra_dist.store.s3.s3_store
@@ -56,13 +52,9 @@ PREEMPTED_FROM_STEP = 6
 SECOND_CORPUS_FROM_STEP = 7
 SECOND_CORPUS = "second"  # name of its folder in that of the first one
 SAVE_REQUESTED_AT_STEP = 8
-DONE, CRASHED, STOPPED = 0, 1, 75
+DONE, STOPPED = 0, 75
 PATIENCE_S = 120.0  # for one start
-_FOLLOW_S = 20.0  # for the other ranks, after one has crashed
 PART_BYTES = 50_000  # files of more bytes are uploaded in parts of so many
-_POLL_S = 0.01
-_THREADS_END_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 SETTINGS: dict[str, Any] = {
     "train.num_steps": NUM_STEPS,
@@ -140,7 +132,6 @@ def run_phase(trial: Trial, corpus: Path, phase: str, kill: Kill | None) -> Phas
     """
     begin = time.monotonic()
     config = trial.write_config(corpus)
-    port = str(free_port())
     num_processes = 1 if phase == OLDER_ATTEMPT else RANKS
 
     def rank_main(rank: int) -> int:
@@ -156,102 +147,16 @@ def run_phase(trial: Trial, corpus: Path, phase: str, kill: Kill | None) -> Phas
             unfinished.write_text(json.dumps(report))
             unfinished.replace(trial.folder / f"operations-{rank}.json")
 
-    pids = {}
     for rank in range(num_processes):
         (trial.folder / f"operations-{rank}.json").unlink(missing_ok=True)
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "MASTER_PORT": port}
-        environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
-        pids[fork(lambda rank=rank: rank_main(rank), trial.folder / "output.txt", environment)] = rank
-    codes = wait_for(pids)
-    end = PhaseEnd([codes[rank] for rank in range(num_processes)], seconds=time.monotonic() - begin)
+    codes = fork_ranks(rank_main, num_processes, trial.folder / "output.txt", PATIENCE_S, world_size=RANKS)
+    end = PhaseEnd(codes, seconds=time.monotonic() - begin)
     for rank in range(num_processes):
         file = trial.folder / f"operations-{rank}.json"
         report = json.loads(file.read_text()) if file.exists() else {"operations": [], "missed": []}
         end.operations += [Operation(*fields) for fields in report["operations"]]
         end.missed += report["missed"]
     return end
-
-
-def fork(act: Callable[[], int], output: Path, environment: Mapping[str, str]) -> int:
-    """Call `act` in a forked process, which ends with its result as exit code, and return the process id.
-
-    Args:
-        act: runs in the new process; an exception ends it with 1 and a traceback.
-        output: file to which stdout and stderr are appended.
-        environment: variables to add to the environment.
-    """
-    wait_for_other_threads()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.environ.update(environment)
-        code = act()
-    except BaseException:  # noqa: BLE001  (the exit code is what counts)
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def wait_for_other_threads() -> None:
-    """Wait until this process has one thread, apart from one of pyarrow's allocator, which expects forks.
-
-    A thread of an S3 request still ends for a moment after its answer was returned, and holds a lock of OpenSSL
-    meanwhile. A process that was forked in that moment would wait for this lock for ever.
-    """
-    deadline = time.monotonic() + _THREADS_END_S
-    while len(threads := thread_names()) > 1:
-        assert time.monotonic() < deadline, threads
-        time.sleep(_POLL_S / 10)
-
-
-def thread_names() -> list[str]:
-    """Return what the kernel calls the threads of this process, without the one of pyarrow's allocator."""
-    names = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            names.append((thread / "comm").read_text().strip())
-    return [name for name in names if name != "jemalloc_bg_thd"]
-
-
-def wait_for(ranks: Mapping[int, int], limit_s: float = PATIENCE_S) -> dict[int, int]:
-    """Wait until all processes have ended.
-
-    When one was killed, the others are killed at once. When one has crashed, the others get some seconds to end by
-    themselves. Those that do not, and all that still run when time is over, are aborted, which is never taken for
-    the planned kill.
-
-    Args:
-        ranks: process id -> rank.
-        limit_s: seconds after which the processes that still run are aborted.
-
-    Returns:
-        rank -> exit code; negative: the signal that ended it.
-    """
-    codes: dict[int, int] = {}
-    running = dict(ranks)
-    deadline = time.monotonic() + limit_s
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in running:
-            code = codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-            if code == CRASHED:
-                deadline = min(deadline, time.monotonic() + _FOLLOW_S)
-        elif pid == 0:
-            time.sleep(_POLL_S)
-        was_killed = -signal.SIGKILL in codes.values()
-        if was_killed or time.monotonic() > deadline:
-            for other in running:
-                os.kill(other, signal.SIGKILL if was_killed else signal.SIGABRT)
-    return codes
 
 
 def plan_events(run_dir: Path, is_preempted: bool) -> None:
