@@ -15,7 +15,7 @@ import psutil
 from support.corpus_texts import BUILD_CONFIG
 from support.folder_contents import file_contents, finished_files
 
-COMMAND = [sys.executable, "-c", "from electra_launcher.cli.corpus.group import app; app()", "build"]
+COMMAND = [sys.executable, "-c", "from electra_launcher.cli.main import corpus_app; corpus_app()", "build"]
 NUM_DOCUMENTS = 3000
 NUM_KILLS = 2
 WORKERS_END_S = 20  # time in which workers must notice that their parent is gone

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from electra_launcher.cli.corpus.group import app
+from electra_launcher.cli.main import corpus_app as app
 from typer.testing import CliRunner
 
 from electra_dist.corpus.vocabulary import VocabularySample

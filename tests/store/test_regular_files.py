@@ -41,7 +41,7 @@ OWN = {
     "launcher/electra_launcher/chaos/faults.py",
     "launcher/electra_launcher/cli/main.py",
     "launcher/electra_launcher/slurm/batch_script.py",
-    "launcher/electra_launcher/supervise/failed_start.py",
+    "launcher/electra_launcher/supervise/start_outcome.py",
     "launcher/electra_launcher/supervise/rank_processes.py",
 }
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from electra_dist.console import Console
 from electra_dist.escapes import printable
@@ -29,6 +30,12 @@ def open_console(*, soft_wrap: bool = True) -> Console:
 def print_json(tree: object) -> None:
     """Print a JSON value on stdout, indented by two spaces; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_without_nan(tree), indent=2).replace("\x7f", "\\u007f"))
+
+
+def write_json(path: Path, tree: dict[str, object]) -> None:
+    """Write JSON for other programs to read; make the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
 
 
 def _without_nan(tree: object) -> object:

@@ -1,4 +1,4 @@
-"""The command `finetune`.
+"""The commands `finetune` and `predict`.
 
 Everything that can be wrong in the command line or the data is checked before torch and transformers are imported.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +16,8 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, progress_bar
-from electra_launcher.cli.models import Tower, TowerOption, Vocab, write_json
+from electra_launcher.cli.console import open_console, progress_bar, write_json
+from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -33,71 +34,85 @@ class Kind(StrEnum):
     regression = "regression"
 
 
+Model = Annotated[
+    str,
+    typer.Option(
+        help="folder of a run, of its export, or of a Hugging Face model, or random:CONFIG.yaml", metavar="FOLDER"
+    ),
+]
+Data = Annotated[
+    Path,
+    typer.Option(
+        metavar="PATH",
+        help="a table with your texts and labels (.csv, .tsv, .jsonl, .parquet, or a folder of "
+        "datasets.save_to_disk), or a folder with train and dev tables; for other tasks, the folder with their "
+        "files, such as CoLA/train.tsv or squad/*.json",
+    ),
+]
+TaskNames = Annotated[
+    str,
+    typer.Option(
+        help="custom (your own texts), cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner "
+        "(named entities) or tagging (any label per word); several are separated by commas"
+    ),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")]
+Probe = Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
+        "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
+    ),
+]
+Save = Annotated[
+    bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
+]
+Parallel = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
+]
+TextA = Annotated[str | None, typer.Option(help="custom: column of the text; found if only one fits")]
+TextB = Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")]
+Label = Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")]
+KindOfLabel = Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")]
+Dev = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="custom: table of development examples; default: in --data")
+]
+DevShare = Annotated[
+    float, typer.Option(min=0.001, max=0.5, help="custom, ner, tagging: share held out without a dev file")
+]
+SplitSeed = Annotated[int, typer.Option(min=0, help="custom, ner, tagging: seed that chooses them")]
 Delimiter = Annotated[
-    str | None,
-    typer.Option(metavar="CHAR", help="what separates columns of .csv; default: found in the header"),
+    str | None, typer.Option(metavar="CHAR", help="what separates columns of .csv; default: found in the header")
+]
+CheckpointOfRun = Annotated[
+    str | None, typer.Option(help="of a run: best, the number of its step, or its folder; default: the newest")
 ]
 
 
 def finetune(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="folder of a run, of its export, or of a Hugging Face model, or random:CONFIG.yaml", metavar="FOLDER"
-        ),
-    ],
-    data: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH",
-            help="a table with your texts and labels (.csv, .tsv, .jsonl, .parquet, or a folder of "
-            "datasets.save_to_disk), or a folder with train and dev tables; for other tasks, the folder with their "
-            "files, such as CoLA/train.tsv or squad/*.json",
-        ),
-    ],
-    task: Annotated[
-        str,
-        typer.Option(
-            help="custom (your own texts), cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner "
-            "(named entities) or tagging (any label per word); several are separated by commas"
-        ),
-    ] = "custom",
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
-    probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
-            "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
-        ),
-    ] = None,
-    save: Annotated[
-        bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
-    ] = True,
-    parallel: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
-    ] = 1,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
-    ] = None,
-    text_a: Annotated[str | None, typer.Option(help="custom: column of the text; found if only one fits")] = None,
-    text_b: Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")] = None,
-    label: Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")] = None,
-    kind: Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")] = Kind.classification,
-    dev: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="custom: table of development examples; default: in --data"),
-    ] = None,
-    dev_share: Annotated[
-        float, typer.Option(min=0.001, max=0.5, help="custom, ner, tagging: share held out without a dev file")
-    ] = 0.1,
-    split_seed: Annotated[int, typer.Option(min=0, help="custom, ner, tagging: seed that chooses them")] = 0,
+    model: Model,
+    data: Data,
+    task: TaskNames = "custom",
+    seeds: Seeds = 1,
+    probe: Probe = False,
+    output: Output = None,
+    save: Save = True,
+    parallel: Parallel = 1,
+    overrides: Settings = None,
+    text_a: TextA = None,
+    text_b: TextB = None,
+    label: Label = None,
+    kind: KindOfLabel = Kind.classification,
+    dev: Dev = None,
+    dev_share: DevShare = 0.1,
+    split_seed: SplitSeed = 0,
     delimiter: Delimiter = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(help="of a run: best, the number of its step, or its folder; default: the newest"),
-    ] = None,
+    checkpoint: CheckpointOfRun = None,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
 ) -> None:
@@ -137,17 +152,13 @@ def finetune(
     step = choose_step(model, checkpoint)
     located = locate_model(model, tower.value)
 
-    import torch
-
     from electra_dist.finetune.scores import summarize
-    from electra_dist.finetune.seeds import ModelRequest, SeedProcesses, advice_on_threads, run_all
+    from electra_dist.finetune.seeds import ModelRequest, SeedProcesses, run_all
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
     encoder = load_pretrained(located, tower.value, vocab, step)
-    settings = {
-        name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
-        for name in task_names
-    }
+    sizes = encoder.tower.hidden_size, encoder.model.max_positions
+    settings = {name: settings_for(name, *sizes, overrides or ()) for name in task_names}
     folder = output or _default_output(model)
     has_one_task_folder = output is not None and len(task_names) == 1
     model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
@@ -155,9 +166,7 @@ def finetune(
     out = open_console()
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     if device.type == "cpu":
-        advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        if advice:
-            out.print(advice)
+        _advise_on_threads(out, parallel)
     with progress_bar(Console(stderr=True)) as progress:
         processes = SeedProcesses(
             parallel,
@@ -180,6 +189,17 @@ def finetune(
     summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
     _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
+
+
+def _advise_on_threads(out: Console, parallel: int) -> None:
+    """Print a line if the processes of --parallel need more cores than this machine has."""
+    import torch
+
+    from electra_dist.finetune.seeds import advice_on_threads
+
+    advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    if advice:
+        out.print(advice)
 
 
 def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
@@ -216,3 +236,47 @@ def _write_summary(
             "glue_average": glue_average(summaries),
         },
     )
+
+
+def predict(
+    model: Annotated[
+        Path, typer.Argument(help="folder of a tuned model, such as tuned/best, or of one for a task in transformers")
+    ],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="texts: a table (.csv, .tsv, .jsonl, .parquet, datasets.save_to_disk) or one text on each line; "
+            "words, as for training or one on each line; questions: SQuAD's JSON, or a table with question and context"
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="file to write: .csv or .tsv, otherwise JSON lines; default: JSON lines on stdout"),
+    ] = None,
+    text_a: Annotated[str | None, typer.Option(help="column of the text; default: that of the training data")] = None,
+    text_b: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
+    label: Annotated[str | None, typer.Option(help="column of the label; default: that of the training data")] = None,
+    delimiter: Delimiter = None,
+) -> None:
+    """Write what a tuned model predicts for new texts, words or questions, and score it where there are labels.
+
+    The predictions are classes with their probabilities, numbers, tags with their spans, or answers with their places
+    in the passage. Those for the development data are the ones that `finetune` has written.
+    """
+    from electra_dist.scoring.predictions import TunedModel, open_predictions
+    from electra_dist.store.atomic_files import replacing
+
+    run = open_predictions(TunedModel(model), file, text_a, text_b, label, delimiter)
+    with progress_bar(Console(stderr=True)) as progress:
+        predictions = run(progress)
+    content = predictions.text("" if output is None else output.suffix)
+    if output is None:
+        sys.stdout.write(content)
+    else:
+        with replacing(output) as written:
+            written.write(content.encode())
+    out = Console(stderr=True) if output is None else open_console()
+    for name, value in predictions.metrics.items():
+        out.print(f"{name} {value:.4f}")
+    if output is not None:
+        out.print(f"{output}: {len(predictions.objects)} predictions")

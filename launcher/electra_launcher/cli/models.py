@@ -18,7 +18,8 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, StoreMissing, UserError
 from electra_dist.escapes import printable
-from electra_launcher.cli.console import open_console, progress_bar
+from electra_launcher.cli.console import open_console, progress_bar, write_json
+from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,17 +31,6 @@ _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by 
 _STDIN = "-"
 
 
-class Tower(StrEnum):
-    """Name of one of the two networks that an ELECTRA run trains.
-
-    The generator proposes replacements for masked tokens. The discriminator detects the replaced tokens; it is the
-    network that is fine-tuned by default.
-    """
-
-    discriminator = "discriminator"
-    generator = "generator"
-
-
 class _Readout(StrEnum):
     token = "token"
     word = "word"
@@ -49,8 +39,6 @@ class _Readout(StrEnum):
 OptionalModel = Annotated[
     str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
 ]
-Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
-TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
 
 
 def minimal_pairs(
@@ -130,12 +118,6 @@ def minimal_pairs(
     if output:
         trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
         write_json(output, {"model": encoder.name, "scores": trees})
-
-
-def write_json(path: Path, tree: dict[str, object]) -> None:
-    """Write JSON for other programs to read; make the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,3 +14,18 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
 RunFolder = Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]
+
+
+class Tower(StrEnum):
+    """Name of one of the two networks that an ELECTRA run trains.
+
+    The generator proposes replacements for masked tokens. The discriminator detects the replaced tokens; it is the
+    network that is fine-tuned by default.
+    """
+
+    discriminator = "discriminator"
+    generator = "generator"
+
+
+Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
+TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]

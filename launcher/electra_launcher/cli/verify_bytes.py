@@ -13,18 +13,19 @@ corpora of a run, which has recorded their fingerprints. The records of a run (m
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint import Checkpoint, Owner, checkpoints, open_targets, owner_of
 from electra_dist.checkpoint.reader import verify as verify_checkpoint
 from electra_dist.console import Console
-from electra_dist.corpus.origins import ORIGINS_KEY, OriginFile, Origins, open_origins
+from electra_dist.corpus.origins import ORIGINS_KEY, open_origins
 from electra_dist.data.corpora import open_corpora
-from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_corpus_vocabulary
+from electra_dist.data.manifest import MANIFEST_KEY, ShardEntry, read_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest as read_corpus
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.weights import read_run_vocabulary
@@ -51,16 +52,8 @@ class Part:
 
     url: str
     kind: str  # name of the kind in the summary, such as "shard" or "checkpoint"
-    size_bytes: int  # size that the manifest lists; 0 if it is not known
+    size_bytes: int = 0  # size that the manifest lists; 0 if it is not known
     faults: Callable[[Advance], list[str]]  # reads all bytes and returns one line for each fault
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadPart:
-    """File or checkpoint that differs from what its manifest lists, with one line for each fault."""
-
-    url: str
-    faults: list[str]
 
 
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
@@ -75,13 +68,13 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     counts = {kind: sum(part.kind == kind for part in parts) for kind in dict.fromkeys(part.kind for part in parts)}
     size_bytes = sum(part.size_bytes for part in parts)
     if as_json:
-        tree = {"path": path, "good": not bad, "counts": counts, "bytes": size_bytes, "bad": list(map(asdict, bad))}
-        print_json(tree)
+        bad_parts = [{"url": url, "faults": faults} for url, faults in bad]
+        print_json({"path": path, "good": not bad, "counts": counts, "bytes": size_bytes, "bad": bad_parts})
     else:
         out = open_console()
-        for part in bad:
-            for fault in part.faults:
-                out.print(f"BAD: {part.url}: {fault}")
+        for url, faults in bad:
+            for fault in faults:
+                out.print(f"BAD: {url}: {fault}")
         numbers = ", ".join(f"{count:,} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items())
         verdict = f"{len(bad):,} of them bad" if bad else "all good"
         out.print(f"{path}: read {numbers}; {size_bytes / 1e6:,.1f} MB in shards and checkpoints; {verdict}")
@@ -92,8 +85,8 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
         )
 
 
-def _read_all(parts: list[Part]) -> list[BadPart]:
-    """Read all files and checkpoints, with a progress bar on stderr, and return the bad ones."""
+def _read_all(parts: list[Part]) -> list[tuple[str, list[str]]]:
+    """Read all files and checkpoints, with a progress bar on stderr, and return (URL, faults) of the bad ones."""
     bad = []
     with byte_progress(Console(stderr=True), sum(part.size_bytes for part in parts)) as advance:
         for part in parts:
@@ -102,7 +95,7 @@ def _read_all(parts: list[Part]) -> list[BadPart]:
             except UserError as error:
                 faults = [str(error)]
             if faults:
-                bad.append(BadPart(url=part.url, faults=faults))
+                bad.append((part.url, faults))
     return bad
 
 
@@ -124,15 +117,14 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
 
 def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
     """Yield the parts of a run: vocabulary, token counts, corpora (also the held-out one) and complete checkpoints."""
+    from electra_dist.train.token_counts import read_counts
+
     config = open_run(run_dir)
-    yield Part(
-        url=str(run_dir / RUN_VOCAB_FILE),
-        kind="vocabulary file",
-        size_bytes=0,
-        faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
-    )
+    vocabulary = _reads(lambda: read_run_vocabulary(run_dir))
+    yield Part(url=str(run_dir / RUN_VOCAB_FILE), kind="vocabulary file", faults=vocabulary)
     for file in token_counts_files(run_dir):
-        yield _token_counts_part(file, config.model.vocab_size)
+        counts = _reads(functools.partial(read_counts, file, config.model.vocab_size))
+        yield Part(url=str(file), kind="token counts file", faults=counts)
     corpora = config.data.training_corpora()
     fingerprints = recorded_fingerprints(run_dir, len(corpora))
     for number, corpus in enumerate(corpora):
@@ -149,17 +141,6 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         yield _checkpoint_part(checkpoint, owner)
 
 
-def _token_counts_part(file: Path, vocab_size: int) -> Part:
-    from electra_dist.train.token_counts import read_counts
-
-    return Part(
-        url=str(file),
-        kind="token counts file",
-        size_bytes=0,
-        faults=lambda advance: _no_faults(read_counts(file, vocab_size)),
-    )
-
-
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
     """Yield the files of a corpus to read; if corpus.json is damaged, only that file.
 
@@ -169,61 +150,42 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
     try:
         manifest = read_corpus(store)
     except UserError as error:
-        message = str(error)
-        yield Part(url=url, kind="corpus manifest", size_bytes=0, faults=lambda advance: [message])
+        yield Part(url=url, kind="corpus manifest", faults=_known(str(error)))
         return
     wrong: list[str] = []
     if fingerprint not in (None, manifest.fingerprint):
         wrong.append(f"its fingerprint is {manifest.fingerprint}, but the run has trained on {fingerprint!r}")
-    yield Part(url=url, kind="corpus manifest", size_bytes=0, faults=lambda advance: wrong)
-    yield Part(
-        url=f"{store.url}/{manifest.tokenizer.vocab_file}",
-        kind="vocabulary file",
-        size_bytes=0,
-        faults=lambda advance: _no_faults(read_corpus_vocabulary(store, manifest.tokenizer)),
-    )
+    yield Part(url=url, kind="corpus manifest", faults=_known(*wrong))
+    tokenizer = manifest.tokenizer
+    vocabulary = _reads(lambda: read_corpus_vocabulary(store, tokenizer))
+    yield Part(url=f"{store.url}/{tokenizer.vocab_file}", kind="vocabulary file", faults=vocabulary)
     for entry in manifest.shards:
-        yield _shard_part(store, entry, temporary)
-    yield from _side_file_parts(store, manifest)
-
-
-def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield the files that name sources and documents of the rows; if their list origins.json is bad, only it."""
+        shard = functools.partial(_shard_faults, store, entry, temporary)
+        yield Part(url=f"{store.url}/{entry.name}", kind="shard", size_bytes=entry.bytes, faults=shard)
     try:
         origins = open_origins(store, manifest)
-    except UserError as error:
-        message = str(error)
-        yield Part(
-            url=f"{store.url}/{ORIGINS_KEY}", kind="origin file", size_bytes=0, faults=lambda advance: [message]
-        )
+    except UserError as error:  # only their list, origins.json, can be named
+        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="origin file", faults=_known(str(error)))
         return
     if origins is None:
         return
     for file in origins.files:
-        yield _side_file_part(store, origins, file)
+        table = _reads(functools.partial(origins.table, file.shard))
+        yield Part(url=f"{store.url}/{file.name}", kind="origin file", size_bytes=file.bytes, faults=table)
 
 
-def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
-    return Part(
-        url=f"{store.url}/{file.name}",
-        kind="origin file",
-        size_bytes=file.bytes,
-        faults=lambda advance: _no_faults(origins.table(file.shard)),
-    )
+def _reads(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
+    """Return the faults of a file that `read` reads: none, because it raises a UserError for a bad file."""
+
+    def faults(advance: Advance) -> list[str]:
+        read()
+        return []
+
+    return faults
 
 
-def _no_faults(checked: object) -> list[str]:
-    """Return []: that `checked` was read without a UserError shows that the file is good."""
-    return []
-
-
-def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
-    return Part(
-        url=f"{store.url}/{entry.name}",
-        kind="shard",
-        size_bytes=entry.bytes,
-        faults=lambda advance: _shard_faults(store, entry, temporary, advance),
-    )
+def _known(*faults: str) -> Callable[[Advance], list[str]]:
+    return lambda advance: list(faults)
 
 
 def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Advance) -> list[str]:
@@ -265,7 +227,7 @@ def _checkpoint_part(checkpoint: Checkpoint, owner: Owner | None) -> Part:
         size_bytes = manifest.size_bytes
         other_run = owner.fault(manifest.state) if owner is not None else ""
     if other_run:
-        return Part(url=checkpoint.url, kind="checkpoint", size_bytes=0, faults=lambda advance: [other_run])
+        return Part(url=checkpoint.url, kind="checkpoint", faults=_known(other_run))
     return Part(
         url=checkpoint.url,
         kind="checkpoint",

@@ -52,12 +52,19 @@ from electra_dist.store.patience import Patience, patient, waits
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
-from electra_launcher.supervise.failed_start import FailedStart, explain, kills_for_memory
 from electra_launcher.supervise.hang_report import nccl_environment
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
 from electra_launcher.supervise.rendezvous import Rendezvous
-from electra_launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
+from electra_launcher.supervise.start_outcome import (
+    FailedStart,
+    StartEnd,
+    StartOutcome,
+    awaits_ledger,
+    explain,
+    kills_for_memory,
+    outcome,
+)
 from electra_launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
 _TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks

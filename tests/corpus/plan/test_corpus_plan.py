@@ -12,7 +12,7 @@ from typing import Any
 
 import botocore.client
 import pytest
-from electra_launcher.cli.corpus.group import app
+from electra_launcher.cli.main import corpus_app as app
 from support.corpus_texts import make_prose, make_vocabulary
 from support.s3_fixtures import bucket
 from support.s3_fixtures import moto as s3

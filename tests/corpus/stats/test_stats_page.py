@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from electra_launcher.cli.corpus.group import app
+from electra_launcher.cli.main import corpus_app as app
 from support.corpus_texts import make_prose, make_vocabulary
 from typer.testing import CliRunner
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import webdataset
 import yaml
-from electra_launcher.cli.corpus.group import app
+from electra_launcher.cli.main import corpus_app as app
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 

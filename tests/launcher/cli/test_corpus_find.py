@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from electra_launcher.cli.corpus.group import app
+from electra_launcher.cli.main import corpus_app as app
 from support.corpus_texts import make_prose, make_vocabulary
 from support.run_records import STEP
 from typer.testing import CliRunner

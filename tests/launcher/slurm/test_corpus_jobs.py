@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from electra_launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
+from electra_launcher.cli.corpus.submit import CorpusJobs, corpus_scripts, submit_corpus
 
 from electra_dist.errors import UserError
 

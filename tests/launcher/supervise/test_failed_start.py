@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.cli.main import app
-from electra_launcher.supervise.failed_start import FailedStart, explain, kills_for_memory
 from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.start_outcome import FailedStart, explain, kills_for_memory
 from support.supervised_runs import FAKE, supervised
 from typer.testing import CliRunner
 
