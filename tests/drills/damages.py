@@ -3,31 +3,29 @@
     python tests/drills/damages.py --seed 1 --count 500
 
 The writers of two ranks save four checkpoints: steps 10, 20 and 30 of one attempt, and step 30 of a second attempt,
-which is the newest. Each holds different numbers. Every case damages a copy of that folder and loads it on one rank;
-every `--two-ranks-every`th case is loaded on two ranks instead. A case is good if the newest undamaged checkpoint was
-loaded with exactly its numbers, and exactly the damaged checkpoints newer than it were set aside. The drill prints a
-table by kind of damage and exits with 1 if a case was not good.
+which is the newest. Each holds different numbers. Every case damages a copy of that folder and loads it on one rank.
+A case is good if the newest undamaged checkpoint was loaded with exactly its numbers, and exactly the damaged
+checkpoints newer than it were set aside. The drill prints a table by kind of damage and exits with 1 if a case was not
+good. `make faults` damages the checkpoints of runs of several ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.queues import Queue
 from pathlib import Path
 
 import torch.distributed as dist
 from drill import Verdict, at_least_one, options, print_verdicts
-from rich.progress import Progress
+from rich.progress import track
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name
 from support.folder_contents import file_contents
@@ -233,22 +231,18 @@ def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> Da
 
 
 def judged_load(case: DamageCase) -> str:
-    """Load a case as this rank of the process group; return what is wrong with the outcome, empty if nothing.
-
-    Collective: every rank of the group loads the same case.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Load a case as a run of one rank does; return what is wrong with the outcome, empty if nothing."""
     store = open_store(str(case.folder))
     values = small.empty()
-    state, notes, _ = load_newest([store], small.share(values, rank, world_size), small.state_at(0))
+    state, notes, _ = load_newest([store], small.share(values, 0, 1), small.state_at(0))
     usable = [(step, attempt) for step, attempt in SAVED if folder_name(step, attempt) not in case.damaged | case.gone]
     best = max(usable)
     if state is None or (state.step, state.attempt) != best:
         return f"used {state and (state.step, state.attempt)}, not {best}"
-    wanted = small.share(small.content(best[0], run=best[1]), rank, world_size)
+    wanted = small.share(small.content(best[0], run=best[1]), 0, 1)
     if not all(
         (have.views[kind] == want.views[kind]).all()
-        for have, want in zip(small.share(values, rank, world_size), wanted, strict=True)
+        for have, want in zip(small.share(values, 0, 1), wanted, strict=True)
         for kind in KINDS
     ):
         return "the numbers are not those that were saved"
@@ -259,74 +253,21 @@ def judged_load(case: DamageCase) -> str:
     return ""
 
 
-def _load_all(cases: Sequence[DamageCase], rank: int, meeting: Path, outcomes: Queue) -> None:
-    """Load every case as `rank` of two ranks; put (number of the case, what is wrong) into `outcomes`."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
-    for number, case in enumerate(cases):
-        outcomes.put((number, judged_load(case)))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Callable[[], None]) -> list[str]:
-    """Load each case on two ranks; return what is wrong with each, empty if nothing."""
-    fork = multiprocessing.get_context("fork")
-    outcomes = fork.Queue()
-    ranks = [fork.Process(target=_load_all, args=(cases, rank, meeting, outcomes), daemon=True) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    texts = [""] * len(cases)
-    for _ in range(2 * len(cases)):
-        number, text = outcomes.get(timeout=60)
-        texts[number] = texts[number] or text
-        advance()
-    for process in ranks:
-        process.join()
-    return texts
-
-
-def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Verdict]:
-    """Return one verdict for each kind of damage, and one for each case that was not good.
-
-    The caller has started a process group of one rank; this function destroys it.
-    """
+def drill(folder: Path, seed: int, count: int) -> list[Verdict]:
+    """Return one verdict for each kind of damage, and one for each case that was not good."""
     draw = random.Random(seed)
     write_base(folder / "base")
     order = list(KINDS_OF_DAMAGE)
-    cases = [
-        damaged_copy(folder / "base", folder / f"case-{number}", order[number % len(order)], draw)
-        for number in range(count)
-    ]
-    pairs, bad = [], list[str]()
-    found, on_two = Counter[str](), Counter[str]()
-    with Progress(transient=True) as progress:
-        task = progress.add_task("damages", total=count)
-        for number, case in enumerate(cases):
-            if (
-                number + number // len(order)
-            ) % two_ranks_every == 0:  # so that every kind is loaded on two ranks in turn
-                pairs.append(case)
-                continue
-            if text := judged_load(case):
-                bad.append(f"{case.kind} ({case.description}): {text}")
-            else:
-                found[case.kind] += 1
-            progress.advance(task)
-        dist.destroy_process_group()  # a process group does not survive a fork
-        for case, text in zip(
-            pairs, judged_by_two_ranks(pairs, folder / "meeting", lambda: progress.advance(task, 0.5))
-        ):
-            if text:
-                bad.append(f"{case.kind} ({case.description}), on two ranks: {text}")
-            else:
-                found[case.kind] += 1
-                on_two[case.kind] += 1
-    asked = Counter(case.kind for case in cases)
-    verdicts = [
-        Verdict(kind, found[kind] == num, f"{found[kind]} of {num} found, {on_two[kind]} on two ranks")
-        for kind in order
-        if (num := asked[kind])
-    ]
+    bad, found, asked = list[str](), Counter[str](), Counter[str]()
+    for number in track(range(count), "damages", transient=True):
+        kind = order[number % len(order)]
+        case = damaged_copy(folder / "base", folder / "case", kind, draw)
+        asked[kind] += 1
+        if text := judged_load(case):
+            bad.append(f"{kind} ({case.description}): {text}")
+        else:
+            found[kind] += 1
+    verdicts = [Verdict(kind, found[kind] == num, f"{found[kind]} of {num} found") for kind, num in asked.items()]
     return [*verdicts, *(Verdict("ACCEPTED", False, text) for text in bad)]
 
 
@@ -349,22 +290,16 @@ def _swap(first: Path, second: Path) -> None:
     temporary.rename(second)
 
 
-def start_process_group() -> None:
-    """Start a process group of one rank in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 def main() -> int:
     """Run the drill and return its exit code: 0 if every case was good."""
     parser = options(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=at_least_one, default=500, help="number of damages")
-    parser.add_argument("--two-ranks-every", type=int, default=5, help="load every n-th case on two ranks")
     args = parser.parse_args()
     begin = time.monotonic()
-    start_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        verdicts = drill(Path(folder), args.seed, args.count, args.two_ranks_every)
+        verdicts = drill(Path(folder), args.seed, args.count)
     return print_verdicts(f"{args.count} damages, seed {args.seed}, {time.monotonic() - begin:.0f} s", verdicts)
 
 
