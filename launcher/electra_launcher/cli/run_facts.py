@@ -29,8 +29,7 @@ from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem, read_regular
-from electra_launcher.slurm.batch_script import job_name
-from electra_launcher.slurm.slurm import QueuedJob, QueueView, queue_view
+from electra_launcher.slurm.slurm import QueuedJob, QueueView, job_name, queue_view
 
 _STEPS_OF_PATIENCE = 10  # step times for which a living run may be silent, because a step may take longer than usual
 # Slurm's reason for which a job waits -> what it means for a run.

@@ -149,7 +149,7 @@ def submit(
 
 def _print_jobs(submission: Submission, job_ids: Sequence[str]) -> None:
     """Print the jobs that were submitted, the path of their log, and the commands that show and stop the run."""
-    from electra_launcher.slurm.batch_script import job_name
+    from electra_launcher.slurm.slurm import job_name
 
     out = open_console()
     run_dir = submission.config.run_dir

@@ -7,9 +7,7 @@ refused before anything is submitted.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from electra_dist.config import Config
 from electra_dist.corpus.prepare.slurm_submission import HANDED_ON, directive, left_out
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR
-from electra_launcher.slurm.slurm import user_options
+from electra_launcher.slurm.slurm import job_name, user_options
 
 JOB_FILE = Path(__file__).parent / "job.sh"
 
@@ -110,18 +108,6 @@ def batch_script(submission: Submission) -> str:
         "",
     ]
     return "\n".join(lines) + JOB_FILE.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n")
-
-
-def job_name(run_dir: Path) -> str:
-    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its absolute path.
-
-    The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
-    and the batch script cancels the waiting jobs of a run by their name.
-    """
-    # Only characters that need no quoting in a shell or in an option of Slurm are kept.
-    readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
-    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()
-    return f"{readable_name}-{digest[:8]}"
 
 
 def _sbatch_options(submission: Submission) -> list[tuple[str, object]]:

@@ -1,7 +1,8 @@
-"""Run the commands of Slurm: submit batch scripts (sbatch), and ask for jobs (squeue) and unused nodes (sinfo)."""
+"""Name the Slurm jobs of a run, submit batch scripts (sbatch), ask for jobs (squeue) and unused nodes (sinfo)."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -13,6 +14,18 @@ from pathlib import Path
 from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import read_regular
+
+
+def job_name(run_dir: Path) -> str:
+    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its absolute path.
+
+    The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
+    and the batch script cancels the waiting jobs of a run by their name.
+    """
+    # Only characters that need no quoting in a shell or in an option of Slurm are kept.
+    readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()
+    return f"{readable_name}-{digest[:8]}"
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:

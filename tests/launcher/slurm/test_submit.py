@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from electra_launcher.slurm.batch_script import job_name
+from electra_launcher.slurm.slurm import job_name
 from electra_launcher.slurm.submit import command_of_run, sweep
 
 from electra_dist.errors import UserError
