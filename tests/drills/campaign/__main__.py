@@ -21,14 +21,13 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the repository
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from drills.campaign.cases import Case, draw_case
+from drills.campaign.cases import draw_case
 from drills.campaign.draws import DRAWS
 from drills.campaign.trial import Outcome, run_case, write_data
 from drills.forks import run_in_fork
@@ -90,36 +89,17 @@ def sort_of_fault(fault: str) -> str:
     return re.sub(r"-?\d+(\.\d+)?([eE][+-]\d+)?", "N", re.sub(r"(/[\w.-]+)+", "PATH", fault.split(";")[0]))[:150]
 
 
-def print_coverage(cases: list[Case]) -> None:
-    """Print how many values of each key were drawn, as KEY (number of cases, number of values)."""
-    values: dict[str, Counter[str]] = {key: Counter() for key in DRAWS}
-    for case in cases:
-        for key, value in case.changes.items():
-            if key in values:
-                values[key][_sort_of_value(value)] += 1
-    never = [key for key, counts in values.items() if not counts]
-    print(f"\nkeys drawn: {len(values) - len(never)} of {len(values)}; never: {', '.join(never) or 'none'}")
-    for key, counts in values.items():
-        print(f"  {key}: " + ", ".join(f"{value} x{count}" for value, count in sorted(counts.items())))
-
-
-def _sort_of_value(value: Any) -> str:
-    """Return a value for the table; of a schedule its shape, of a list its length."""
-    if isinstance(value, dict):
-        return str(value["shape"])
-    return f"{len(value)} entries" if isinstance(value, list) else str(value)
-
-
 def print_summary(outcomes: list[Outcome], seconds: float) -> None:
     """Print the tables and the line with the totals."""
     cases = [outcome.case for outcome in outcomes]
-    print_coverage(cases)
+    never = DRAWS.keys() - {key for case in cases for key in case.changes}
+    print(f"\nkeys drawn: {len(DRAWS) - len(never)} of {len(DRAWS)}; never: {', '.join(sorted(never)) or 'none'}")
     met = Counter(kind for outcome in outcomes for kind in outcome.met)
     legs = [leg for case in cases for leg in case.legs]
     planned = Counter(leg.interruption.kind for leg in legs if leg.interruption) + Counter(
         leg.damage for leg in legs if leg.damage
     )
-    print("\ninterruptions: " + ", ".join(f"{kind} {met[kind]} of {planned[kind]}" for kind in sorted(planned)))
+    print("interruptions: " + ", ".join(f"{kind} {met[kind]} of {planned[kind]}" for kind in sorted(planned)))
     ranks = Counter(leg.ranks for leg in legs)
     exchanges = sum(len({leg.ranks for leg in case.legs}) > 1 for case in cases)
     print(

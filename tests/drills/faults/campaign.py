@@ -6,6 +6,7 @@ A leg is a stretch of the run with a fixed number of ranks and a fixed place of 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drills.faults.forked_run import ForkedDrill, run_uninterrupted
-from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedFault, PlannedLeg
+from drills.faults.kinds import ALL_FAULTS, FaultyService, PlannedLeg
 from drills.forks import fork, run_in_fork
 from electra_launcher.chaos.__main__ import compared_lines
 from electra_launcher.chaos.drill import Hit, Planned, Stuck
@@ -103,7 +104,7 @@ class Campaign:
     def _hit_until_stuck(
         self,
         planned: PlannedLeg,
-        faults: list[PlannedFault],
+        faults: list[Planned],
         leg: Leg,
         overrides: list[str],
         advance: Callable[[], None],
@@ -139,12 +140,10 @@ class Campaign:
         finally:
             run.close()
 
-    def _hit_once(self, run: ForkedDrill, fault: PlannedFault, step_before: int) -> tuple[Hit, bool]:
+    def _hit_once(self, run: ForkedDrill, fault: Planned, step_before: int) -> tuple[Hit, bool]:
         """Hit the run with one fault; return the result, and whether the run was stuck and was killed."""
-        step = step_before + fault.steps
-        moment = Planned(kind=fault.kind, step=step, in_save=fault.in_save, delay=fault.delay)
         try:
-            return run.hit(moment), False
+            return run.hit(dataclasses.replace(fault, step=step_before + fault.step)), False
         except Stuck as stuck:
             hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
         run.end_fault(fault.kind)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drills.faults.forked_run import COMMIT_FAULT
-from electra_launcher.chaos.drill import Stuck, ordered_kinds
+from electra_launcher.chaos.drill import Planned, Stuck, ordered_kinds
 from electra_launcher.chaos.faults import FAULTS, Act, Fault, Victim
 
 from electra_dist.errors import EXIT_CRASH
@@ -62,26 +62,14 @@ _LEGS: tuple[tuple[int, Place], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedFault:
-    """Fault in the plan of a leg, with its moment relative to the fault before it.
-
-    The fault is inflicted `delay` step times after the run has done `steps` steps since it recovered from the fault
-    before or, for the first fault, since the leg began. With `in_save`, it also waits for the next save.
-    """
-
-    kind: str  # a key of ALL_FAULTS
-    steps: int  # steps that the run must do first
-    in_save: bool  # whether to wait, after these steps, until a checkpoint is being written
-    delay: float  # further delay, in units of the run's step time
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedLeg:
     """Plan of one leg: a stretch of the run with a fixed number of ranks and a fixed place of its data."""
 
     ranks: int  # number of ranks
     place: Place  # where the data of the run are; it determines the kinds of faults
-    faults: tuple[PlannedFault, ...]  # in the order in which they are inflicted
+    faults: tuple[
+        Planned, ...
+    ]  # in their order; `step` counts from the end of the one before, or from the leg's begin
 
 
 def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_disk: bool) -> list[PlannedLeg]:
@@ -95,9 +83,9 @@ def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_
             place = "local"
         kinds = ordered_kinds(_shuffled(kinds_of(place), draw), min(faults_per_leg, count - begin), draw)
         faults = [
-            PlannedFault(
+            Planned(
                 kind=kind,
-                steps=draw.randrange(every_steps),
+                step=draw.randrange(every_steps),
                 in_save=ALL_FAULTS[kind].needs_save and draw.random() < 0.5,
                 delay=draw.uniform(0.0, 2.0),
             )
