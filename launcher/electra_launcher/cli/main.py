@@ -40,7 +40,6 @@ GROUPS: Groups = {
         "config": ("electra_launcher.cli.plans", "config"),
         "plan": ("electra_launcher.cli.plans", "plan"),
         "speed": ("electra_launcher.cli.plans", "speed"),
-        "flops": ("electra_launcher.cli.plans", "flops"),
         "resolve": ("electra_launcher.cli.plans", "resolve"),
     },
     "After a run": {
