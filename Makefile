@@ -80,6 +80,7 @@ drills: test-long
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
 	$(BIN)/python tests/drills/s3_ways.py
 	$(BIN)/python tests/drills/clock_jumps.py
+	$(BIN)/python tests/drills/reasons.py
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/drills/mutants.py
 
 # 500 of the cases are processes of their own. Each kind of fault is printed once, with the damage that repeats it.

@@ -27,6 +27,7 @@ _LONGEST_LINE = 300  # characters of the telling line that are kept
 # they name did not end it.
 _HARMLESS = re.compile(r"^(waiting up to|storage is back)|NCCL INFO")
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning|Fault)\w*)(: |$)")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback in a process group
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -305,7 +306,7 @@ def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
 
     `num_killed_for_memory` is how many processes of the node the kernel killed for lack of memory while the rank ran.
     """
-    lines = [line.strip() for line in output.splitlines()]
+    lines = [_RANK_PREFIX.sub("", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line and not _HARMLESS.search(line)]
     if code == EXIT_UNHEALTHY:
         return Finding(error=_UNHEALTHY, line=_last_match(_REFUSED, lines))

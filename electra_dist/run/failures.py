@@ -134,7 +134,11 @@ def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[
             return known
         state = newest.event if newest.event in ("done", "crash", "unhealthy") else "stopped"
         what = f"{newest.event} at step {newest.step:,}" + (f": {newest.why}" if newest.why else "")
-        return {**known, "time": newest.time, "state": state, "what": what, "step": newest.step}
+        account = {**known, "time": newest.time, "state": state, "what": what, "step": newest.step}
+        if newest.event == "storage":
+            kind = class_of("storage-away")
+            account |= {"class": kind.name, "fault": kind.fault, "restart": kind.restart, "next": [kind.next_step]}
+        return account
     if failure is None:
         return known
     kind = failure.kind

@@ -251,6 +251,12 @@ def test_what_a_rank_has_survived_does_not_count() -> None:
     assert classify(1, f"{survived}{TRACEBACK}ValueError: no").error.name == "exception"
 
 
+def test_the_prefix_that_torch_puts_before_each_line_of_a_rank_does_not_hide_a_traceback() -> None:
+    lines = f"{TRACEBACK}ValueError: row 3 has the label 7".splitlines()
+    found = classify(1, "\n".join(f"[rank12]: {line}" for line in lines))
+    assert (found.error.name, found.line) == ("exception", "ValueError: row 3 has the label 7")
+
+
 def test_the_rank_that_failed_first_explains_the_end_of_all() -> None:
     peers = [(rank, classify(1, "RuntimeError: Connection closed by peer")) for rank in (0, 1, 2)]
     cause = (3, classify(1, f"{TRACEBACK}RuntimeError: CUDA error: device-side assert triggered"))

@@ -59,6 +59,8 @@ def test_the_account_of_the_last_end_is_that_of_the_newer_record(tmp_path: Path)
     assert elsewhere["restart"] == "elsewhere" and "strikes.jsonl" in elsewhere["next"][-1]
     stopped = account_of_end(tmp_path, [*events, ledger_event("stop", 9, why="SIGTERM")], [failure(time=EARLY)])
     assert (stopped["state"], stopped["what"]) == ("stopped", "stop at step 9: SIGTERM")
+    full = account_of_end(tmp_path, [ledger_event("storage", 9, why="/runs/a: disk full")], [])
+    assert (full["state"], full["class"], full["restart"]) == ("stopped", "storage-away", "as it is")
     without_supervisor = account_of_end(tmp_path, events, [])
     assert (without_supervisor["state"], without_supervisor["what"]) == ("crash", "crash at step 7: RuntimeError")
     runs = account_of_end(tmp_path, [ledger_event("resume", 7)], [failure(time=EARLY)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from electra_launcher.cli.main import app
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.start_outcome import FailedStart, explain, kills_for_memory
+from support.real_runs import REPOSITORY
+from support.small_disks import can_mount
 from support.supervised_runs import FAKE, supervised
 from typer.testing import CliRunner
 
@@ -78,6 +82,22 @@ def test_storage_that_is_away_before_the_training_is_told(tiny_config: MakeConfi
         assert run.end() == 75, run.story()
     (failure,) = read_failures(run_dir)
     assert (failure.error, failure.step, failure.kind.restart) == ("storage-away", None, "as it is")
+
+
+@pytest.mark.sample
+@pytest.mark.skipif(not can_mount() or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs root and a cgroup")
+def test_a_real_run_names_the_exception_and_the_memory_limit_that_ended_it() -> None:
+    """A sample of the drill reasons.py, in which torch puts the number of the rank before each line of a traceback."""
+    drill = [
+        sys.executable,
+        str(REPOSITORY / "tests" / "drills" / "reasons.py"),
+        "--only",
+        "exception in every",
+        "memory",
+    ]
+    done = subprocess.run(drill, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 good, 0 bad" in done.stdout
 
 
 def beat(rank: int, step: int, phase: str = "step") -> Beat:
