@@ -29,10 +29,9 @@ from electra_dist.checkpoint.restore import Loaded, load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.checkpoint.writer import CheckpointWriter, SaveTiming
 from electra_dist.collectives import from_rank_0
-from electra_dist.config import CheckpointConfig, Config, GuardConfig, ObjectiveConfig
+from electra_dist.config import CheckpointConfig, GuardConfig, ObjectiveConfig
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import bit_settings
-from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import (
     held_fragments,
     owned_fragments,
@@ -46,8 +45,8 @@ from electra_dist.run.environment_record import versions
 from electra_dist.run.history import seconds_per_step, starts
 from electra_dist.run.ledger import LedgerEvent, read_ledger
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.store.patience import Patience
 from electra_dist.train.guard import Guard, SkipList
+from electra_dist.train.start import Start
 
 _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it counts as one interruption
 _FIRST_STEPS = 100  # interval before the first save of a run has been measured
@@ -109,25 +108,19 @@ class Checkpointer:
     """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
 
     A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, `save` after any step, and
-    `close` at the end, which waits until the last save is written.
+    `close` of the `writer` at the end, which waits until the last save is written.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        corpus_fingerprint: str,
-        skips: SkipList,
-        accept_new_numerics: bool = False,
-        patience: Patience | None = None,
-    ) -> None:
+    def __init__(self, start: Start) -> None:
         """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective."""
+        config, engine, skips = start.config, start.engine, start.skips
+        corpus_fingerprint = start.inputs.corpora.fingerprint
         self._config = config
         self._module = engine.deepspeed.module
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
         self._skips = skips
-        self._targets = open_targets(config, patience)
+        self._targets = open_targets(config, start.patience)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         self._older_identities = config.older_identities()
@@ -135,9 +128,9 @@ class Checkpointer:
             numerics: {"identity_sha256": older_sha256, "corpus_fingerprint": corpus_fingerprint}
             for numerics, older_sha256 in self._older_identities.items()
         }
-        attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
+        attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, start.inputs.accept_new_numerics))
         # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
-        self._state = RunState(
+        self.record = RunState(
             step=0,
             attempt=attempt,
             identity_sha256=identity_sha256,
@@ -157,11 +150,6 @@ class Checkpointer:
             rollback_steps=config.guard.most_skipped,
         )
 
-    @property
-    def attempt(self) -> int:
-        """Number of this start of the run, from 1. A rollback (return to a checkpoint) also counts as a start."""
-        return self._state.attempt
-
     def restore(self, *, pristine: bool) -> Loaded:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
@@ -172,7 +160,7 @@ class Checkpointer:
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
         loaded = load_newest(
-            self._targets, fragments, self._state, self._older_identities.values(), self._skips.stopped
+            self._targets, fragments, self.record, self._older_identities.values(), self._skips.stopped
         )
         if self._loss_scale is not None:
             self._loss_scale.restore(loaded.state.loss_scale if loaded.state else None)
@@ -208,14 +196,10 @@ class Checkpointer:
         A thread then writes the copy. The call first waits for the previous save, and raises its error if it has
         failed.
         """
-        state = self._state.model_copy(update=train_state.state_fields())
+        state = self.record.model_copy(update=train_state.state_fields())
         if self._loss_scale is not None:
             state = state.model_copy(update={"loss_scale": self._loss_scale.state})
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
-
-    def raise_failure(self) -> None:
-        """Raise the error of the newest save or deletion if it has failed; wait for none that is still running."""
-        self.writer.raise_failure()
 
     def finish(self, last: RunState) -> None:
         """Complete the checkpoint of the last step, because a killed start may have copied it to some stores only.
@@ -225,16 +209,7 @@ class Checkpointer:
         """
         copy_to_all(self._targets, last.step, last.attempt)
         for target in self._targets:
-            retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
-
-    @property
-    def bit_settings(self) -> dict[str, str]:
-        """Settings of this start that may change the last bits of results, such as "ranks", by name."""
-        return self._state.bit_settings
-
-    def close(self) -> None:
-        """Wait until every save is committed, and free the host buffer; raise the last save's error, if any."""
-        self.writer.close()
+            retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.record.attempt, {})
 
 
 def _recorded_versions() -> dict[str, str]:

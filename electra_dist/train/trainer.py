@@ -129,18 +129,11 @@ class Trainer:
         self.patience = start.patience
         # An earlier start may have been killed between the last of several stopped steps and the rollback.
         missed_rollback = skips.roll_back(config) if skips.reaches(config.guard.max_in_a_row) else None
-        self.checkpointer = Checkpointer(
-            config,
-            start.engine,
-            start.inputs.corpora.fingerprint,
-            skips,
-            start.inputs.accept_new_numerics,
-            start.patience,
-        )
+        self.checkpointer = Checkpointer(start)
         self.checkpointer.writer.on_wait = lambda silent_s: monitor.waits_for_thread(
             silent_s, "the previous checkpoint", _SILENT_SAVE_S
         )
-        monitor.began(self.checkpointer.attempt)
+        monitor.began(self.checkpointer.record.attempt)
         is_first_round = build_s is not None
         self.schedules = Schedules(config.objective, config.train.num_steps)
         loaded = self.checkpointer.restore(pristine=is_first_round)
@@ -167,8 +160,9 @@ class Trainer:
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
         """Open log, metrics and ledger, and write there that this round begins. Rank 0 only."""
         reporter = Reporter(self.start, self.restored, hosts)
-        changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
-        reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
+        record = self.checkpointer.record
+        changed = changes(self.restored.bit_settings, record.bit_settings) if self.restored else {}
+        reporter.began(record.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:
             reporter.note(note)
         return reporter
@@ -220,14 +214,14 @@ class Trainer:
                 schedules=self.schedules,
             )
             stages = Stages(self.engine, self.config.objective)
-            stack.enter_context(contextlib.closing(self.checkpointer))
+            stack.enter_context(contextlib.closing(self.checkpointer.writer))
             try:
                 return self._run_steps(loader, evaluator, train_step, stages)
             except BaseException:
                 # The run ends, so waits for storage give up. An error of `close` must not replace the first error.
                 self.patience.abandon()
                 with contextlib.suppress(Exception):
-                    self.checkpointer.close()
+                    self.checkpointer.writer.close()
                 raise
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
@@ -259,7 +253,7 @@ class Trainer:
             begin = time.perf_counter()
             is_last = step + 1 == num_steps
             self.monitor.beat("step", step)
-            self.checkpointer.raise_failure()
+            self.checkpointer.writer.raise_failure()
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
             second_stage_begins = stages.enter(step)
@@ -283,7 +277,7 @@ class Trainer:
                     from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
                     self.monitor.beat("checkpoint", step)
-                    self.checkpointer.close()
+                    self.checkpointer.writer.close()
                     first, stopped = state.skips.roll_back(self.config)
                     if self.reporter:
                         self.reporter.rolled_back(first, stopped)
@@ -405,7 +399,7 @@ class Trainer:
 
     def _stop(self) -> int:
         """Wait until the save of this step is committed, then log that the run stops on request. Collective."""
-        self.checkpointer.close()
+        self.checkpointer.writer.close()
         if self.reporter:
             self.stop.remove_stop_file()
             self.reporter.stopped(self.state.step, self.stop.reason)
