@@ -91,8 +91,8 @@ def finetune_task(
         seconds=time.monotonic() - start,
     )
     if folder is not None and outcome.metrics:
-        predictions = outcome.predictions + of_test_sets
-        write_seed_folder(folder, encoder, model, settings, result, predictions, task.data)
+        files = outcome.predictions + of_test_sets + task.model_files(encoder, settings)
+        write_seed_folder(folder, encoder, model, settings, result, files, task.data)
     return result
 
 

@@ -46,6 +46,7 @@ from electra_dist.pretrained.hf_settings import hf_config
 
 NO_WORD = -100  # target of a token that is not the first piece of a word
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
+_SCALE_OF_COSINES = 20.0  # of MultipleNegativesRankingLoss in sentence-transformers
 _PRETRAINED_HEAD = {"head.dense.weight": "dense.weight", "head.norm.weight": "layer_norm.weight"}  # of `modern`
 
 
@@ -71,13 +72,19 @@ class HuggingFaceNetwork(Network):
         self.encoder_prefix = f"model.{family.prefix}"
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the logits: [B, N] of texts, [B, S, N] of tokens, or [B, S, 2] of an answer's start and end."""
+        """Return the logits: [B, N] of texts, [B, S, N] of tokens, or [B, S, 2] of an answer's start and end.
+
+        A model without a head gives its last states, [B, S, H].
+        """
         inputs = {"input_ids": ids_BS, "attention_mask": (ids_BS != self.special.pad).long()}
         if self.has_token_types:
             inputs["token_type_ids"] = derive(ids_BS, self.special).token_type_BS
         output = self.model(**inputs)
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
+        if "last_hidden_state" in output:
+            states_BSH: torch.Tensor = output.last_hidden_state
+            return states_BSH
         logits: torch.Tensor = output.logits
         return logits
 
@@ -88,7 +95,7 @@ class StockNetwork(HuggingFaceNetwork):
     def __init__(
         self,
         encoder: Pretrained,
-        task: Literal["SequenceClassification", "TokenClassification", "QuestionAnswering"],
+        task: Literal["SequenceClassification", "TokenClassification", "QuestionAnswering", "Model"],
         head_config: dict[str, Any],
         settings: FinetuneConfig,
         seed: int,
@@ -100,7 +107,8 @@ class StockNetwork(HuggingFaceNetwork):
             raise missing_packages("fine-tuning", "finetune") from None
         encoder.check_complete()
         family = family_of(encoder.model)
-        architecture = f"{family.token_class.removesuffix('ForMaskedLM')}For{task}"
+        name = family.token_class.removesuffix("ForMaskedLM")
+        architecture = f"{name}Model" if task == "Model" else f"{name}For{task}"
         shape = encoder.model.model_copy(
             update={
                 "discriminator": encoder.tower,
@@ -114,6 +122,9 @@ class StockNetwork(HuggingFaceNetwork):
         super().__init__(getattr(getattr(models, family.model_type), architecture)(config), encoder.special, family)
         self.config = head_and_shape
         weights = _encoder_weights(encoder, shape) | _pretrained_head(encoder, self.model)
+        if task == "Model":
+            weights = {name.removeprefix(family.prefix): weight for name, weight in weights.items()}
+            self.encoder_prefix = "model."
         new_names, unknown_names = self.model.load_state_dict(weights, strict=False)
         assert not unknown_names and not any(name.startswith(family.prefix) for name in new_names)
         init_head(((name, self.model.get_parameter(name)) for name in new_names), seed)
@@ -211,6 +222,43 @@ class Tagger(TaskModel):
         target_BS = target_BK[:, : ids_BS.shape[1]]
         weight_N = _on(logit_BSN, self._weight_N)
         return F.cross_entropy(logit_BSN.flatten(0, 1), target_BS.flatten(), weight_N, ignore_index=NO_WORD)
+
+
+class PairModel(TaskModel):
+    """Encoder of texts as vectors of length 1, trained on pairs of texts that belong together."""
+
+    @override
+    def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean cross-entropy of finding the second text of each pair among those of all pairs.
+
+        A row has the ids of both texts one after another. Its targets are the number of ids of the first one, and
+        numbers of both texts, which are equal for equal texts.
+        """
+        first_length_B, first_B, second_B = target_BK.unbind(-1)
+        place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        pad = self.special.pad
+        first_BS = ids_BS.masked_fill(place_S >= first_length_B[:, None], pad)[:, : int(first_length_B.max())]
+        moved_BS = place_S + first_length_B[:, None]
+        second_BS = ids_BS.gather(1, moved_BS.clamp(max=ids_BS.shape[1] - 1))
+        second_BS = second_BS.masked_fill(moved_BS >= ids_BS.shape[1], pad)
+        second_BS = second_BS[:, : int((second_BS != pad).sum(1).max())]
+        first_BH, second_BH = self._vectors(first_BS), self._vectors(second_BS)
+        with torch.autocast(ids_BS.device.type, enabled=False):  # so that the product is not rounded to bf16
+            logit_BB = _SCALE_OF_COSINES * first_BH @ second_BH.T
+        is_other_BB = ~torch.eye(len(ids_BS), dtype=torch.bool, device=ids_BS.device)
+        belongs_BB = (first_B[:, None] == first_B) | (second_B[:, None] == second_B)
+        logit_BB = logit_BB.masked_fill(belongs_BB & is_other_BB, -torch.inf)
+        return F.cross_entropy(logit_BB, torch.arange(len(ids_BS), device=ids_BS.device))
+
+    @override
+    def predict(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of texts, fp32 [B, H]; the model must be in evaluation mode."""
+        return self._vectors(ids_BS)
+
+    def _vectors(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        state_BSH = self.network(ids_BS).float()
+        is_token_BS1 = (ids_BS != self.special.pad).unsqueeze(-1)
+        return F.normalize((state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1), dim=-1)
 
 
 def _on(output: torch.Tensor, weight_N: torch.Tensor | None) -> torch.Tensor | None:

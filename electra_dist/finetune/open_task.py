@@ -11,6 +11,7 @@ from typing import Literal
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import GLUE, TextSpec
+from electra_dist.finetune.retrieval_task import PAIRS, RetrievalTask
 from electra_dist.finetune.squad_task import SquadTask
 from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
@@ -27,9 +28,11 @@ _OF_SPLIT = ("dev_share", "split_seed")
 class TaskRequest:
     """What `open_task` needs: name of a task, its data, columns. Hashable, and can be sent to a process."""
 
-    name: str  # name of a GLUE task, squad1, squad2, ner or tagging; any other is the name of a custom task
+    name: str  # name of a GLUE task, squad1, squad2, ner, tagging or pairs; any other is the name of a custom task
     data: Path  # folder of the data; of a custom task also the training file
-    text_a: str | None = None  # column of the text; all other fields down to `split_seed` are for a custom task only
+    text_a: str | None = (
+        None  # column of the text; all other fields down to `split_seed` are for custom tasks and pairs
+    )
     text_b: str | None = None  # column of the second text; None for single texts
     label: str | None = None  # column of the label
     kind: Literal["classification", "regression"] = "classification"
@@ -49,6 +52,16 @@ def open_task(request: TaskRequest) -> Task:
         return SquadTask(_SQUAD_VERSIONS[name], request.data)
     if name in _TAGGING:
         return TaggingTask(name, request.data, request.dev_share, request.split_seed)
+    if name == PAIRS:
+        return RetrievalTask(
+            request.data,
+            request.text_a,
+            request.text_b,
+            request.dev,
+            request.delimiter,
+            request.dev_share,
+            request.split_seed,
+        )
     return TextTask(
         GLUE[name] if name in GLUE else _custom_spec(request),
         request.data,
@@ -80,8 +93,8 @@ def _custom_spec(request: TaskRequest) -> TextSpec:
     """Describe a task on a user's texts by the columns of the request; only the name `custom` may leave them open."""
     if request.name != CUSTOM and (request.text_a is None or request.label is None):
         raise UserError(
-            f"{request.name}: none of the tasks {', '.join([*GLUE, *_SQUAD_VERSIONS, *_TAGGING, CUSTOM])}; correct "
-            f"the name, or give the columns of a task of your own (--text-a COLUMN and --label COLUMN, in a "
+            f"{request.name}: none of the tasks {', '.join([*GLUE, *_SQUAD_VERSIONS, *_TAGGING, PAIRS, CUSTOM])}; "
+            f"correct the name, or give the columns of a task of your own (--text-a COLUMN and --label COLUMN, in a "
             f"comparison text_a and label)"
         )
     return TextSpec(

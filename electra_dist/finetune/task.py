@@ -77,6 +77,10 @@ class Task(abc.ABC):
         """Return files with predictions for the task's test sets, which have no labels; empty for most tasks."""
         return ()
 
+    def model_files(self, encoder: Pretrained, settings: FinetuneConfig) -> tuple[TextFile, ...]:
+        """Return files beside the model by which another library than transformers loads it; empty for most tasks."""
+        return ()
+
 
 def label_weights(
     counts: Mapping[str, int], labels: Sequence[str], setting: str | Mapping[str, float]

@@ -8,7 +8,9 @@ describes the case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ try:
 except ImportError:
     raise missing_packages("fine-tuning", "finetune") from None
 
+_WORD = re.compile(r"\w+")
 _NUM_RESAMPLES = 200  # resamples of the bootstrap; the relative error of a standard error is then about 5 %
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on standardized features
 
@@ -45,6 +48,47 @@ def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, flo
         "pearson": float(stats.pearsonr(predicted, true).statistic),
         "spearman": float(stats.spearmanr(predicted, true).statistic),
     }
+
+
+def retrieval_metrics(
+    rankings: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], depth: int
+) -> dict[str, float]:
+    """Return the means over queries of nDCG and recall at `depth` and of recall at 1, as fractions.
+
+    `rankings` has the numbers of the best documents of each query, best first; `relevant` those that belong to it.
+    """
+    gains = 1.0 / np.log2(np.arange(2, depth + 2))
+    sums = np.zeros(3)
+    for ranking, of_query in zip(rankings, relevant, strict=True):
+        is_hit = np.array([document in of_query for document in ranking[:depth]])
+        ideal = gains[: len(of_query)].sum()
+        sums += (is_hit @ gains[: len(is_hit)] / ideal, is_hit[0] / len(of_query), is_hit.sum() / len(of_query))
+    ndcg, recall_1, recall = (sums / len(rankings)).tolist()
+    return {f"ndcg{depth}": ndcg, "recall1": recall_1, f"recall{depth}": recall}
+
+
+def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Iterator[np.ndarray]:
+    """Yield the BM25 scores of all documents [D] for each query, with k1 = 1.2 and b = 0.75 as in Lucene.
+
+    Words are runs of letters and digits, in lower case.
+    """
+    k1, b = 1.2, 0.75
+    words_of = [Counter(_WORD.findall(document.lower())) for document in documents]
+    lengths_D = np.array([words.total() for words in words_of], np.float64)
+    norm_D = k1 * (1 - b + b * lengths_D / max(lengths_D.mean(), 1.0))
+    postings: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for document, words in enumerate(words_of):
+        for word, count in words.items():
+            postings[word][0].append(document)
+            postings[word][1].append(count)
+    for query in queries:
+        scores_D = np.zeros(len(documents))
+        for word in _WORD.findall(query.lower()):
+            if word in postings:
+                places, counts = map(np.array, postings[word])
+                idf = np.log(1 + (len(documents) - len(places) + 0.5) / (len(places) + 0.5))
+                scores_D[places] += idf * counts * (k1 + 1) / (counts + norm_D[places])
+        yield scores_D
 
 
 def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:

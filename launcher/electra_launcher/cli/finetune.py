@@ -53,7 +53,8 @@ TaskNames = Annotated[
     str,
     typer.Option(
         help="custom (your own texts), cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner "
-        "(named entities) or tagging (any label per word); several are separated by commas"
+        "(named entities), tagging (any label per word) or pairs (retrieval, from pairs of texts); several are "
+        "separated by commas"
     ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")]
@@ -75,17 +76,17 @@ Parallel = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
 ]
-TextA = Annotated[str | None, typer.Option(help="custom: column of the text; found if only one fits")]
-TextB = Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")]
+TextA = Annotated[str | None, typer.Option(help="custom, pairs: column of the text; found if only one fits")]
+TextB = Annotated[str | None, typer.Option(help="custom, pairs: column of the second text")]
 Label = Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")]
 KindOfLabel = Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")]
 Dev = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="custom: table of development examples; default: in --data")
+    Path | None, typer.Option(metavar="FILE", help="custom, pairs: table of development examples; default: in --data")
 ]
 DevShare = Annotated[
-    float, typer.Option(min=0.001, max=0.5, help="custom, ner, tagging: share held out without a dev file")
+    float, typer.Option(min=0.001, max=0.5, help="custom, pairs, ner, tagging: share held out without dev")
 ]
-SplitSeed = Annotated[int, typer.Option(min=0, help="custom, ner, tagging: seed that chooses them")]
+SplitSeed = Annotated[int, typer.Option(min=0, help="custom, pairs, ner, tagging: seed that chooses them")]
 Delimiter = Annotated[
     str | None, typer.Option(metavar="CHAR", help="what separates columns of .csv; default: found in the header")
 ]
