@@ -120,15 +120,7 @@ class CorpusPlan:
         return shared / (self.num_machines * self.cores_per_machine) + self.merge.core_hours
 
 
-def workload_of_tokens(
-    rates: CorpusRates,
-    tokens: float,
-    *,
-    file_bytes: float,
-    kept: float = 1.0,
-    num_machines: int = 1,
-    cores_per_machine: int = 1,
-) -> Workload:
+def workload_of_tokens(rates: CorpusRates, tokens: float, *, file_bytes: float, kept: float = 1.0) -> Workload:
     """Return the workload of a corpus of `tokens` tokens, whose text is like the sample measured in `rates`.
 
     `file_bytes` is the size of one input file. `kept`, in (0, 1], is the share of the raw text that
@@ -143,19 +135,10 @@ def workload_of_tokens(
         num_files=max(1, round(input_bytes / file_bytes)),
         num_documents=rates.documents * scale,
         raw_text_bytes=text_bytes / kept,
-        num_machines=num_machines,
-        cores_per_machine=cores_per_machine,
     )
 
 
-def workload_of_files(
-    rates: CorpusRates,
-    files: Sequence[InputFile],
-    *,
-    kept: float = 1.0,
-    num_machines: int = 1,
-    cores_per_machine: int = 1,
-) -> Workload:
+def workload_of_files(rates: CorpusRates, files: Sequence[InputFile], *, kept: float = 1.0) -> Workload:
     """Return the workload of a corpus of these files, whose text is like the sample measured in `rates`.
 
     `kept`, in (0, 1], is the share of the raw text that `corpus prepare` keeps.
@@ -168,8 +151,6 @@ def workload_of_files(
         num_files=len(files),
         num_documents=rates.documents * raw_text_bytes * kept / rates.text_bytes,
         raw_text_bytes=raw_text_bytes,
-        num_machines=num_machines,
-        cores_per_machine=cores_per_machine,
     )
 
 

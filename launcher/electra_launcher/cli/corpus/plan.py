@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -81,16 +82,10 @@ def plan(
     measurement = Measurement(config=config, files=files, vocab=vocab, text_field=text_field, preparation=preparation)
     rates = read_rates(rates_file) if rates_file else measurement.kept_or_new(console, again=measure)
     if files and tokens is None:
-        work = workload_of_files(rates, files, kept=kept, num_machines=machines, cores_per_machine=cores)
+        work = workload_of_files(rates, files, kept=kept)
     else:
-        work = workload_of_tokens(
-            rates,
-            tokens or DEFAULT_TOKENS,
-            file_bytes=input_file_mb * 1e6,
-            kept=kept,
-            num_machines=machines,
-            cores_per_machine=cores,
-        )
+        work = workload_of_tokens(rates, tokens or DEFAULT_TOKENS, file_bytes=input_file_mb * 1e6, kept=kept)
+    work = dataclasses.replace(work, num_machines=machines, cores_per_machine=cores)
     planned = plan_corpus(rates, measurement.planned_request(), work)
     prices = Prices(core_hour=core_hour_price, thousand_requests=request_price, gigabyte=gb_price)
     num_machines_needed = machines_needed(planned, hours) if hours else None
