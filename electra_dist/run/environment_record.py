@@ -263,8 +263,10 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of environment.json, as JSON types.
+def write_environment(
+    run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
+) -> Path:
+    """Write environment.json to the run folder, replacing that of the previous start; return its path.
 
     `hosts` has the host name of each rank. `corpus` is the result of `Corpora.sizes` with an entry "sources" added:
     the size and licence of each source of text in the first corpus.
@@ -281,16 +283,9 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
     }
     if corpus is not None:
         content["corpus"] = corpus
-    return content
-
-
-def write_environment(
-    run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
-) -> Path:
-    """Write environment.json to the run folder, replacing that of the previous start; return its path."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path, permissions=PRIVATE) as file:
-        file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
     return path
 
 

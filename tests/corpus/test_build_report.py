@@ -145,17 +145,17 @@ def test_the_report_is_equal_for_two_workers_and_for_a_build_that_was_cut_twice(
     cut = request_of(mixed, "cut")
     build_corpus(whole)
     build_corpus(of_two_workers)
-    make = worker_stages._RowMaker.make
+    make = worker_stages.RowMaker.__call__
 
     for number_of_cut in (1, 2):
 
-        def stop(self: worker_stages._RowMaker, bucket: int, last: int = number_of_cut) -> Any:
+        def stop(self: worker_stages.RowMaker, bucket: int, last: int = number_of_cut) -> Any:
             if bucket == last:
                 raise BuildStopped
             return make(self, bucket)
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker_stages._RowMaker, "make", stop)
+            patch.setattr(worker_stages.RowMaker, "__call__", stop)
             with pytest.raises(BuildStopped):
                 build_corpus(cut)
     result = build_corpus(cut)

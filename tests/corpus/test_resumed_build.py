@@ -52,7 +52,7 @@ class BuildStopped(Exception):
 def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
     """The request of a build that ended after its first two shards; its output folder holds them."""
     request = build_request(inputs, heldout_fraction=0.1)
-    make = worker_stages._RowMaker.make
+    make = worker_stages.RowMaker.__call__
 
     def make_two_shards(self, bucket):  # type: ignore[no-untyped-def]
         if bucket == 2:
@@ -60,7 +60,7 @@ def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: p
         return make(self, bucket)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_stages._RowMaker, "make", make_two_shards)
+        patch.setattr(worker_stages.RowMaker, "__call__", make_two_shards)
         with pytest.raises(BuildStopped):
             build_corpus(request)
     return request

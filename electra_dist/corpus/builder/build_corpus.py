@@ -36,9 +36,9 @@ from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills, refuse_u
 from electra_dist.corpus.builder.worker_stages import (
     InputGroup,
     ReadTask,
+    RowMaker,
     group_inputs,
     sample_rows,
-    start_making_rows,
     start_reading,
 )
 from electra_dist.corpus.counts import Counts
@@ -292,7 +292,7 @@ class _PartOfBuild:
         self._console.begin("rows", own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
         spills = [spill for record in records for spill in record.spills]
         num_workers = min(request.num_workers, max(len(missing), 1))
-        with WorkerPool(partial(start_making_rows, request, order, spills), num_workers, preload=__name__) as pool:
+        with WorkerPool(partial(RowMaker, request, order, spills), num_workers, preload=__name__) as pool:
             for bucket in pool.results(missing):
                 documents = bucket.counts.all_sources()
                 self._console.made_rows(documents["bytes"], documents["documents"], documents["tokens"])

@@ -183,20 +183,11 @@ def _digest(values: list[Any]) -> str:
     return hashlib.sha256(canonical_json(values).encode()).hexdigest()
 
 
-def start_making_rows(
-    request: BuildRequest, order: BuildOrder, spills: Sequence[str]
-) -> Callable[[int], FinishedBucket]:
-    """Return a function that takes the number of a bucket of documents, writes its shards and records them.
-
-    `spills` has the keys of all spill files.
-    """
-    return _RowMaker(request, order, spills).make
-
-
-class _RowMaker:
+class RowMaker:
     """Writer of the shards of buckets; keeps the tokenizer and the offset tables of all spill files in memory."""
 
     def __init__(self, request: BuildRequest, order: BuildOrder, spills: Sequence[str]) -> None:
+        """Open all spill files, whose keys are `spills`."""
         self._request = request
         self._order = order
         self._store = open_store(request.output, request.endpoint_url)
@@ -204,7 +195,7 @@ class _RowMaker:
         self._spills = open_spills(self._store, spills)
         self._processor = ChunkProcessor(request)
 
-    def make(self, bucket: int) -> FinishedBucket:
+    def __call__(self, bucket: int) -> FinishedBucket:
         """Write the shards of a bucket (a range of documents) and then its record; return the record.
 
         The returned record lacks the digests of the held-out rows and of their documents, which only the written one
