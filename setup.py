@@ -22,9 +22,10 @@ EXTRAS = {
     "finetune": ["transformers>=4.50,<6", "scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
-    # Tracking services, for `log.wandb` and `log.mlflow`.
+    # Tracking services, for `log.wandb`, `log.mlflow` and `log.trackio`.
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],
+    "trackio": ["trackio>=0.20"],
     # `corpus prepare`. trafilatura needs lxml_html_clean without naming it for newer versions of lxml.
     "corpus": CORPUS,
     "docs": ["zensical>=0.0.73", "mkdocstrings[python]>=0.30"],

@@ -1,4 +1,4 @@
-"""Show a run to people while it goes on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`), report.html.
+"""Show a run while it goes on: at Weights & Biases, MLflow and Trackio (`log.wandb` and so on), and as report.html.
 
 Guarantee: no training step waits for a service or a report, and no failure of theirs reaches the run. A service that
 fails, or that falls 1,000 records behind, is dropped for the rest of this start. All starts of a run are one run at
@@ -9,7 +9,7 @@ value of `cluster.notify`, which may hold a secret, is hidden. At most one proce
 How: a thread for each service sends what `BackgroundTracker.log` hands over.
 
 Limits: steps that are repeated after a crash are sent again. What a dropped service has missed is not sent;
-metrics.jsonl has it. Both services read their address and credentials from their own environment variables and files.
+metrics.jsonl has it. The services read their address and credentials from their own environment variables and files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_WAITING = 1000  # records that wait for the service
 _CLOSE_S = 30.0  # how long `close` waits for room in the queue, and then for the thread
 _REPORT_MODULE = "electra_dist.report.report_page"  # writes the report of the folder that is its argument
 _NICENESS = 10  # a tenth of a training process's share, where processor cores are short
-_IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
+_IDS_LOCK = threading.Lock()  # the threads of all services write tracking.json
 
 
 def flat_settings(config: Config) -> Settings:
@@ -70,6 +70,9 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
     mlflow_experiment = log.mlflow
     if mlflow_experiment is not None:
         trackers.append(BackgroundTracker("log.mlflow", lambda: MlflowService(mlflow_experiment, run_dir, settings)))
+    trackio_project = log.trackio
+    if trackio_project is not None:
+        trackers.append(BackgroundTracker("log.trackio", lambda: TrackioService(trackio_project, run_dir, settings)))
     return trackers
 
 
@@ -235,6 +238,35 @@ class MlflowService:
     def close(self, has_failed: bool) -> None:
         """Mark the run as finished or failed."""
         self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
+
+
+class TrackioService:
+    """Service that sends values to Trackio, by default a database on this machine's disk."""
+
+    def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
+        """Begin or continue the run at the service. May raise any error."""
+        import trackio
+
+        # Trackio knows a run by its name, which must not be that of another run's folder.
+        name = _service_ids(run_dir).get("trackio") or f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
+        _remember_id(run_dir, "trackio", name)
+        self._run = trackio.init(
+            project=project,
+            name=name,
+            resume="allow",
+            config=dict(settings),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step: tag (name of the curve) -> value."""
+        self._run.log(dict(values), step=step)
+
+    def close(self, has_failed: bool) -> None:
+        """Write what is left; Trackio has no mark for a failed run."""
+        self._run.finish()
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, both without a connection: what a run sends is in their files afterwards.
+"""Weights & Biases, MLflow and Trackio, all without a connection: what a run sends is in their files afterwards.
 
 Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced.
 """
@@ -6,6 +6,7 @@ Fixtures: `step_record(...)` and `eval_record(...)` return example records with 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,3 +95,37 @@ def test_wandb_without_a_connection_keeps_the_values_in_the_run_folder(
         assert time.monotonic() < deadline, "the values are not in the file"
         time.sleep(0.05)
     assert b"train.num_steps" in record_file.read_bytes()
+
+
+def test_trackio_has_the_settings_and_the_values_of_all_starts_in_one_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the package is imported
+    trackio = pytest.importorskip("trackio", reason="install the extra trackio: pip install -e '.[trackio]'")
+    for step in (10, 20):
+        (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, SETTINGS)
+        log_record(tracker, step_record(step=step, mlm_loss=100.0 / step, mfu=None))
+        log_record(tracker, eval_record(step=step, mlm_loss=step / 4))
+        tracker.close(has_failed=False)
+        assert tracker.problems() == []
+
+    (run,) = trackio.Api().runs("electra")
+    assert run.name == json.loads((tmp_path / "tracking.json").read_text())["trackio"]
+    assert {key: run.config[key] for key in SETTINGS} == SETTINGS
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    entries = storage.get_logs("electra", run.name, run_id=run.id)
+    history = [(entry["step"], entry["loss/mlm"]) for entry in entries if "loss/mlm" in entry]
+    assert history == [(10, 10.0), (20, 5.0)]
+
+
+def test_a_service_without_its_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # an import raises ModuleNotFoundError
+    (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, SETTINGS)
+    tracker.close(has_failed=False)
+    (problem,) = tracker.problems()
+    assert problem.startswith("log.trackio: no longer sent to")

@@ -88,6 +88,11 @@ class LogConfig(Section):
         "the server; without it, the records go into mlflow.db of the run folder, for `mlflow ui "
         "--backend-store-uri sqlite:///RUN/mlflow.db`.",
     )
+    trackio: str | None = Field(
+        default=None,
+        description="Trackio project that also gets the metrics; needs the extra trackio. They stay on this machine, "
+        "in TRACKIO_DIR, for `trackio show`, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place.",
+    )
     text_samples: NonNegative = Field(
         default=3,
         description="Held-out rows whose text, with the generator's replacements and the discriminator's "

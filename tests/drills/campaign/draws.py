@@ -212,6 +212,7 @@ NOT_DRAWN: dict[str, str] = {
     "checkpoint.endpoint_url": "needs an S3 service, which make faults and make kill-matrix have",
     "log.wandb": "needs a package of others",
     "log.mlflow": "needs a package of others",
+    "log.trackio": "needs a package of others",
     "log.report_every_minutes": "the page is written beside the training; the campaign writes none",
     "corpus": "training does not read it",
     "plan": "training does not read it",
