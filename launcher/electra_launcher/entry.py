@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from electra_dist.config import Config
     from electra_dist.store.patience import Patience
 
+# The help text of --accept-new-numerics, which programs and commands have.
+ACCEPT_NEW_NUMERICS = "continue a run that an older version began, although masks, samples or dropout will differ"
 _STANDARD_FILES = (0, 1, 2)  # descriptors of stdin, stdout and stderr
 
 
@@ -77,6 +79,12 @@ def end_process_with(program: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a program that trains to its command line: `--config`, `--set`, `--accept-new-numerics`."""
+    add_config_option(parser)
+    parser.add_argument("--accept-new-numerics", action="store_true", help=ACCEPT_NEW_NUMERICS)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from electra_dist.errors import (
 from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
-from electra_launcher.entry import add_config_option, begin_program, end_process_with, exit_code_of, read_config
+from electra_launcher.entry import add_run_options, begin_program, end_process_with, exit_code_of, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,12 +110,7 @@ def _write_report(run_dir: Path) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
-    add_config_option(parser)
-    parser.add_argument(
-        "--accept-new-numerics",
-        action="store_true",
-        help="continue a run that an older version began, although masks, samples or dropout will differ",
-    )
+    add_run_options(parser)
     parser.add_argument(
         "--from-scratch",
         action="store_true",

@@ -8,11 +8,16 @@ from typing import Annotated
 
 import typer
 
+from electra_launcher.entry import ACCEPT_NEW_NUMERICS
+
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of a run, for example configs/large_25pct_mask.yaml")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
 ]
+AcceptNewNumerics = Annotated[bool, typer.Option("--accept-new-numerics", help=ACCEPT_NEW_NUMERICS)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
+Corpus = Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")]
+EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")]
 RunFolder = Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from electra_launcher.cli.console import open_console
-from electra_launcher.cli.options import Overrides
+from electra_launcher.cli.options import AcceptNewNumerics, Overrides
 
 if TYPE_CHECKING:
     from electra_launcher.slurm.batch_script import Submission
@@ -72,13 +72,6 @@ SetupFile = Annotated[
 SbatchOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"),
-]
-AcceptNewNumerics = Annotated[
-    bool,
-    typer.Option(
-        "--accept-new-numerics",
-        help="continue a run that an older version began, although masks, samples or dropout will differ",
-    ),
 ]
 StageEnvironment = Annotated[
     bool,

@@ -24,7 +24,7 @@ from electra_dist.console import Console
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from electra_dist.escapes import printable
 from electra_launcher.cli.console import open_console
-from electra_launcher.cli.options import Overrides
+from electra_launcher.cli.options import AcceptNewNumerics, Overrides
 
 if TYPE_CHECKING:
     from electra_dist.config import Config
@@ -62,13 +62,7 @@ def train(
         Path | None, typer.Option(help="start on the hosts of this file, with lines such as `node1 slots=8`, by ssh")
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="take only the first hosts of the hostfile")] = None,
-    accept_new_numerics: Annotated[
-        bool,
-        typer.Option(
-            "--accept-new-numerics",
-            help="continue a run that an older version began, although masks, samples or dropout will differ",
-        ),
-    ] = False,
+    accept_new_numerics: AcceptNewNumerics = False,
     show_command: Annotated[
         bool, typer.Option("--show-command", help="print the same start as a command of deepspeed, and start nothing")
     ] = False,

@@ -15,6 +15,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import UserError
 from electra_launcher.cli.console import open_console
+from electra_launcher.cli.options import Corpus, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.corpus.build_report import BuildReport
@@ -40,7 +41,6 @@ TextField = Annotated[
     str,
     typer.Option(help="JSON field, column of a table, or ending of members of a tar or zip, that holds the text"),
 ]
-EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")]
 
 
 def build(
@@ -177,7 +177,7 @@ def _print_report(report: BuildReport | None, console: Console) -> None:
 
 
 def info(
-    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    corpus: Corpus,
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
@@ -241,9 +241,9 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
 
 
 def stats(
-    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    corpus: Corpus,
     output: Annotated[Path, typer.Option(help="HTML file to write")] = _DEFAULT_STATS,
-    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Write one HTML page about a corpus: sources, licences, lengths, padding, [UNK], left-out text, samples.
 

@@ -11,7 +11,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import UserError
 from electra_launcher.cli.console import open_console, print_json
-from electra_launcher.cli.options import AsJson
+from electra_launcher.cli.options import AsJson, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.config import Config
@@ -63,7 +63,7 @@ def find(
             min=1, help=f"consecutive tokens of TEXT that a row must contain; default: all, at most {_DEFAULT_LEAST}"
         ),
     ] = None,
-    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+    endpoint_url: EndpointUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the rows that hold TEXT, a source, a document or texts of files and, for a run, the steps that use them.

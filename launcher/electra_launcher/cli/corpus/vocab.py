@@ -12,6 +12,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import UserError
 from electra_launcher.cli.console import open_console
+from electra_launcher.cli.options import EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.config import Config
@@ -38,7 +39,7 @@ def train_vocab(
     sample_gb: Annotated[
         float, typer.Option(min=0.001, help="most text to train on, in GB; of larger inputs a sample is taken")
     ] = SAMPLE_GB,
-    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same one."""
     from electra_dist.corpus.inputs.find_inputs import find_inputs
