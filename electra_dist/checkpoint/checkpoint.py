@@ -156,7 +156,7 @@ def copies_of_each(found: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
 
 
 class GoodCopy(NamedTuple, Generic[T]):
-    """The first copy of a checkpoint that is good, what was read of it, and its copies that cannot be read now."""
+    """First good copy of a checkpoint, what `read` returned for it, and the copies that cannot be read now."""
 
     copy: Checkpoint
     content: T
@@ -166,10 +166,10 @@ class GoodCopy(NamedTuple, Generic[T]):
 def first_good(
     groups: Sequence[Sequence[Checkpoint]], read: Callable[[Checkpoint], T]
 ) -> tuple[GoodCopy[T] | None, dict[Checkpoint, Exception]]:
-    """Read checkpoints, each given as its copies, until one is good; also return those before it that are not.
-    `read` raises TornCheckpoint or StoreMissing for damage. A copy that it cannot read for another reason may be good:
-    it is passed over if another copy is, and otherwise its error is raised. All copies are first tried with a short
-    wait, so that a store that is away is waited for only if no other one has a good copy.
+    """Read checkpoints, each given as its copies, until one is good; return it, or None, and the damaged copies found.
+    `read` raises TornCheckpoint or StoreMissing for damage. A copy that cannot be read for another reason may be good:
+    it is skipped if another copy is good; otherwise its error is raised. All copies are first tried with a short wait,
+    so that a store that does not respond is waited for only if no other one has a good copy.
     """
     damaged: dict[Checkpoint, Exception] = {}
     for copies in groups:

@@ -125,8 +125,8 @@ class Comparison:
         return not self._failures
 
     def _score_trigrams(self, progress: Progress, note: Note) -> None:
-        """Score a trigram model of the training rows by the measures that need no states; keep what is scored already.
-        `note` is told how much the tokens of held-out rows differ from those of the training rows.
+        """Score a trigram model of the training rows by the measures that need no states, where scores are missing.
+        `note` is called with a line on how much the tokens of held-out rows differ from those of the training rows.
         """
         measures = [measure for measure in self._measures if measure.scores_trigrams]
         seed = self._compare.seeds[0]
@@ -274,7 +274,7 @@ class Comparison:
 
 
 def _first_blocks(corpora: Corpora, num_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
-    """Yield the rows of a corpus's shards, in order, until `num_tokens` tokens are reached."""
+    """Yield the rows of a corpus's shards, in order, until they have `num_tokens` tokens."""
     num_rows = min(corpora.num_rows, num_tokens // corpora.seq_len)
     num_read = 0
     for _, block_RS in rows_of_shards(corpora, range(len(corpora.shards))):

@@ -71,7 +71,7 @@ class Measure(abc.ABC):
         """
 
     def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score a trigram model, with the tokenizer of `encoder`; only if `scores_trigrams`."""
+        """Score a trigram model, with the tokenizer of `encoder`; call it only if `scores_trigrams` is True."""
         raise NotImplementedError
 
 
@@ -243,7 +243,7 @@ class ContextMeasure(Measure):
 
     @override
     def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score a place by the log-probabilities of its token and of the two after it, which depend on it."""
+        """Score each place by the log-probabilities of three tokens: its own and the next two, which depend on it."""
         values = [model.log_probs(row) for row in self._rows]
         sums = [values[row][position - 1 : position + 2].sum() for row, position in self._places]
         return self._of_scores(torch.stack(sums))

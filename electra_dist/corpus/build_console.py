@@ -69,9 +69,9 @@ class BuildConsole:
         self._advance(num_bytes, counts)
 
     def begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
-        """Begin a stage, "reading" (of bytes on disk) or "rows" (of undecoded documents): reset counts and clock.
+        """Begin a stage, "reading" (of bytes on disk) or "rows" (of bytes of documents): reset counts and clock.
 
-        Earlier calls of the build have done `done_bytes`.
+        Earlier calls of the build have finished `done_bytes` of it.
         """
         self._stage = stage
         self._total_bytes = max(total_bytes, 1)

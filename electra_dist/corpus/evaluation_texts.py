@@ -60,7 +60,10 @@ def read_evaluation_texts(paths: Sequence[Path], least_words: int, key: str) -> 
 
 
 def _files(paths: Sequence[Path], key: str) -> Iterator[Path]:
-    """Yield the files that are named, and those of known endings in the folders that are named, sorted by name."""
+    """Yield the given files and, for each given folder, its files of known endings, sorted by name.
+
+    Raises UserError, which names the option or key `key`, if a path is missing or a folder has no such file.
+    """
     for path in paths:
         if path.is_dir() and not (path / SAVED_STATE).exists():
             files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
@@ -74,7 +77,7 @@ def _files(paths: Sequence[Path], key: str) -> Iterator[Path]:
 
 
 def _texts_of_file(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield each text with its place, without white space around it; no text is empty."""
+    """Yield (text, its place in the file), without white space around the text; empty texts are left out."""
     if file.suffix == ".json":
         with readable(file):
             data = read_regular(file, MOST_DATA_BYTES)

@@ -90,7 +90,7 @@ def _make_private(path: Path) -> None:
 
 
 def _mounts() -> list[tuple[Path, str]]:
-    """Return (mount point, file system type) of all mounts, oldest first; [] if the system does not tell."""
+    """Return (mount point, file system type) of all mounts, oldest first; [] if they cannot be read."""
     try:
         return [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
     except OSError:

@@ -72,7 +72,7 @@ class SpanHead(nn.Module):
         init_head(self.named_parameters(), seed)
 
     def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's start at each token, fp32 [B, S]; 1000 lower where it is not allowed."""
+        """Return the logits of the answer's start at each token, fp32 [B, S], less 1000 at forbidden tokens."""
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
 

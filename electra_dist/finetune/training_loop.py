@@ -136,7 +136,7 @@ class Examples(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a training did: its mean loss over the last tenth of the steps, and the steps that it made."""
+    """Result of a training: the mean loss over the last tenth of the steps, and the number of steps made."""
 
     loss: float
     steps: int  # fewer than planned if it stopped early
@@ -168,12 +168,13 @@ def fit(
     progress: Progress = quiet,
     score: Callable[[], float] | None = None,
 ) -> Trained:
-    """Train `model` in place, on the device of its parameters; return its last losses and the number of steps.
+    """Train `model` in place, on the device of its parameters; return its mean last loss and the number of steps.
 
-    The tenth is rounded down, but is at least one step. The model is left in training mode; the state of torch's
-    global generator is the same afterwards as before. `num_layers` is the number of the encoder's layers. `progress`
-    is called every 16 steps, and after the last, with ("train", steps done, steps in total). Raises Diverged if the
-    loss became NaN or infinite; it is checked every 16 steps only, because each check waits for the device.
+    The loss is the mean over the last tenth of the steps, rounded down, but at least one step. The model is left in
+    training mode; the state of torch's global generator is the same afterwards as before. `num_layers` is the number
+    of the encoder's layers. `progress` is called every 16 steps, and after the last, with ("train", steps done, steps
+    in total). Raises Diverged if the loss became NaN or infinite; it is checked every 16 steps only, because each
+    check waits for the device.
 
     With the setting `early_stopping`, `score` is called after each epoch, with the model in evaluation mode, and the
     model ends with the weights of the highest score, the first of equal ones.

@@ -99,9 +99,9 @@ class JsonlFile:
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         """Open or create the file, and remove an unfinished last line.
 
-        With `shared`, wait until no other process has the file open in this way. Where that cannot be told, because
-        the file system has no locks, the unfinished line stays: another process may be writing it now. Raises
-        StoreAway if the disk refuses now but may recover, otherwise UserError.
+        With `shared`, first wait until no other process has the file open with `shared`. If the file system has no
+        locks, the unfinished line stays, because another process may be writing it now. Raises StoreAway if the disk
+        refuses now but may recover, otherwise UserError.
         """
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
@@ -217,7 +217,7 @@ class JsonlFile:
 
 
 def append_record(path: Path, record: Record, *, shared: bool = False) -> None:
-    """Append one record to a file, which is on the disk on return; after a failure, the call can be repeated."""
+    """Append one record to a file; it is on the disk on return. After a failure, the call can be repeated."""
     file = JsonlFile(path, shared=shared)
     try:
         file.append(record)

@@ -32,7 +32,7 @@ class _Counts(NamedTuple):
 
     @classmethod
     def of(cls, keys: np.ndarray, weights: np.ndarray | None = None) -> _Counts:
-        """Sum the weights (None: 1) of equal keys."""
+        """Count equal keys; if `weights` are given, add them up instead."""
         unique, inverse = np.unique(keys, return_inverse=True)
         return cls(unique, np.bincount(inverse, weights, len(unique)).astype(np.int64))
 
@@ -43,7 +43,7 @@ class _Counts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What one order of the model needs: how often a sequence occurs, its context, and different tokens after that."""
+    """Counts for one length of n-grams: of each n-gram, of each context, and of different tokens after a context."""
 
     sequences: _Counts
     contexts: _Counts
@@ -55,7 +55,11 @@ class _Order(NamedTuple):
         return cls(sequences, _Counts.of(contexts, sequences.counts), _Counts.of(contexts))
 
     def probability(self, sequence: np.ndarray, context: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Interpolate the discounted share of `sequence` in its context with the probability of the lower order."""
+        """Return the probability of the last token of each n-gram after its context, by absolute discounting.
+
+        The discounted share of the n-gram in its context is interpolated with `lower`, the probability by shorter
+        n-grams.
+        """
         in_context = self.contexts.find(context)
         kept = (
             np.maximum(self.sequences.find(sequence) - _DISCOUNT, 0.0)
@@ -91,7 +95,7 @@ class TrigramModel:
         return (first * self._vocab_size + second) * self._vocab_size + third
 
     def log_probs(self, row: Sequence[int]) -> torch.Tensor:
-        """Return log p(token | the two tokens before it) of all tokens of a row but its first one, fp32 [S - 1]."""
+        """Return log p(token | the two tokens before it) of all tokens of a row except the first, fp32 [S - 1]."""
         ids = np.array([self._cls, *row], np.int64)
         trigram = self._key(ids[:-2], ids[1:-1], ids[2:])
         bigram = trigram % self._vocab_size**2
@@ -100,7 +104,7 @@ class TrigramModel:
         return torch.from_numpy(np.log(probability)).float()
 
     def score(self, ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return the log-probability of each token of each row but [CLS] and the last [SEP]: a `TokenScorer`."""
+        """Return each row's log-probabilities of its tokens without [CLS] and the last [SEP]; see `TokenScorer`."""
         values = []
         for number, row in enumerate(ids, start=1):
             values.append(self.log_probs(row)[:-1])

@@ -161,7 +161,7 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
 
 @patient
 def _take(run_dir: Path, identity: dict[str, Any], accept_new_numerics: bool, *, patience: Patience) -> RunLease:
-    """Lock the run folder, and check it once more: another run may have begun in it since `check_inputs` looked."""
+    """Lock the run folder, and check it again, because another run may have begun in it since `check_inputs`."""
     lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
     try:
         check_run_folder(run_dir, identity, accept_new_numerics)

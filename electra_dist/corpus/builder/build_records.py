@@ -299,7 +299,10 @@ class BuildRecords:
         return self._read_named(key, bucket.heldout_origins_sha256, table_from_bytes)
 
     def _read_named(self, key: str, sha256: str | None, parse: Callable[[bytes], _Content]) -> _Content:
-        """Return what `parse` makes of a file that a record names with its digest; ValueError means damage."""
+        """Return `parse(content)` of a file whose digest a record names; ManifestMismatch if it is damaged.
+
+        `parse` raises ValueError for damage.
+        """
 
         def parse_verified(data: bytes) -> _Content:
             try:

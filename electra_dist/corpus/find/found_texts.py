@@ -36,9 +36,10 @@ def found_texts(
     corpora: Corpora,
     run: tuple[Config, Path] | None,
 ) -> list[FoundText]:
-    """Return the texts that are in a row, in their order; `forms` and `found` are the tokens and rows of each text.
+    """Return the texts that occur in at least one row, in the order of `sought`.
 
-    `run` is the config and the folder of a run that reads the corpora.
+    `forms` and `found` are the token ids and the rows of each text. `run` is the config and the folder of a run that
+    reads the corpora.
     """
     places = [index for index, one in enumerate(found) if len(one.rows)]
     uses: list[list[RowUse]] = []
@@ -83,7 +84,7 @@ def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: 
 
 
 def print_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora, out: Console) -> None:
-    """Print a table of the texts that are found, and how many of all they are."""
+    """Print a table of the found texts, and their share of all sought texts."""
     has_run = bool(texts) and texts[0].uses is not None
     table = Table("text", "begins with", "rows", *(["steps that use them"] if has_run else []))
     for one in texts[:MAX_SHOWN]:

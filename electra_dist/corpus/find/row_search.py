@@ -92,10 +92,10 @@ class RowSearch:
         return None not in self._origins
 
     def rows_with_texts(self, texts: Sequence[Sequence[list[int]]], least: int) -> list[FoundRows]:
-        """Return for each text the rows with at least `least` consecutive tokens of it, reading the shards once.
+        """Return, for each text, the rows with at least `least` consecutive tokens of it; the shards are read once.
 
-        Each text is given by its forms, from `tokens_of_texts`. The tokens of one form are enough. A form with fewer
-        than `least` tokens must occur in the row as a whole.
+        Each text is given by its forms, from `tokens_of_texts`. A row matches if it matches one form. A form with
+        fewer than `least` tokens must occur in the row as a whole.
         """
         from electra_dist.data.shard_cache import rows_of_shards  # It imports torch, which takes seconds.
 

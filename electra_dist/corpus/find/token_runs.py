@@ -23,7 +23,7 @@ _TABLE_BITS = np.uint64(20)  # of a hash that are looked up first, in a table
 
 
 class _Form(NamedTuple):
-    """Tokens of a text, one of its forms."""
+    """One way in which a text is tokenized: its token ids, and how many in a row must have."""
 
     text: int  # index of the text
     tokens: list[int]
@@ -31,10 +31,10 @@ class _Form(NamedTuple):
 
 
 class TokenRuns:
-    """Searcher for runs of at least `least` consecutive tokens of texts; a shorter form must occur as a whole."""
+    """Searcher for runs of at least `least` consecutive tokens of texts; a shorter text must occur as a whole."""
 
     def __init__(self, texts: Sequence[Sequence[list[int]]], least: int, special_ids: Sequence[int]) -> None:
-        """Take the forms of each text, each a list of at least one token, and the ids that are passed over in rows."""
+        """Take the forms of each text, lists of at least one token, and the ids that are ignored in rows."""
         self._special_ids = special_ids
         self._forms = [
             _Form(text, tokens, min(least, len(tokens))) for text, forms in enumerate(texts) for tokens in forms
@@ -51,7 +51,7 @@ class TokenRuns:
             self._tables[length] = table
 
     def find(self, rows_MS: NDArray[np.integer]) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of a text, number of a row, longest run of tokens of the text in it); each pair once."""
+        """Yield (index of a text, number of a row, longest run of the text's tokens in it), once for each pair."""
         rows_of_a_block = max(1, _BLOCK_TOKENS // rows_MS.shape[1])
         for first in range(0, len(rows_MS), rows_of_a_block):
             block = rows_MS[first : first + rows_of_a_block]
@@ -66,7 +66,7 @@ class TokenRuns:
                 yield text, first + row, longest
 
     def _candidates(self, rows_MS: NDArray[np.integer]) -> set[tuple[int, int]]:
-        """Return the pairs of a row and a form that have a run of the same hash."""
+        """Return pairs (row, index of a form) that may match, because a run of each has the same hash."""
         is_kept = ~np.isin(rows_MS, self._special_ids)
         row_of_token = np.nonzero(is_kept)[0]
         pairs: set[tuple[int, int]] = set()
@@ -82,7 +82,7 @@ class TokenRuns:
 
 
 def _hashes(tokens_N: NDArray[np.integer], longest: int) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Yield each length up to `longest` with the hash of the run of this length that begins at each token."""
+    """Yield (length, hashes of the runs of this length, one for each first token) for lengths 1 to `longest`."""
     values_N = (tokens_N.astype(np.uint64) + np.uint64(1)) * _FACTOR
     hashes = np.zeros_like(values_N)
     for length in range(1, min(longest, len(values_N)) + 1):

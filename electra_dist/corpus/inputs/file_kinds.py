@@ -159,7 +159,10 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
 
 
 def stream_of(pieces: Iterator[bytes]) -> io.BufferedReader:
-    """Return a readable stream of bytes that come in pieces of any size; what `pieces` raises, reading raises."""
+    """Return a readable stream of bytes that come in pieces of any size.
+
+    An exception that `pieces` raises is raised by the stream's `read`.
+    """
     return io.BufferedReader(_PieceStream(pieces), READ_BYTES)
 
 

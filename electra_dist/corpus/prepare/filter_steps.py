@@ -242,7 +242,7 @@ def check_labels(key: str, labels: Iterable[str], model: Path) -> None:
 
 
 def _likeness(name: str, other: str) -> tuple[int, float]:
-    """Return how alike two labels are: by their common beginning, as eng and en, and then by all characters."""
+    """Return a sort key, higher for labels that are more alike: common beginning first, then all characters."""
     num_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
     return num_equal, difflib.SequenceMatcher(None, name, other).ratio()
 
@@ -336,10 +336,10 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 
 
 class DecontaminationFilter(BaseFilter):
-    """Filter that drops documents with words of evaluation texts; the name of the file is the recorded reason.
+    """Filter that drops documents with words of evaluation texts; the name of the text's file is the recorded reason.
 
-    Texts are compared in lower case, without punctuation and accents, as datatrove's NGramsDecontFilter does it. That
-    one is not used, because it never finds a text of fewer than `n_grams` words, such as most sentences of BLiMP.
+    Texts are compared in lower case, without punctuation and accents, as by datatrove's NGramsDecontFilter. That
+    filter is not used, because it never finds a text of fewer than `n_grams` words, such as most sentences of BLiMP.
     """
 
     name = "decontamination"
@@ -354,7 +354,7 @@ class DecontaminationFilter(BaseFilter):
         self._lengths: dict[str, list[int]] = {}  # first `min_words` words of n-grams -> words in these, ascending
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True to keep a document, or (False, FOLDER/FILE) if it has an n-gram of a text of this file."""
+        """Return True to keep a document, or (False, FOLDER/FILE) if it has an n-gram of a text in this file."""
         if not self._names:
             self._read_texts()
         words = self._words(doc.text)
@@ -370,7 +370,7 @@ class DecontaminationFilter(BaseFilter):
         return load_word_tokenizer(self._tokenizer).word_tokenize(simplify_text(text))
 
     def _read_texts(self) -> None:
-        """Read the n-grams of all texts. A worker does so at its first document, as models are loaded."""
+        """Read the n-grams of all evaluation texts; a worker does so when its first document comes."""
         settings = self._settings
         for text in read_evaluation_texts(settings.files, settings.min_words, EVALUATION_KEY).texts:
             words = self._words(text.text)
