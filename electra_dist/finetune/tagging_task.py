@@ -178,7 +178,7 @@ class TaggingTask(Task):
 
     def _hold_out(self, file: Path, share: float, seed: int) -> None:
         """Move a share of the sentences from `train` to `dev`: of those with one tag, and of those with several."""
-        keys = [str(len(set(sentence.tags)) > 1) for sentence in self.train]
+        keys = [float(len(set(sentence.tags)) > 1) for sentence in self.train]
         rows = held_out_rows(file, keys, share, seed)
         self.data = {"split": {"dev_share": share, "split_seed": seed, "dev_sentences": rows}}
         self.notes.append(

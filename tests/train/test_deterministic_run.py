@@ -27,10 +27,10 @@ def test_a_run_on_a_gpu_trains_in_the_deterministic_mode_unless_it_is_switched_o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "set by the test")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr(run, "check_inputs", lambda *_: None)
+    monkeypatch.setattr(run, "check_inputs", lambda *_, **__: None)
     monkeypatch.setattr(run, "init_distributed", lambda: None)
     monkeypatch.setattr(run.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(run, "StopRequest", lambda *_: None)
+    monkeypatch.setattr(run, "StopRequest", lambda *_, **__: None)
     monkeypatch.setattr(run, "_pause_after_lost_storage", train)
     try:
         run.run(load_config(tiny_config("run", **setting), []))
