@@ -11,7 +11,7 @@ WORKERS ?= 4
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults campaign bench matrix docs lint typecheck clean help docs/config.md
+.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults campaign bench gpu-rehearsal matrix docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
@@ -25,6 +25,7 @@ help:
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
 	@echo "make faults         hit one run with 2,000 random faults (more than an hour; COUNT=500 makes fewer)"
 	@echo "make campaign       interrupt runs with random configs, and compare each with its twin (SECONDS=600 SEED=1)"
+	@echo "make gpu-rehearsal  train on a pretended GPU and compare launches, copies and waits with the record (docs/gpu.md)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make matrix         run all tests with every supported Python and torch (20 minutes and 6 GB each)"
 	@echo "make docs           build the documentation as a web site in site/"
@@ -99,6 +100,10 @@ faults: $(VENV)/ready-test
 # A fault is printed with the command that repeats its case.
 campaign: $(VENV)/ready-test
 	$(BIN)/python tests/drills/campaign --seconds $(or $(SECONDS),600) --seed $(SEED)
+
+# The first call installs torch's CUDA build, 4.5 GB, below build/. It needs g++.
+gpu-rehearsal: $(VENV)/ready-test
+	$(BIN)/python tests/pretended_gpu/drill.py
 
 # The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin

@@ -34,15 +34,15 @@ SEQ_LEN = 32
 LOSSES = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "replaced_accuracy", "original_accuracy")
 
 
-def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
-    """Return uint16 rows, [num_rows, SEQ_LEN]: one or more examples a row, some padding, predictable next tokens."""
+def synthetic_rows(num_rows: int, seed: int, seq_len: int = SEQ_LEN, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
+    """Return uint16 rows, [num_rows, seq_len]: one or more examples a row, some padding, predictable next tokens."""
     rng = np.random.default_rng(seed)
-    rows = np.zeros((num_rows, SEQ_LEN), np.uint16)
+    rows = np.zeros((num_rows, seq_len), np.uint16)
     for row in rows:
         at = 0
-        while SEQ_LEN - at >= 8:
-            length = int(rng.integers(8, min(24, SEQ_LEN - at) + 1))
-            words = (np.arange(length - 3) * 7 + rng.integers(5, VOCAB_SIZE)) % (VOCAB_SIZE - 5) + 5
+        while seq_len - at >= 8:
+            length = int(rng.integers(8, min(24, seq_len - at) + 1))
+            words = (np.arange(length - 3) * 7 + rng.integers(5, vocab_size)) % (vocab_size - 5) + 5
             cut = int(rng.integers(1, length - 3))
             row[at : at + length] = [2, *words[:cut], 3, *words[cut:], 3]
             at += length
@@ -50,15 +50,20 @@ def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
 
 
 def write_corpus(
-    url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None
+    url: str,
+    rows_per_shard: list[int],
+    seed: int = 0,
+    endpoint_url: str | None = None,
+    seq_len: int = SEQ_LEN,
+    vocab_size: int = VOCAB_SIZE,
 ) -> CorpusManifest:
     """Write a corpus of synthetic rows to `url` and return its manifest; equal arguments give an equal fingerprint."""
     store = open_store(url, endpoint_url)
     shards = []
-    vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL)))]).encode() + b"\n"
+    vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(vocab_size - len(SPECIAL)))]).encode() + b"\n"
     store.write("vocab.txt", vocab)
     for number, num_rows in enumerate(rows_per_shard):
-        rows = synthetic_rows(num_rows, seed * 1000 + number)
+        rows = synthetic_rows(num_rows, seed * 1000 + number, seq_len, vocab_size)
         file = io.BytesIO()
         write_shard(file, rows, block_rows=16)
         data = file.getvalue()
@@ -74,10 +79,10 @@ def write_corpus(
             )
         )
     manifest = CorpusManifest(
-        seq_len=SEQ_LEN,
+        seq_len=seq_len,
         dtype="uint16",
         tokenizer=TokenizerEntry(
-            sha256=hashlib.sha256(vocab).hexdigest(), vocab_size=VOCAB_SIZE, lowercase=True, special=SPECIAL
+            sha256=hashlib.sha256(vocab).hexdigest(), vocab_size=vocab_size, lowercase=True, special=SPECIAL
         ),
         shards=tuple(shards),
     )
