@@ -244,7 +244,9 @@ class Engine:
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
         if isinstance(self._layout, Bf16Stage1):
             is_last_micro_batch = self.deepspeed.is_gradient_accumulation_boundary
-            GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps)
+            # On a CPU, runs that exist keep the bits of gradients that are rounded to bf16.
+            on_gpu = self.device.type == "cuda"
+            GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps, takes_products=on_gpu)
             if self._overlaps:
                 self.deepspeed.enable_backward_allreduce = False
         self.loss_scale: LossScale | None = None
@@ -366,7 +368,9 @@ class Engine:
         # offloading, because the norm is computed on the host.
         if self.zero_stage not in (1, 2) or self.loss_scale is not None or self._layout.offloads:
             return contextlib.nullcontext()
-        return norms_stay_on_device(self.optimizer, fused=self._overlaps)
+        # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
+        fused = self._overlaps or self.device.type == "cuda"
+        return norms_stay_on_device(self.optimizer, fused=fused)
 
     def _unscale_unpartitioned_gradients(self) -> None:
         if self.loss_scale is None:

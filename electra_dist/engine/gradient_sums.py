@@ -4,13 +4,15 @@ DeepSpeed's BF16_Optimizer remains the optimizer. For each parameter group it ke
 of the gradients. DeepSpeed handles each parameter by itself in Python. This module replaces that with operations on
 buckets, which consist of consecutive parameters, and on whole partitions.
 
-Guarantee: without overlap every sum, the norm and the clipped gradients are those of DeepSpeed 0.19.8, bit for bit.
-With overlap (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has two
-terms. With more ranks the order of the terms depends on how a collective divides a bucket, and on a GPU the norm is
-computed by another kernel, so that the last bit may differ. Sums over micro-batches and over ranks are fp32.
+Guarantee: on a CPU without overlap every sum, the norm and the clipped gradients are those of DeepSpeed 0.19.8, bit
+for bit. With overlap (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has
+two terms. With more ranks the order of the terms depends on how a collective divides a bucket, so that the last bit
+may differ. On a GPU the gradients of weights are not rounded to bf16 before they are added, and the norm is computed
+by another kernel. Sums over micro-batches and over ranks are fp32.
 
 How: autograd hooks collect the gradients of a bucket during the backward pass, and add them to the bucket's fp32 sums
-when all of them exist. With overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass
+when all of them exist. On a GPU weights have a `GradientSum`: the product that computes the gradient adds it to the
+fp32 sum itself. With overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass
 goes on with lower layers. All ranks exchange the buckets in the same order: the one in which rank 0 completed them in
 the backward pass before the first exchange.
 
@@ -21,6 +23,7 @@ overlapped. With overlap, a second gradient for a parameter whose bucket is bein
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +33,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 
 from electra_dist.collectives import from_rank_0
+from electra_dist.model.fused_layer import GradientSum
 
 BUCKET_ELEMENTS = 1 << 24  # limit of a bucket, 64 MiB of fp32 sums; a single parameter may have more
 _OVERLAPPED_BUCKETS = 16  # with overlap, a small model has at least about as many, so that its exchange begins early
@@ -48,10 +52,17 @@ class _Bucket:
         self.is_exchanging = False  # whether an all-reduce of the sums is started and its result not yet in use
 
     def add_gradients(self) -> None:
-        """Add the collected gradients to the sums with one operation, and drop these gradients."""
+        """Add the collected gradients to the sums with few operations, and drop these gradients."""
         if not self.gradients:
             return
-        torch._foreach_add_(self.targets, self.gradients)
+        if self.sums.is_cuda:
+            # There torch adds a list of bf16 tensors to one of fp32 by a kernel for each tensor, but copies it by few.
+            sizes = [gradient.numel() for gradient in self.gradients]
+            gradients = self.sums.new_empty(sum(sizes)).split(sizes)
+            torch._foreach_copy_(gradients, [gradient.flatten() for gradient in self.gradients])
+            torch._foreach_add_([target.flatten() for target in self.targets], gradients)
+        else:
+            torch._foreach_add_(self.targets, self.gradients)
         self.num_added += len(self.gradients)
         self.gradients.clear()
         self.targets.clear()
@@ -62,10 +73,18 @@ class GradientSums:
 
     Create it before the first backward pass. It replaces methods of the optimizer, so the caller need not keep a
     reference to it. With `overlaps` the exchange runs during the backward pass; the optimizer must then have been
-    built with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
+    built with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients. With
+    `takes_products`, which needs `immediate_grad_update`, too, weights get a `GradientSum`.
     """
 
-    def __init__(self, optimizer: Any, is_last_micro_batch: Callable[[], bool], *, overlaps: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        is_last_micro_batch: Callable[[], bool],
+        *,
+        overlaps: bool,
+        takes_products: bool = False,
+    ) -> None:
         self._optimizer = optimizer
         self._is_last_micro_batch = is_last_micro_batch
         self._overlaps = overlaps
@@ -78,6 +97,8 @@ class GradientSums:
             most_elements = min(most_elements, num_elements // _OVERLAPPED_BUCKETS)
         for parameters, flat_sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients_flat, strict=True):
             self._make_buckets(parameters, flat_sums, most_elements)
+            if takes_products:
+                self._offer_sums(len(self._targets) - 1, parameters)
         self._completed: list[int] = []  # buckets in the order in which the current backward pass completed them
         self._exchange_order: list[int] | None = None  # buckets in the order of exchange; None before the first one
         self._num_started = 0  # all-reduces that are started in the current step
@@ -116,6 +137,13 @@ class GradientSums:
         self._bucket_of.append(bucket_of_parameter)
         self._targets.append(target_of_parameter)
 
+    def _offer_sums(self, group: int, parameters: Sequence[Any]) -> None:
+        """Let the products that compute gradients of a group's weights add them to the sums."""
+        for index, parameter in enumerate(parameters):
+            if parameter.dim() == 2:
+                count = functools.partial(self._count_product, group, index)
+                parameter.gradient_sum = GradientSum(self._targets[group][index], count)
+
     @torch.no_grad()
     def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
         """Add a gradient to its fp32 sum. This replaces DeepSpeed's `_update_hp_grad`."""
@@ -132,14 +160,25 @@ class GradientSums:
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
+        bucket.gradients.append(parameter.grad)
+        bucket.targets.append(self._targets[group][index])
+        parameter.grad = None
+        self._count_gradient(group, index)
+
+    @torch.no_grad()
+    def _count_product(self, group: int, index: int) -> None:
+        """Count a gradient that a product has added to its sum."""
+        self._bucket_of[group][index].num_added += 1
+        self._count_gradient(group, index)
+
+    def _count_gradient(self, group: int, index: int) -> None:
+        """After a gradient of a bucket, add up those that are collected and start the exchange if it is complete."""
+        bucket = self._bucket_of[group][index]
         if bucket.is_exchanging:
             raise RuntimeError(
                 "a parameter got a second gradient in a backward pass after its first one was exchanged; set "
                 "engine.overlap_communication: false, and report this"
             )
-        bucket.gradients.append(parameter.grad)
-        bucket.targets.append(self._targets[group][index])
-        parameter.grad = None
         self._optimizer.fp32_groups_has_gradients[group][index] = True
         num_gradients = bucket.num_added + len(bucket.gradients)
         if num_gradients < bucket.num_parameters:

@@ -7,7 +7,7 @@ gradient x W` as one product.
 
 `AfterAttention` is the rest of the layer: the output product of attention, dropout + residual + LayerNorm, the
 feed-forward network (product, GELU, product), and dropout + residual + LayerNorm again. Its backward pass is written
-by hand. A residual's gradient is added inside the next product, and the backward passes of the norms and of GELU give
+by hand. The next product adds a residual's gradient in place, and the backward passes of the norms and of GELU give
 the sums for the biases. For the backward pass the original parameters are kept, not casts of them, so that ZeRO-3 may
 partition them in between.
 
@@ -20,12 +20,14 @@ Shapes: T tokens, H hidden, I width of the feed-forward network.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from electra_kernels.layer_passes import TokenSums, gelu_gradient, norm_backward, norm_forward
 from electra_kernels.operation_types import LayerDropout
+from electra_kernels.products import add_product
 from torch import nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
@@ -39,6 +41,9 @@ class Linear(nn.Linear):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self.weight, "gradient_sum") and not torch.compiler.is_compiling():
+            product: torch.Tensor = _ProductIntoSum.apply(x, self.weight, self.bias)
+            return product
         return linear(x, self.weight, self.bias)
 
 
@@ -64,8 +69,8 @@ def input_gradient(
     """Return the gradient of the input of `linear`, [T, in]: `grad_TO` @ `weight_OI` + `other_grad_TI`.
 
     `other_grad_TI` is a gradient that the input has from elsewhere, such as a residual connection. It is added inside
-    the product, and the sum is rounded once. All arguments have one dtype. `out_TI`, if given, may be overwritten by
-    the result, so that no memory is allocated.
+    the product, and the sum is rounded once. All arguments have one dtype. The result may overwrite `other_grad_TI`,
+    or `out_TI` without it, so that no memory is allocated and nothing is copied.
     """
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
@@ -73,15 +78,59 @@ def input_gradient(
             return input_gradient(grad_TO.float(), weight_OI.float(), other_in_fp32).bfloat16()
     if other_grad_TI is None:
         return torch.mm(grad_TO, weight_OI, out=out_TI)
-    return torch.addmm(other_grad_TI, grad_TO, weight_OI, out=out_TI)
+    return other_grad_TI.addmm_(grad_TO, weight_OI)
 
 
-def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-    """Return grad^T x, the gradient of the weight of `linear`, [out, in]. Both arguments have the same dtype."""
+class GradientSum(NamedTuple):
+    """Place in which the gradients of a weight are added up in fp32, instead of being handed to autograd.
+
+    It is the attribute `gradient_sum` of a parameter; a weight without it is left to autograd.
+    """
+
+    total_OI: torch.Tensor  # fp32
+    count: Callable[[], None]  # to be called after each addition
+
+
+def weight_gradient(
+    grad_TO: torch.Tensor, x_TI: torch.Tensor, gradient_sum: GradientSum | None = None
+) -> torch.Tensor | None:
+    """Return grad^T x, the gradient of the weight of `linear`, [out, in]. Both arguments have the same dtype.
+
+    With `gradient_sum` the product is added to that sum without being rounded, and None is returned.
+    """
+    if gradient_sum is not None:
+        add_product(gradient_sum.total_OI, grad_TO.t(), x_TI)
+        gradient_sum.count()
+        return None
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
-            return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()
+            return torch.mm(grad_TO.float().t(), x_TI.float()).bfloat16()
     return torch.mm(grad_TO.t(), x_TI)
+
+
+def gradient_sums(*weights: torch.Tensor) -> tuple[GradientSum | None, ...]:
+    """Return the `gradient_sum` of each weight that is trained, to be kept for the backward pass; otherwise None."""
+    return tuple(getattr(weight, "gradient_sum", None) if weight.requires_grad else None for weight in weights)
+
+
+class _ProductIntoSum(torch.autograd.Function):
+    """`linear` of a weight with a `gradient_sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        (ctx.weight_sum,) = gradient_sums(weight)
+        ctx.has_bias = bias is not None
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_TO = grad.flatten(0, -2)
+        grad_weight = weight_gradient(grad_TO, x.flatten(0, -2), ctx.weight_sum)
+        grad_x = input_gradient(grad_TO, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, grad_weight, grad_TO.sum(0) if ctx.has_bias else None
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
@@ -114,17 +163,18 @@ class QkvProduct(torch.autograd.Function):
         # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
         residual_TH = hidden_TH.to(dtype)
         ctx.save_for_backward(residual_TH, weight)
+        (ctx.weight_sum,) = gradient_sums(weight)
         return linear(residual_TH, weight.to(dtype), bias.to(dtype)), residual_TH
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return the gradients of the three arguments of `forward`."""
         hidden_TH, weight = ctx.saved_tensors
         grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
-        return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH), grad_qkv.sum(0)
+        return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH, ctx.weight_sum), grad_qkv.sum(0)
 
 
 class Parameters(NamedTuple):
@@ -187,6 +237,8 @@ class AfterAttention(torch.autograd.Function):
             context_TH, normed_TH, expanded_TI, activated_TI, *parameters, *attention_kept, *output_kept
         )
         ctx.settings = settings
+        originals = Parameters(*parameters)
+        ctx.weight_sums = gradient_sums(originals.out_weight, originals.expand_weight, originals.contract_weight)
         return states_TH
 
     @staticmethod
@@ -201,6 +253,7 @@ class AfterAttention(torch.autograd.Function):
         attention_kept = tuple(kept[: len(kept) // 2])
         output_kept = tuple(kept[len(kept) // 2 :])
         settings: Settings = ctx.settings
+        out_sum, expand_sum, contract_sum = ctx.weight_sums
         # Widths of the sums in the order of the calls below. For the last norm: its weight, its bias, and the bias of
         # the product before it. Then the bias before GELU, and the same three sums for the norm after attention.
         hidden, intermediate = len(used.out_bias), len(used.expand_bias)
@@ -215,11 +268,11 @@ class AfterAttention(torch.autograd.Function):
             settings.output_dropout,
             sums,
         )
-        grad_contract_weight = weight_gradient(grad_contracted_TH, activated_TI)
+        grad_contract_weight = weight_gradient(grad_contracted_TH, activated_TI, contract_sum)
         # This gradient is one of the largest tensors of the pass. It overwrites the activations, which have been used.
         grad_activated_TI = input_gradient(grad_contracted_TH, used.contract_weight, out_TI=activated_TI)
         grad_expanded_TI = gelu_gradient(grad_activated_TI, expanded_TI, sums)
-        grad_expand_weight = weight_gradient(grad_expanded_TI, normed_TH)
+        grad_expand_weight = weight_gradient(grad_expanded_TI, normed_TH, expand_sum)
         grad_normed_TH = input_gradient(grad_expanded_TI, used.expand_weight, grad_normed_TH)
         grad_attended_TH, grad_residual_TH = norm_backward(
             grad_normed_TH,
@@ -229,26 +282,18 @@ class AfterAttention(torch.autograd.Function):
             settings.attention_dropout,
             sums,
         )
-        grad_out_weight = weight_gradient(grad_attended_TH, context_TH)
+        grad_out_weight = weight_gradient(grad_attended_TH, context_TH, out_sum)
         grad_context_TH = input_gradient(grad_attended_TH, used.out_weight)
 
         # The totals come in the order of the calls above.
         totals = sums.totals(parameters.out_bias.dtype)
         grad_output_norm_weight, grad_output_norm_bias, grad_contract_bias, grad_expand_bias = totals[:4]
         grad_attention_norm_weight, grad_attention_norm_bias, grad_out_bias = totals[4:]
-        grad_parameters = Parameters(
-            out_weight=grad_out_weight,
-            out_bias=grad_out_bias,
-            attention_norm_weight=grad_attention_norm_weight,
-            attention_norm_bias=grad_attention_norm_bias,
-            expand_weight=grad_expand_weight,
-            expand_bias=grad_expand_bias,
-            contract_weight=grad_contract_weight,
-            contract_bias=grad_contract_bias,
-            output_norm_weight=grad_output_norm_weight,
-            output_norm_bias=grad_output_norm_bias,
-        )
-        return grad_context_TH, grad_residual_TH, None, *grad_parameters
+        grads_after_attention = (grad_out_weight, grad_out_bias, grad_attention_norm_weight, grad_attention_norm_bias)
+        grads_of_expand = (grad_expand_weight, grad_expand_bias)
+        grads_after_expand = (grad_contract_weight, grad_contract_bias, grad_output_norm_weight, grad_output_norm_bias)
+        grads = (*grads_after_attention, *grads_of_expand, *grads_after_expand)  # in the order of `Parameters`
+        return grad_context_TH, grad_residual_TH, None, *grads
 
 
 def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Parameters:

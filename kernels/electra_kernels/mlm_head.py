@@ -31,7 +31,6 @@ Shapes: M masked rows, D features, V padded vocabulary.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions, RowStats
+from electra_kernels.products import add_product
 from electra_kernels.sampling import block_rows, sample_reference
 
 _LEAST_ROWS_CPU = 8  # from this number on, a row of MKL's product does not depend on the other rows
@@ -300,7 +300,7 @@ class _MlmHead(torch.autograd.Function):
             if options.with_gradient:
                 grad_logits_MV = logits_MV  # the row pass has overwritten the logits by their gradient
                 torch.mm(grad_logits_MV, table_VD, out=grad_x_MD[rows])
-                _add_product(grad_weight_VD, grad_logits_MV.t(), x_MD[rows])
+                add_product(grad_weight_VD, grad_logits_MV.t(), x_MD[rows])
                 grad_bias_V += grad_logits_MV.sum(0, dtype=sum_dtype)
 
         loss_M = torch.cat([chunk_stats.loss_M for chunk_stats in stats])
@@ -330,27 +330,3 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
         x_MD = torch.cat([x_MD, x_MD.new_zeros(num_padding, num_features)])
     torch.mm(x_MD, table_VD.t(), out=buffer[: len(x_MD)])
     return buffer[:num_rows]
-
-
-def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
-    """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum."""
-    if a_VM.dtype == sum_VD.dtype:
-        sum_VD.addmm_(a_VM, b_MD)
-    elif _can_add_low_precision_products(a_VM.device, a_VM.dtype):
-        torch.addmm(sum_VD, a_VM, b_MD, out_dtype=sum_VD.dtype, out=sum_VD)
-    else:
-        # torch 2.8 cannot add a product of low-precision matrices in place, so there is a temporary matrix as large as
-        # the sum.
-        sum_VD += torch.mm(a_VM, b_MD, out_dtype=sum_VD.dtype)
-
-
-@functools.cache
-def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch can add a product of `dtype` matrices to an fp32 matrix in place, after one trial."""
-    factor = torch.zeros(8, 8, device=device, dtype=dtype)
-    total = torch.zeros(8, 8, device=device)
-    try:
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True

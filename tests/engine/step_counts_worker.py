@@ -105,7 +105,9 @@ def config_of_case(precision: str, stage: int, num_layers: int, overlaps: bool) 
     return Config.model_validate(tree)
 
 
-def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) -> dict[str, Any]:
+def run(
+    precision: str, stage: int, num_layers: int, *, overlaps: bool = False, takes_products: bool = False
+) -> dict[str, Any]:
     """Train the six steps of one case, and return its results as a JSON object.
 
     Args:
@@ -113,6 +115,7 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
         stage: value of `engine.zero_stage`.
         num_layers: number of layers of each tower.
         overlaps: value of `engine.overlap_communication`.
+        takes_products: whether products add gradients of weights to the sums, as on a GPU.
 
     Returns:
         tensors: number of parameters of the model.
@@ -125,7 +128,15 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
     engine_module.deepspeed_config = lambda train, section, clip, _: deepspeed_config(train, section, clip, "cuda")
     module = build_objective(config.model, config.objective, SPECIAL, 3)
     num_tensors = len(list(module.parameters()))
+    plain_sums = engine_module.GradientSums
+
+    def sums(*arguments: Any, **options: Any) -> GradientSums:
+        """Make the sums of a GPU or of a CPU on this CPU."""
+        return plain_sums(*arguments, **{**options, "takes_products": takes_products})
+
+    engine_module.GradientSums = sums  # type: ignore[assignment, misc]
     engine = Engine(module, config.train, config.engine, config.optimizer)
+    engine_module.GradientSums = plain_sums  # type: ignore[misc]
     train_step = TrainStep(engine, 7, MICRO_BATCH)
     rows_per_rank = NUM_ROWS // dist.get_world_size()
     first_row = dist.get_rank() * rows_per_rank
@@ -181,6 +192,7 @@ def main() -> None:
             lines[f"{precision} {stage} unpatched"] = run(precision, stage, num_layers)
         lines[f"{precision} {stage}"] = run(precision, stage, num_layers)
     lines["bf16 1 overlap"] = run("bf16", 1, num_layers, overlaps=True)
+    lines["bf16 1 products"] = run("bf16", 1, num_layers, overlaps=True, takes_products=True)
     if os.environ["RANK"] == "0":
         print("COUNTED", json.dumps(lines), flush=True)
     dist.destroy_process_group()

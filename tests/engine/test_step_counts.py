@@ -40,6 +40,20 @@ def test_an_exchange_during_the_backward_pass_sums_the_same_bits_over_two_ranks(
 
 
 @pytest.mark.multiproc
+def test_products_add_gradients_of_weights_to_the_sums_without_rounding_them(counted: dict[str, Any]) -> None:
+    """The losses of the first step are the same bits, and the norms differ by the roundings to bf16 that are gone."""
+    rounded, exact = counted["bf16 1 unpatched"]["results"], counted["bf16 1 products"]["results"]
+    assert exact[0][0] == rounded[0][0]
+    assert [fault for _, _, fault in exact] == [fault for _, _, fault in rounded]
+    for (_, norm, fault), (_, rounded_norm, _) in zip(exact, rounded, strict=True):
+        if fault != "the gradient is not finite":
+            assert float.fromhex(norm) == pytest.approx(float.fromhex(rounded_norm), rel=0.02)
+    assert [norm for _, norm, _ in exact] != [norm for _, norm, _ in rounded]
+    begun = counted["bf16 1 products"]["begun"]
+    assert begun == counted["bf16 1 overlap"]["begun"]
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize("case", ["bf16 1", "bf16 2", "fp32 1", "bf16 1 overlap"])
 def test_the_host_reads_from_the_device_once_in_a_step(counted: dict[str, Any], case: str) -> None:
     phases = counted[case]["phases"]

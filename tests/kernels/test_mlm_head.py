@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from electra_kernels import mlm_head
+from electra_kernels import products
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import cpu_library
@@ -307,7 +307,7 @@ class ProductRecorder(TorchDispatchMode):
 
 def test_under_autocast_on_a_gpu_the_products_are_those_of_bf16_weights(monkeypatch):
     # Tensors on "meta" stand for those of a GPU, whose autocast a machine without one cannot enter.
-    monkeypatch.setattr(mlm_head, "_can_add_low_precision_products", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_adds_low_precision_products", lambda device, dtype: True)
     dtypes = {}
     grads = {}
     for weight_dtype, autocast in [(torch.float32, True), (torch.bfloat16, False), (torch.float32, False)]:

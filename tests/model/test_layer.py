@@ -107,7 +107,10 @@ def test_products_of_gradients_are_those_of_float64() -> None:
         torch.randn(shape, dtype=torch.float64) for shape in [(6, 5), (5, 4), (6, 4), (6, 4)]
     )
     out_TI = torch.empty(6, 4, dtype=torch.float64)
-    torch.testing.assert_close(input_gradient(grad_TO, weight_OI, other_TI), grad_TO @ weight_OI + other_TI)
+    expected_TI = grad_TO @ weight_OI + other_TI
+    sum_TI = input_gradient(grad_TO, weight_OI, other_TI)
+    torch.testing.assert_close(sum_TI, expected_TI)
+    assert sum_TI is other_TI  # added in place: a GPU would copy the other gradient first
     torch.testing.assert_close(input_gradient(grad_TO, weight_OI, out_TI=out_TI), grad_TO @ weight_OI)
     torch.testing.assert_close(weight_gradient(grad_TO, x_TI), torch.einsum("to,ti->oi", grad_TO, x_TI))
 
