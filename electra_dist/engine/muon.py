@@ -95,7 +95,7 @@ def check_update(optimizer: Any) -> None:
     base.update_group({**muon_groups[0], "lr": 1.0, "num_matrices": 1}, [parameter])
     del base.state[parameter]
     update = parameter.detach() / (_RMS_OF_ADAMW * math.sqrt(max(_TEST_SHAPE)))
-    singular_values = torch.linalg.svdvals(update)
+    singular_values = torch.linalg.svdvals(update.cpu())  # a GPU would load and set up cuSOLVER for it
     least = float(singular_values.min())
     largest = float(singular_values.max())
     if least < _LEAST_SINGULAR_VALUE or largest > _LARGEST_SINGULAR_VALUE:

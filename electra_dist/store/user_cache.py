@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 COMPILED_CODE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_VARIABLE = "TRITON_CACHE_DIR"
 _TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared folder for temporary files
 
 
@@ -25,12 +26,14 @@ def user_cache_folder() -> Path:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let torch.compile cache compiled code in this user's own `folder`, unless the user has chosen another one.
+    """Let torch.compile and Triton cache compiled code in this user's own `folder`, unless the user chose another one.
 
-    torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
-    user who makes it first can have his code executed. Importing torch's inductor writes this default into the
+    Triton's own default is in the home folder, which the ranks of a cluster may share, where each would compile every
+    kernel. torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name:
+    another user who makes it first can have his code executed. Importing torch's inductor writes this default into the
     environment variable, so the default does not count as a choice of the user.
     """
     torchs_default = Path(tempfile.gettempdir()) / _TORCHS_FOLDER
     if os.environ.get(COMPILED_CODE_VARIABLE, str(torchs_default)).startswith(str(torchs_default)):
         os.environ[COMPILED_CODE_VARIABLE] = str(folder.absolute())
+    os.environ.setdefault(TRITON_VARIABLE, str(folder.absolute() / "triton"))

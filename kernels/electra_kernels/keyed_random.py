@@ -150,19 +150,20 @@ def keep_grid(
 def device_keys(seed: int, step: int, device: torch.device, num_layers: int = 1) -> torch.Tensor:
     """Return seed, step and number of each layer, int64 [num_layers, 3], on the device where kernels read them.
 
-    The caller must not change the result. Its parts are cached on the device, so a new step copies only its number.
+    Each layer's begin at a multiple of 16 bytes, so that Triton compiles a kernel once for all layers. The caller must
+    not change the result. Its parts are cached on the device, so a new step copies only its number.
     """
-    return _numbered_seed(seed, device, num_layers) + _step_in_row(step, device)
+    return (_numbered_seed(seed, device, num_layers) + _step_in_row(step, device))[:, :3]
 
 
 @functools.lru_cache(maxsize=256)
 def _numbered_seed(seed: int, device: torch.device, num_layers: int) -> torch.Tensor:
-    return torch.tensor([[seed, 0, layer] for layer in range(num_layers)], device=device)
+    return torch.tensor([[seed, 0, layer, 0] for layer in range(num_layers)], device=device)
 
 
 @functools.lru_cache(maxsize=4)
 def _step_in_row(step: int, device: torch.device) -> torch.Tensor:
-    return copy_to_device(torch.tensor([0, step, 0]), device)
+    return copy_to_device(torch.tensor([0, step, 0, 0]), device)
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

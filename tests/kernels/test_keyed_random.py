@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels import keyed_random
-from electra_kernels.keyed_random import Purpose, bits_grid, derive_seed, drop_threshold, keep_grid, philox4x32
+from electra_kernels.keyed_random import (
+    Purpose,
+    bits_grid,
+    derive_seed,
+    device_keys,
+    drop_threshold,
+    keep_grid,
+    philox4x32,
+)
 from electra_kernels.native import cpu_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,3 +190,11 @@ def test_row_numbers_in_a_strided_view_give_the_grid_of_a_contiguous_copy():
     grid = bits_grid(1, Purpose.EVAL, 2, strided_rows, 64)
 
     assert torch.equal(grid, bits_grid(1, Purpose.EVAL, 2, strided_rows.clone(), 64))
+
+
+def test_the_keys_of_each_layer_begin_at_a_multiple_of_16_bytes():
+    """Triton compiles a kernel once for pointers at such multiples, and once more for others."""
+    key_L3 = device_keys(7, 3, torch.device("cpu"), 5)
+    assert key_L3.tolist() == [[7, 3, layer] for layer in range(5)]
+    assert [key_3.data_ptr() % 16 for key_3 in key_L3.unbind(0)] == [0] * 5
+    assert all(key_3.is_contiguous() for key_3 in key_L3.unbind(0))

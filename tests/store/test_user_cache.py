@@ -15,7 +15,12 @@ from support.real_runs import tiny_tree
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store, without_tilde
-from electra_dist.store.user_cache import COMPILED_CODE_VARIABLE, keep_compiled_code, user_cache_folder
+from electra_dist.store.user_cache import (
+    COMPILED_CODE_VARIABLE,
+    TRITON_VARIABLE,
+    keep_compiled_code,
+    user_cache_folder,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +82,18 @@ def test_compiled_code_is_not_kept_in_the_shared_folder_that_is_torchs_default(
 ) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    monkeypatch.setenv(TRITON_VARIABLE, "")  # restored after the test
     for before in (None, default_cache_dir()):
         monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
+        monkeypatch.delenv(TRITON_VARIABLE, raising=False)
         if before is not None:
             monkeypatch.setenv(COMPILED_CODE_VARIABLE, before)
         keep_compiled_code(tmp_path / "own")
         assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / "own")
+        assert os.environ[TRITON_VARIABLE] == str(tmp_path / "own" / "triton")
     keep_compiled_code(tmp_path / "later")  # the first choice stays, and so does that of a user
     assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / "own")
+    assert os.environ[TRITON_VARIABLE] == str(tmp_path / "own" / "triton")
 
 
 def test_flex_attention_is_compiled_into_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +102,7 @@ def test_flex_attention_is_compiled_into_the_users_own_folder(tmp_path: Path, mo
     from electra_dist.model import attention
 
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(TRITON_VARIABLE, "")  # restored after the test
     monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     attention._flex_function.__wrapped__(compiled=True)
