@@ -41,7 +41,7 @@ class Linear(nn.Linear):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self.weight, "gradient_sum") and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and hasattr(self.weight, "gradient_sum"):
             product: torch.Tensor = _ProductIntoSum.apply(x, self.weight, self.bias)
             return product
         return linear(x, self.weight, self.bias)
@@ -88,7 +88,7 @@ class GradientSum(NamedTuple):
     """
 
     total_OI: torch.Tensor  # fp32
-    count: Callable[[], None]  # to be called after each addition
+    added: Callable[[], None]  # to be called after each addition
 
 
 def weight_gradient(
@@ -100,7 +100,7 @@ def weight_gradient(
     """
     if gradient_sum is not None:
         add_product(gradient_sum.total_OI, grad_TO.t(), x_TI)
-        gradient_sum.count()
+        gradient_sum.added()
         return None
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
