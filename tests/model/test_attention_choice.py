@@ -21,6 +21,7 @@ from electra_dist.model.attention_choice import attention_note, choose_attention
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = CONFIGS / "large_25pct_mask.yaml"
+FP32 = ("train.precision=fp32", "engine.overlap_communication=false")
 NO_DROPOUT = "model.attention_dropout=0"
 ELECTRIC = "objective.name=electric"
 MODERN = ["model.architecture=modern", "model.attention_dropout=0.1"]
@@ -51,18 +52,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]
         ([], {}, "flash", "have dropout"),
         ([], {"flash": "no kernel image"}, "sdpa", "width 64: no kernel image"),
         ([], {"capability": (7, 0)}, "sdpa", "compute capability 7.0"),
-        (["train.precision=fp32"], {}, "sdpa", "train.precision is fp32"),
+        ([*FP32], {}, "sdpa", "train.precision is fp32"),
         (["model.generator.num_heads=64"], {}, "sdpa", "head of width 4 "),
         ([NO_DROPOUT], {}, "flash", "compute no pairs"),
         ([NO_DROPOUT], {"flash": "no kernel image"}, "flex", "no kernel image"),
         ([NO_DROPOUT], {"flex": "ptxas is missing", "flash": "no kernel"}, "sdpa", "no kernel"),
-        ([NO_DROPOUT, "train.precision=fp32"], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
-        ([NO_DROPOUT, "train.precision=fp32"], {}, "flex", "train.precision is fp32"),
+        ([NO_DROPOUT, *FP32], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
+        ([NO_DROPOUT, *FP32], {}, "flex", "train.precision is fp32"),
         ([*MODERN, NO_DROPOUT], {}, "flash", "windows"),
         (MODERN, {}, "flash", "windows"),
         ([*MODERN, NO_DROPOUT], {"flash": "no kernel"}, "flex", "width 64: no kernel"),
         (MODERN, {"flash": "no kernel"}, "sdpa", "it has no dropout"),
-        ([*MODERN, NO_DROPOUT, "train.precision=fp32"], {}, "flex", "train.precision is fp32"),
+        ([*MODERN, NO_DROPOUT, *FP32], {}, "flex", "train.precision is fp32"),
         ([ELECTRIC], {}, "sdpa", "two directions"),
         (["engine.attention=sdpa"], {}, "sdpa", "set by engine.attention"),
         (["engine.attention=flash"], {}, "flash", "set by engine.attention"),
@@ -122,7 +123,7 @@ def test_a_demand_that_the_device_cannot_meet_ends_the_run(backend: str, gpu: An
         (["engine.attention=flex", "model.attention_dropout=0.1"], "flex supports neither attention dropout nor"),
         (["engine.attention=flex", NO_DROPOUT, ELECTRIC], "flex supports neither attention dropout nor"),
         (["engine.attention=flash", ELECTRIC], "flash does not support the one-directional attention"),
-        (["engine.attention=flash", "train.precision=fp32"], "flash computes in bf16 or fp16 only"),
+        (["engine.attention=flash", *FP32], "flash computes in bf16 or fp16 only"),
     ],
 )
 def test_a_demand_that_no_device_can_meet_is_refused(overrides: list[str], message: str) -> None:

@@ -24,6 +24,7 @@ from electra_dist.planning.plan_page import print_plan
 
 WORKER = Path(__file__).parent / "wire_worker.py"
 LARGE_CONFIG = REPOSITORY / "configs" / "large_25pct_mask.yaml"
+WITHOUT_OVERLAP = "engine.overlap_communication=false"
 
 # How often a ring sends each element of a message, in units of (W - 1) / W for W ranks. An all-reduce is a
 # reduce-scatter followed by an all-gather.
@@ -113,7 +114,7 @@ def test_the_plan_of_electra_large_on_one_and_eight_nodes_equals_the_sums_by_han
     network_bytes_per_s = 0.8 * 50e9
     nvlink_bytes_per_s = 0.8 * 450e9
 
-    plans = scale(load_config(LARGE_CONFIG), h200_cluster())
+    plans = scale(load_config(LARGE_CONFIG, [WITHOUT_OVERLAP, "train.micro_batch=32"]), h200_cluster())
 
     one_node = plans[0]
     eight_nodes = plans[-1]
@@ -146,7 +147,7 @@ def test_few_rows_of_a_micro_batch_take_the_time_of_their_launches() -> None:
 
 
 def test_on_many_gpus_the_plan_has_the_smaller_micro_batch_that_training_uses() -> None:
-    """512 GPUs have 4 of 2,048 rows each; the config's micro-batch has 32."""
+    """512 GPUs have 4 of 2,048 rows each; the config's micro-batch has 64."""
     config = load_config(LARGE_CONFIG)
     fitted = load_config(LARGE_CONFIG, ["train.micro_batch=4"])
     assert scale(config, h200_cluster(nodes=64))[-1] == scale(fitted, h200_cluster(nodes=64))[-1]
@@ -158,9 +159,9 @@ def test_overlap_hides_gradients_behind_two_thirds_of_the_last_micro_batch_and_n
     fabric_bytes_per_s: float,
 ) -> None:
     cluster = h200_cluster(fabric_bytes_per_s=fabric_bytes_per_s)
-    plain = scale(load_config(LARGE_CONFIG), cluster)[-1]
+    plain = scale(load_config(LARGE_CONFIG, [WITHOUT_OVERLAP]), cluster)[-1]
 
-    overlapped = scale(load_config(LARGE_CONFIG, ["engine.overlap_communication=true"]), cluster)[-1]
+    overlapped = scale(load_config(LARGE_CONFIG), cluster)[-1]
 
     gradient_s = plain.communication_s * 8 / 10
     hidden_s = min(gradient_s, 2 / 3 * plain.compute_s)
