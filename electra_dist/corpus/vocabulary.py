@@ -19,9 +19,10 @@ Source: Radford et al., "Language models are unsupervised multitask learners", 2
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -30,9 +31,11 @@ import zstandard
 from electra_dist.corpus.builder.shuffle import document_key
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import open_regular
-from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, new_tokenizer
 
-_MAX_ALPHABET = 1000  # characters that a vocabulary may have; words with other characters become [UNK]
+_LEAST_ALPHABET = 1000  # characters that a vocabulary has, if the text has them
+_COVERAGE = 0.9995  # of the text's characters, by those of the vocabulary; Chinese needs more than 1,000 for it
+_MEASURED_CHARS = 200_000
 _NUM_CODE_POINTS = 0x110000
 TokenizerKind = Literal["wordpiece", "bpe"]
 _NUM_BYTES = 256
@@ -43,13 +46,13 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], vocab_size: int, lowerc
     """Train a WordPiece vocabulary of at most `vocab_size` tokens, special tokens first; a small text may yield fewer.
 
     `texts` is called twice, and each call must yield all texts from the first one. `lowercase` also strips accents
-    (BERT uncased). The 1,000 most frequent characters are kept; a word with any other character becomes
-    [UNK]. Raises UserError if the texts are empty, or if `vocab_size` is smaller than the special tokens and the
+    (BERT uncased). The most frequent characters are kept (`_alphabet`); a word with any other one becomes [UNK].
+    Raises UserError if the texts are empty, or if `vocab_size` is smaller than the special tokens and the
     alphabet together.
     """
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    alphabet = _alphabet(texts(), normalizer)
+    alphabet = _alphabet(texts(), normalizer, vocab_size)
     if not alphabet:
         raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
     # The trainer gives special tokens the first ids, in the order of the list: that fixes the ids of continuations.
@@ -90,8 +93,11 @@ def _continuations(
     return continuations
 
 
-def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer) -> list[str]:
-    """Return the most frequent characters except white space, sorted; a tie goes to the lower code point."""
+def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, vocab_size: int) -> list[str]:
+    """Return the most frequent characters except white space, sorted; a tie goes to the lower code point.
+
+    They are 1,000 or, if these cover less than 99.95 % of the text, as many as do, up to a quarter of `vocab_size`.
+    """
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)
@@ -100,9 +106,11 @@ def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalize
     present = np.flatnonzero(counts)
     # lexsort takes the main key last: by falling count, then by code point.
     most_frequent_first = present[np.lexsort((present, -counts[present]))]
-    characters = [chr(code_point) for code_point in most_frequent_first]
-    visible_characters = [char for char in characters if not char.isspace()]
-    return sorted(visible_characters[:_MAX_ALPHABET])
+    visible = [point for point in most_frequent_first.tolist() if not chr(point).isspace()]
+    covered = np.cumsum(counts[visible])
+    num_covering = int(np.searchsorted(covered, _COVERAGE * covered[-1])) + 1 if visible else 0
+    num_kept = max(_LEAST_ALPHABET, min(num_covering, vocab_size // 4))
+    return sorted(chr(point) for point in visible[:num_kept])
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -122,6 +130,46 @@ def train_kind(
     if kind == "bpe":
         return train_byte_level_bpe(texts(), vocab_size)
     return train_vocabulary(texts, vocab_size, lowercase)
+
+
+class TextFit(NamedTuple):
+    """How a vocabulary divides a text."""
+
+    words: int  # separated by white space
+    tokens: int
+    unknown: int  # of the tokens, [UNK]
+    letters: int  # characters that are no white space
+    marks: int  # of the letters, marks such as vowel signs, which belong to no single character of Unicode
+
+    @property
+    def remark(self) -> str:
+        """Return the pieces per word and the share of [UNK], as text."""
+        return (
+            f"{self.tokens / max(1, self.words):.2f} pieces per word, {self.unknown / max(1, self.tokens):.2%} [UNK]"
+        )
+
+    @property
+    def lost_by_lowercase(self) -> float:
+        """Return the share of the letters that BERT's lower-casing removes and that change the word."""
+        return self.marks / max(1, self.letters)
+
+
+def measure_fit(vocabulary: Vocabulary, lowercase: bool, texts: Iterable[str]) -> TextFit:
+    """Measure how a vocabulary divides the first of the texts, up to some 200,000 characters."""
+    tokenizer = new_tokenizer(vocabulary, lowercase)
+    unknown_id = vocabulary.special["[UNK]"]
+    words = tokens = unknown = letters = marks = 0
+    for text in texts:
+        text = text[: _MEASURED_CHARS - letters]
+        ids = [number for line in tokenizer.encode(tokenizer.split_lines(text)) for number in line]
+        words += len(text.split())
+        tokens += len(ids)
+        unknown += ids.count(unknown_id)
+        letters += sum(not letter.isspace() for letter in text)
+        marks += sum(unicodedata.category(letter) == "Mn" for letter in unicodedata.normalize("NFC", text))
+        if letters >= _MEASURED_CHARS * 0.9:
+            break
+    return TextFit(words, tokens, unknown, letters, marks)
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:

@@ -17,6 +17,8 @@ silently. The digest covers the bytes of all files. The suffix decides the forma
 - `.jsonl` (BLiMP, https://github.com/alexwarstadt/blimp): one JSON object per line with the sentences `sentence_good`
   and `sentence_bad`. The kind of a pair is its `UID`, without one its `linguistics_term`, without both the name of the
   file.
+- `.tsv` (MultiBLiMP, https://github.com/jumelet/multiblimp): a table with the columns `sen` and `wrong_sen`, quoted as
+  pandas writes it. The kind of a pair is its `phenomenon`, without one the name of the file.
 - `.txt` (Zorro, https://github.com/phueb/Zorro): pairs of lines, first the ungrammatical sentence, then the
   grammatical one. The kind of a pair is the name of the file.
 
@@ -55,9 +57,9 @@ from electra_dist.scoring.token_scores import (
     sentence_log_probs,
 )
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
-from electra_dist.tables import parse_json_line, split_lines
+from electra_dist.tables import parse_json_line, read_table, split_lines
 
-_SUFFIXES = (".jsonl", ".txt")
+_SUFFIXES = (".jsonl", ".tsv", ".txt")
 
 
 class SentencePair(NamedTuple):
@@ -89,7 +91,7 @@ class PairFiles(NamedTuple):
 
 
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
-    """Read minimal pairs from files and folders; of a folder, all .jsonl and .txt files are read, sorted by name.
+    """Read minimal pairs from files and folders; of a folder, all .jsonl, .tsv and .txt files are read, by name.
 
     If a line belongs to no pair, UserError names the file and the line.
     """
@@ -106,25 +108,28 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
             raise UserError(f"{file}: no sentences; add at least one pair, or remove the file")
         if file.suffix == ".jsonl":
             pairs += [_pair_of_object(file, number, line) for number, line in enumerate(lines, start=1)]
+        elif file.suffix == ".tsv":
+            pairs += _pairs_of_table(file)
         else:
             pairs += _pairs_of_lines(file, lines)
     return PairFiles(pairs=pairs, sha256=digest.hexdigest())
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """Return `paths` with each folder replaced by its .jsonl and .txt files, sorted by name."""
+    """Return `paths` with each folder replaced by its files of pairs, sorted by name."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
             files_of_folder = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
             if not files_of_folder:
-                raise UserError(f"{path}: no .jsonl or .txt file in this folder; name a folder of minimal pairs")
+                raise UserError(f"{path}: no .jsonl, .tsv or .txt file in this folder; name a folder of minimal pairs")
             files += files_of_folder
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder of minimal pairs; correct the path")
         elif path.suffix not in _SUFFIXES:
             raise UserError(
-                f"{path}: not a file of minimal pairs; use a .jsonl file in BLiMP's format or a .txt file in Zorro's"
+                f"{path}: not a file of minimal pairs; use a .jsonl file in BLiMP's format, a .tsv file in "
+                f"MultiBLiMP's or a .txt file in Zorro's"
             )
         else:
             files.append(path)
@@ -141,6 +146,23 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
     kind_keys = [key for key in ("UID", "linguistics_term") if record.get(key) not in (None, "")]
     kind = json_line.name(kind_keys[0]) if kind_keys else file.stem
     return SentencePair(kind=kind, good=record["sentence_good"], bad=record["sentence_bad"])
+
+
+def _pairs_of_table(file: Path) -> list[SentencePair]:
+    table = read_table(file, "\t")
+    pairs = []
+    for column in ("sen", "wrong_sen"):
+        if column not in table.columns:
+            raise UserError(
+                f"{file}: no column `{column}`; minimal pairs have sen and wrong_sen, this table "
+                f"has {', '.join(table.columns)}"
+            )
+    for _, line in table.lines():
+        good, bad = line.text("sen"), line.text("wrong_sen")
+        if not good.strip() or not bad.strip():
+            raise UserError(f"{line.place}: an empty sentence; write it, or remove the line")
+        pairs.append(SentencePair(line.record.get("phenomenon") or file.stem, good, bad))
+    return pairs
 
 
 def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:

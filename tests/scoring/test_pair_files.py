@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from electra_launcher.cli.main import app
@@ -55,6 +56,41 @@ def test_both_formats_are_read_with_the_kind_and_the_grammatical_sentence_of_eac
     ]
     assert read_pair_files([folder / "made.jsonl"]).pairs == of_folder.pairs[2:]
     assert read_pair_files([folder / "made.jsonl"]).sha256 != of_folder.sha256
+
+
+def test_a_table_of_multiblimp_is_read_as_pandas_reads_it(tmp_path: Path) -> None:
+    frame = pandas.DataFrame(
+        {
+            "sen": [
+                "Sie sagt: \u201eja\u201c.",
+                'Das "alte" Haus steht.',
+                "\u0432\u043e\u0434\u0430 \u0442\u0435\u0447\u0451\u0442",
+            ],
+            "wrong_sen": [
+                "Sie sagen.",
+                'Das "alte" Haus stehen.',
+                "\u0432\u043e\u0434\u0430 \u0442\u0435\u043a\u0443\u0442",
+            ],
+            "phenomenon": ["SV-#", "SV-#", ""],
+            "child": [1, 2, 3],
+        }
+    )
+    frame.to_csv(tmp_path / "rus.tsv", sep="\t")
+
+    pairs = read_pair_files([tmp_path]).pairs
+
+    rows = pandas.read_csv(tmp_path / "rus.tsv", sep="\t", keep_default_na=False)
+    assert pairs == [
+        SentencePair(row.phenomenon or "rus", good=row.sen, bad=row.wrong_sen) for row in rows.itertuples()
+    ]
+    for content, message in (
+        ("sen\tbad\na\tb\n", "no column `wrong_sen`; minimal pairs have sen and wrong_sen, this table has sen, bad"),
+        ("sen\twrong_sen\na b\t \n", r"rus\.tsv:2: an empty sentence"),
+        ("\n", r"rus\.tsv: no sentences"),
+    ):
+        (tmp_path / "rus.tsv").write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_pair_files([tmp_path])
 
 
 def test_a_sample_has_the_same_pairs_every_time_and_at_most_the_number_of_each_kind() -> None:

@@ -52,8 +52,9 @@ def minimal_pairs(
     file: Annotated[
         list[Path] | None,
         typer.Option(
-            help="minimal pairs of your own: a .jsonl file in BLiMP's format, a .txt file in Zorro's, or a folder of "
-            "such files; repeat the option for several. Default: built-in pairs on number agreement in English"
+            help="minimal pairs of your own: a .jsonl file in BLiMP's format, .tsv in MultiBLiMP's .txt in Zorro's, "
+            "or a folder of such files; repeat the option for several. Default: built-in pairs on number agreement in "
+            "English"
         ),
     ] = None,
     pairs: Annotated[
@@ -80,12 +81,16 @@ def minimal_pairs(
     The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
     as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
-    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
+    from electra_dist.pretrained.locate import locate_model
 
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):
         raise UserError("name one model: electra-dist minimal-pairs MODEL, or --model MODEL")
+    spec = locate_model(spec, tower.value)  # A wrong name is found before torch is imported.
+
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
+
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
     encoder = load_pretrained(spec, tower.value, vocab)
     device = device_of_choice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answ
 
 SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
 _SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
+_MOST_SOURCES = 20  # that are named with the pieces per word
+_MANY_MARKS = 0.02  # share of the characters from which their loss is named
 _ASSUMED_COMPRESSION = 10  # of inputs; those whose files take at most a tenth of the limit are read as a whole
 
 
@@ -46,10 +49,14 @@ def train_vocab(
     from electra_dist.store.atomic_files import replacing
 
     training = _Training(text_field, "skip", endpoint_url, sample_gb, open_console(soft_wrap=False))
-    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, tokenizer)
+    files = find_inputs(inputs, endpoint_url)
+    vocabulary = training.train(files, size, not cased, tokenizer)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
-    open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
+    out_lines = open_console()
+    out_lines.print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
+    for remark in training.remarks(files, vocabulary, not cased):
+        out_lines.print(remark, soft_wrap=True)
 
 
 def find_vocabulary(
@@ -121,6 +128,30 @@ class _Training:
                 )
             self._console.print(f"training on a sample of {sample.num_bytes / 1e9:.2f} GB")
             return train_kind(kind, sample.texts, size, lowercase)
+
+    def remarks(self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
+        """Return a line for each source on how the vocabulary divides its text, those with most [UNK] first."""
+        from electra_dist.corpus.vocabulary import measure_fit
+
+        files_of: dict[str, list[InputFile]] = {}
+        for file in files:
+            files_of.setdefault(file.source, []).append(file)
+        fits = {
+            source: measure_fit(vocabulary, lowercase, (text for _, _, text in self._texts(own)))
+            for source, own in itertools.islice(files_of.items(), _MOST_SOURCES)
+        }
+        ordered = sorted(fits.items(), key=lambda item: -item[1].unknown / max(1, item[1].tokens))
+        lines = [f"{source}: {fit.remark}" for source, fit in ordered]
+        if len(files_of) > _MOST_SOURCES:
+            lines.append(f"and {len(files_of) - _MOST_SOURCES:,} more sources")
+        if lowercase and vocabulary.kind == "wordpiece":
+            lines += [
+                f"{source}: lower-casing removes {fit.lost_by_lowercase:.0%} of the characters, such as vowel signs; "
+                f"pass --cased, and set corpus.lowercase: false for the build"
+                for source, fit in fits.items()
+                if fit.lost_by_lowercase >= _MANY_MARKS
+            ]
+        return lines
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
         """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
