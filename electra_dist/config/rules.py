@@ -398,13 +398,13 @@ def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bo
 
 
 def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
-    """Split a path or an s3:// URL into its parts.
+    """Split a path or a URL into its parts.
 
     Links are followed, and all spellings of one place give equal parts.
     """
-    if url.startswith("s3://"):
-        parts = [part for part in url.removeprefix("s3://").split("/") if part]
-        return ("s3", (endpoint_url or "").rstrip("/"), *parts)
+    scheme, separator, place = url.partition("://")
+    if separator and scheme != "file":
+        return (scheme, (endpoint_url or "").rstrip("/"), *(part for part in place.split("/") if part))
     try:
         path = Path(url.removeprefix("file://")).expanduser()
     except RuntimeError:

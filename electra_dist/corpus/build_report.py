@@ -37,7 +37,7 @@ from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import find_document
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
 REPORT_KEY = "build.json"
 NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
@@ -260,7 +260,9 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
     """
     prepared: dict[str, PreparedText] = {}
     for location in inputs:
-        is_remote = location.startswith("s3://")
+        if "://" in location and not location.startswith(REMOTE_SCHEMES):
+            continue
+        is_remote = location.startswith(REMOTE_SCHEMES)
         path = location.rstrip("/") if is_remote else os.path.normpath(location)
         folder, _, name = path.rpartition("/")
         if name == _DOCUMENTS_FOLDER:

@@ -23,7 +23,7 @@ from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import Cluster, Scaled, scale
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
     If `plan.num_gpus` GPUs cannot share the global batch, the plan is for the largest smaller number that can. Raises
     UserError if the GPU is not known, if the nodes cannot share the global batch, or if a corpus does not fit.
     """
-    if not config.data.corpus.startswith("s3://"):
+    if not config.data.corpus.startswith(REMOTE_SCHEMES):
         config, _ = with_corpus_vocabulary(config)
     asked_gpus = config.plan.num_gpus
     num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= asked_gpus)
@@ -136,7 +136,7 @@ def _phases(config: Config) -> tuple[PlannedPhase, ...]:
 
 def _existing_corpus(config: Config, named: NamedCorpus) -> CorpusManifest | None:
     """Return corpus.json of a corpus that is a folder and exists, after a check that it fits the config; else None."""
-    if named.url.startswith("s3://"):
+    if named.url.startswith(REMOTE_SCHEMES):
         return None
     store = open_store(named.url)
     path = store.local_path(MANIFEST_KEY)

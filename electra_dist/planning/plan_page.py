@@ -26,6 +26,7 @@ from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scale
 from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
 from electra_dist.planning.plan import Plan, PlannedPhase
 from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.store.open_store import REMOTE_SCHEMES
 
 _SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
 _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
@@ -154,8 +155,8 @@ def _data(plan: Plan) -> PlanSection:
 def _describe_corpus(phase: PlannedPhase) -> str:
     if phase.corpus_rows is not None:
         return f"{phase.corpus}: {phase.corpus_rows:,} rows, {phase.corpus_tokens:,} tokens"
-    if phase.corpus.startswith("s3://"):
-        return f"{phase.corpus} is on S3 and was not read"
+    if phase.corpus.startswith(REMOTE_SCHEMES):
+        return f"{phase.corpus} is remote and was not read"
     return f"{phase.corpus} does not exist yet"
 
 

@@ -6,7 +6,7 @@ not change the next.
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
-Limits: Hugging Face folders must be local; see hf_folders.py.
+A name on the Hugging Face Hub stands for its folder in the Hub's cache; see electra_dist/hub.py.
 
 Shapes: B rows, S tokens, H hidden width.
 """
@@ -33,6 +33,7 @@ from electra_dist.config.load import load_config
 from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
+from electra_dist.hub import shown_name
 from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
@@ -254,11 +255,11 @@ def load_pretrained(
 ) -> Pretrained:
     """Load one tower of the model that `spec` names, with its vocabulary.
 
-    `spec` is a run's folder, that of its export, a local Hugging Face folder, or `random:CONFIG.yaml` for the random
-    weights that a run with that config starts from. A Hugging Face folder holds one tower, which "discriminator" loads
-    even if it is a generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus), ignored otherwise.
-    `step` is the number of steps after which a run's checkpoint was taken, "best" on held-out rows, or None for the
-    newest; for other sources it must be None.
+    `spec` is a run's folder, that of its export, a Hugging Face folder, a name on the Hub, or `random:CONFIG.yaml` for
+    the random weights that a run with that config starts from. A Hugging Face folder holds one tower, which
+    "discriminator" loads even if it is a generator. `vocab` is a vocab.txt for `random:` (None: that of its corpus),
+    ignored otherwise. `step` is the number of steps after which a run's checkpoint was taken, "best" on held-out rows,
+    or None for the newest; for other sources it must be None.
     """
     spec = locate_model(spec, tower)
     folder = Path(spec)
@@ -383,7 +384,7 @@ def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
     # A model of another program has no record, and counts as one that was trained on text with [MASK].
     record = read_pretraining_record(folder)
     return Pretrained.from_state(
-        name=str(folder),
+        name=shown_name(folder),
         state=state,
         model=model,
         vocabulary=vocabulary,

@@ -13,7 +13,7 @@ discriminator's output is an energy, or how long the rows were. Scores of text d
 ignores the file. Without it, a model that predicts tokens counts as a masked language model, any other as a
 discriminator of replaced tokens, and rows may be as long as the model has positions.
 
-Limits: models of type `electra` with absolute positions, and of type `modernbert`. Nothing is downloaded.
+Limits: models of type `electra` with absolute positions, and of type `modernbert`.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ def _file_within(folder: Path, name: str) -> Path:
     model_folder = Path(os.path.realpath(folder))
     places = [model_folder]
     # In the cache of the Hugging Face hub, the files in snapshots/REVISION are links to files in blobs/.
-    if model_folder.parent.name == "snapshots":
-        places.append(model_folder.parent.parent / "blobs")
+    for revision in (model_folder, model_folder.parent):  # A tower of an export is in a folder of its revision.
+        if revision.parent.name == "snapshots":
+            places.append(revision.parent.parent / "blobs")
     is_plain_name = name not in ("", ".", "..") and name == os.path.basename(name) and "\0" not in name
     if not is_plain_name or Path(os.path.realpath(file)).parent not in places:
         raise UserError(

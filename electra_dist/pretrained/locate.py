@@ -1,6 +1,7 @@
 """Find the model that a user names, and the checkpoint of a run, before torch is imported.
 
-A model is the folder of a run, of an export with its two towers, of one of these towers, or any Hugging Face folder.
+A model is the folder of a run, of an export with its two towers, of one of these towers, any Hugging Face folder, or
+a name on the Hub, which is downloaded.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.errors import UserError
+from electra_dist.hub import model_folder
 from electra_dist.run.folder import is_run_folder
 
 RANDOM = "random:"  # begins the name of a model with the random weights that a run with a config starts from
@@ -16,18 +18,20 @@ Step = int | Literal["best"] | None  # checkpoint of a run: the one after these 
 
 
 def locate_model(spec: str, tower: str = "discriminator") -> str:
-    """Return the name of the model that holds `tower`: `spec`, or a folder in it if `spec` is that of an export.
+    """Return the path of the model that holds `tower`: `spec`, or a folder in it if `spec` is that of an export.
 
     Raises UserError if `spec` is no model.
     """
-    folder = Path(spec)
-    if spec.startswith(RANDOM) or is_run_folder(folder) or (folder / "config.json").exists():
+    if spec.startswith(RANDOM):
         return spec
+    folder = model_folder(spec)
+    if is_run_folder(folder) or (folder / "config.json").exists():
+        return str(folder)
     if (folder / tower / "config.json").exists():
         return str(folder / tower)
     raise UserError(
         f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
-        f"of a run, of its export or of a Hugging Face model, or random:CONFIG.yaml"
+        f"of a run, of its export or of a Hugging Face model, ORG/NAME of one on the Hub, or random:CONFIG.yaml"
     )
 
 

@@ -45,6 +45,7 @@ from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, ModelConfig, TrainConfig
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.hub import model_folder, shown_name
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.corruption import FrozenGenerator
 from electra_dist.pretrained.hf import State, standalone, submodules
@@ -166,8 +167,8 @@ def find_source(train: TrainConfig) -> Source:
     An export is a folder that contains the Hugging Face folder `discriminator`, and in most cases `generator`. The
     generator is taken from `train.init_generator_from` if that is set, otherwise from the export if it has one.
     """
-    folder = Path(train.init_from or "")
-    generator = Path(train.init_generator_from) if train.init_generator_from else None
+    folder = model_folder(train.init_from or "")
+    generator = model_folder(train.init_generator_from) if train.init_generator_from else None
     if is_run_folder(folder):
         if generator is not None:
             raise UserError(
@@ -184,7 +185,8 @@ def find_source(train: TrainConfig) -> Source:
         return Source(discriminator=folder, generator=generator)
     raise UserError(
         f"train.init_from {folder}: neither a run (config.yaml), nor an export (discriminator/config.json), nor a "
-        f"Hugging Face folder (config.json); set train.init_from to a folder of one of these"
+        f"Hugging Face folder (config.json); set train.init_from to a folder of one of these, or to ORG/NAME of a "
+        f"model on the Hub"
     )
 
 
@@ -265,7 +267,7 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     source = find_source(train)
     if source.run is None:
         notes = load_tower_folders(towers, source.discriminator, source.generator)
-        return [f"the weights of {train.init_from}", *notes]
+        return [f"the weights of {shown_name(model_folder(train.init_from or ''))}", *notes]
     return _load_run(towers, source.run)
 
 
@@ -392,7 +394,7 @@ def read_frozen_generator(config: Config) -> State:
     Raises UserError if their shape differs from `model.generator`, or if `objective.generator_sha256` is set and their
     digest differs from it.
     """
-    folder = Path(config.train.init_generator_from or "")
+    folder = model_folder(config.train.init_generator_from or "")
     if is_run_folder(folder):
         state = _large_tower_of_run(folder, config.model)
     elif (folder / "config.json").exists():
@@ -421,7 +423,7 @@ def read_frozen_generator(config: Config) -> State:
 
 def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
     """Raise UserError if the frozen generator's folder has a vocab.txt with other tokens than the corpus."""
-    check_vocabulary(_GENERATOR_KEY, Path(config.train.init_generator_from or ""), vocabulary)
+    check_vocabulary(_GENERATOR_KEY, model_folder(config.train.init_generator_from or ""), vocabulary)
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:

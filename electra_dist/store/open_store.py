@@ -1,4 +1,4 @@
-"""Open the store that a URL names: a local folder, or s3://bucket/prefix."""
+"""Open the store that a URL names: a local folder, or a prefix on S3, Azure Blob Storage or Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.patience import Patience, command_patience
 
+REMOTE_SCHEMES = ("s3://", "az://", "gs://")  # of stores that are no folder
+
 
 def open_store(url: str, endpoint_url: str | None = None, patience: Patience | None = None) -> Store:
-    """Return the store at a local path (~ is expanded), a file:// URL or s3://bucket/prefix; read nothing yet.
+    """Return the store at a local path (~ is expanded), file://, s3://, az:// or gs://; read nothing yet.
 
     A missing folder or bucket is noticed at the first use. `endpoint_url` names an S3-compatible service, such as
     http://10.0.0.1:9000; None is AWS. `patience` says how long operations wait for storage that is full or does not
@@ -23,13 +25,17 @@ def open_store(url: str, endpoint_url: str | None = None, patience: Patience | N
         from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
 
         return S3Store(url, endpoint_url, patience)
+    if url.startswith(REMOTE_SCHEMES):
+        from electra_dist.store.cloud_store import CloudStore
+
+        return CloudStore(url, endpoint_url, patience)
     scheme, separator, rest = url.partition("://")
     if not separator:
         path = url
     elif scheme == "file":
         path = rest
     else:
-        raise UserError(f"{scheme}://...: unknown kind of storage; give a local path or s3://bucket/prefix")
+        raise UserError(f"{scheme}://...: unknown kind of storage; give a local path, s3://, az:// or gs://")
     if not path:
         raise UserError(f"empty storage path {url!r}; give a local path or s3://bucket/prefix")
     return LocalStore(without_tilde(path), patience)

@@ -230,7 +230,7 @@ def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_the
         (tmp_path / "missing", "no such file or folder"),
         (tmp_path / "page.html", r"holds web pages, not text; extract the text with"),
         (tmp_path, "no file with a known ending"),
-        ("gs://bucket/x.txt", "unknown kind of storage"),
+        ("unheard-of://bucket/x.txt", "unknown kind of storage"),
     ]
 
     for path, message in cases:

@@ -93,7 +93,7 @@ def test_each_corpus_of_the_phases_gives_its_number_of_epochs(corpus_of_four_sha
     text = plan_text(config)
 
     assert f"in 4,096 rows, 1.02 epochs; {corpus_of_four_shards}: 4,000 rows" in text
-    assert "in 16,384 rows; s3://electra-corpus/33b-512 is on S3 and was not read" in text
+    assert "in 16,384 rows; s3://electra-corpus/33b-512 is remote and was not read" in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.azurite import azurite, container
 from support.fault_server import FaultPlan, FaultProxy
 from support.s3_fixtures import bucket, proxy, s3
 
@@ -13,18 +14,19 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
 
-__all__ = ["bucket", "faulty", "proxy", "s3", "store"]
+__all__ = ["azurite", "bucket", "container", "faulty", "proxy", "s3", "store"]
 
 QUICK = Pace(first_pause_s=0.001, longest_pause_s=0.01, read_timeout_s=1.0)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "azure"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store: a local folder or S3."""
+    """An empty store: a local folder, S3 or Azure Blob Storage."""
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
-    url = request.getfixturevalue("bucket")
-    return open_store(f"{url}/some/prefix", request.getfixturevalue("s3").endpoint_url, Patience(60.0, pace=QUICK))
+    url, server = ("container", "azurite") if request.param == "azure" else ("bucket", "s3")
+    prefix = f"{request.getfixturevalue(url)}/some/prefix"
+    return open_store(prefix, request.getfixturevalue(server).endpoint_url, Patience(60.0, pace=QUICK))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The contract of every store, tested on a local folder and on a real S3 server."""
+"""The contract of every store, tested on a local folder, on a real S3 server and on an emulator of Azure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.store import atomic_files
+from electra_dist.store import atomic_files, cloud_store
 from electra_dist.store.atomic_files import create_file, replacing, writable
 from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.local_store import LocalStore
@@ -34,8 +34,9 @@ def test_objects_are_read_back_as_written(store: Store) -> None:
 
 
 def test_pieces_in_memory_become_one_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On S3 the object is uploaded in parts, whose borders are not those of the pieces."""
-    monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
+    """Except on a disk, the object is uploaded in parts, whose borders are not those of the pieces."""
+    for module in (s3_store, cloud_store):
+        monkeypatch.setattr(module, "_MULTIPART_FROM", 1 << 20)
     monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)  # the smallest part that S3 allows
     sizes = (100, 0, 5 << 20, (5 << 20) - 100, 3, 12 << 20, 7)
     pieces = [memoryview(os.urandom(size)) for size in sizes]
@@ -71,7 +72,9 @@ def test_a_local_listing_has_the_size_of_a_file_whose_name_is_no_key_of_ours(tmp
     assert open_store(str(tmp_path)).sizes() == {"a\\b.txt": 3}
 
 
-def test_an_uploaded_file_is_fetched_unchanged(store: Store, tmp_path: Path) -> None:
+def test_an_uploaded_file_is_fetched_unchanged(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud_store, "_MULTIPART_FROM", 1 << 20)
+    monkeypatch.setattr(cloud_store, "PART_BYTES", 1 << 20)
     source, back = tmp_path / "source", tmp_path / "new" / "back"
     source.write_bytes(os.urandom(3 << 20))
     store.upload(source, "x/file")
@@ -148,7 +151,10 @@ def test_local_errors_name_the_cause_and_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="/dev/full: disk full; free space there"), writable(Path("/dev/full")):
         Path("/dev/full").write_bytes(b"x")
     for url, message in {
-        "gs://bucket/x": "gs://.*local path or s3://",
+        "ftp://host/x": "ftp://.*local path, s3://, az:// or gs://",
+        "az://": "az://.*not a container or bucket",
+        "gs://key@bucket/x": "gs://.*not a container or bucket; .*without credentials",
+        "az://container/../x": "not a relative path",
         "": "empty storage path",
         "s3://": "no bucket",
         "s3://bucket/../x": "not a relative path",

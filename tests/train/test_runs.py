@@ -11,8 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.azurite import azurite, container
 from support.real_runs import Kill, run_until_killed, write_corpus
-from support.s3_server import make_bucket, running_s3
+from support.s3_server import S3Server, make_bucket, running_s3
+
+from electra_dist.store.open_store import open_store
+
+__all__ = ["azurite", "container"]
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 Losses = Callable[[Path], list[tuple]]
@@ -160,6 +165,36 @@ def test_corpus_on_s3_gives_the_same_losses_as_local_files(
     secrets = server.env["AWS_SECRET_ACCESS_KEY"]
     for file in (tmp_path / "remote").rglob("*"):
         assert file.is_dir() or secrets.encode() not in file.read_bytes()
+
+
+def test_a_run_on_azure_that_is_killed_goes_on_with_the_losses_of_a_run_on_a_disk(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, azurite: S3Server, container: str
+) -> None:
+    """Its shards come from the emulator, and its checkpoints are nowhere else."""
+    rows = [70, 33, 48, 90, 15]  # as in the local corpus
+    write_corpus(f"{container}/tiny", rows, endpoint_url=azurite.endpoint_url)
+    write_corpus(f"{container}/tiny/heldout", [24], seed=9, endpoint_url=azurite.endpoint_url)
+    steps = {"train.num_steps": 12, "checkpoint.every_steps": 3}
+    pretrain(tiny_config("local", **steps), 2)
+    remote = {
+        "data.corpus": f"{container}/tiny",
+        "data.heldout": f"{container}/tiny/heldout",
+        "checkpoint.targets": [f"{container}/run"],
+        **{f"{section}.endpoint_url": azurite.endpoint_url for section in ("data", "checkpoint")},
+    }
+    config = tiny_config("remote", **steps, **remote)
+    run_until_killed(config, tmp_path / "remote", 2, Kill(8, victim=None))
+    pretrain(config, 2)
+
+    assert losses(tmp_path / "remote") == losses(tmp_path / "local")
+    events = [json.loads(line) for line in (tmp_path / "remote" / "ledger.jsonl").read_text().splitlines()]
+    starts = [event["step"] for event in events if event["event"] in ("start", "resume")]
+    assert starts[0] == 0 and starts[1] >= 3, starts
+    keys = open_store(f"{container}/run", azurite.endpoint_url).list()
+    assert any(key.endswith("manifest.json") for key in keys)
+    assert not list((tmp_path / "remote").rglob("*.safetensors"))
+    for file in (tmp_path / "remote").rglob("*"):
+        assert file.is_dir() or azurite.env["AZURE_STORAGE_ACCOUNT_KEY"].encode() not in file.read_bytes()
 
 
 @pytest.mark.drill

@@ -31,12 +31,13 @@ class CheckpointConfig(Section):
     )
     targets: tuple[str, ...] = Field(
         default=(),
-        description="Local folders or s3:// prefixes, for nothing but checkpoints of this run. Every checkpoint is "
-        "written to all of them; a restart prefers the first. Empty: checkpoints/ in the run folder.",
+        description="Local folders or s3://, az:// or gs:// prefixes, for nothing but checkpoints of this run. "
+        "Every checkpoint is written to all of them; a restart prefers the first. Empty: checkpoints/ in the run "
+        "folder.",
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of an S3-compatible service for the s3:// URLs in targets. Unset: AWS.",
+        description="URL of the service of the URLs in targets, if it is not AWS, Azure or Google.",
     )
     keep_last: Positive = Field(
         default=3,

@@ -31,7 +31,8 @@ class DataConfig(Section):
     """Settings of the data: where rows come from, in which order they are read, and where a node caches them."""
 
     corpus: str = Field(
-        description="Training corpus: the local folder or s3:// prefix that holds corpus.json and the shards."
+        description="Training corpus: the local folder or s3://, az:// or gs:// prefix that holds corpus.json and the "
+        "shards."
     )
     heldout: str | None = Field(
         default=None,
@@ -72,8 +73,8 @@ class DataConfig(Section):
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of an S3-compatible service for the s3:// URLs of this section, for example "
-        "http://10.0.0.1:9000. Unset: AWS.",
+        description="URL of the service of the URLs of this section, if it is not AWS, Azure or Google, for example "
+        "http://10.0.0.1:9000.",
     )
 
     def training_corpora(self) -> list[NamedCorpus]:
@@ -125,15 +126,15 @@ class TrainConfig(Section):
     )
     init_from: str | None = Field(
         default=None,
-        description="Folder of the initial weights: a run, an export or a Hugging Face model. Training starts at "
-        "step 0 with new optimizer moments. Ignored once the run has a checkpoint of its own. Unset: random "
-        "weights.",
+        description="Initial weights: the folder of a run, an export or a Hugging Face model, or ORG/NAME or "
+        "ORG/NAME@REVISION of one on the Hub. Training starts at step 0 with new optimizer moments. Ignored once the "
+        "run has a checkpoint of its own. Unset: random weights.",
     )
     init_generator_from: str | None = Field(
         default=None,
-        description="Hugging Face folder with the generator's initial weights, for an init_from that holds only the "
-        "discriminator. With objective.generator: frozen, the folder of the generator itself, which may also be a "
-        "run of objective mlm.",
+        description="Hugging Face folder, or name on the Hub, with the generator's initial weights, for an "
+        "init_from that holds only the discriminator. With objective.generator: frozen, the folder of the generator "
+        "itself, which may also be a run of objective mlm.",
     )
 
     @model_validator(mode="before")

@@ -159,7 +159,7 @@ class InputGroup(NamedTuple):
     files: range  # positions of its files among the inputs
     size: int  # bytes of its files, as they are on disk
     digest: str  # SHA-256 of the names and sizes of its files, in hexadecimal
-    modified: str  # SHA-256 of the times at which its local files were last modified, in hexadecimal
+    modified: str  # SHA-256 of the times of the last change of its files, as far as they are known, in hexadecimal
 
 
 def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGroup]:
@@ -172,7 +172,10 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
         if size >= group_bytes or position == len(files) - 1:
             group_files = [files[index] for index in range(first, position + 1)]
             digest = _digest([[file.name, file.size] for file in group_files])
-            modified = _digest([os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote])
+            modified = _digest(
+                [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
+                + [file.version for file in group_files if file.version]
+            )
             groups.append(InputGroup(len(groups), range(first, position + 1), size, digest, modified))
             first = position + 1
             size = 0

@@ -4,7 +4,7 @@ Guarantee: the order is that of the files' names below the input path, wherever 
 also if links or several paths lead to it. Whatever is found and not read is counted with its reason (`Counts`); a
 folder or file that may not be read is an error.
 
-Limits: objects on S3 are listed once, a thousand by a request.
+Limits: objects on S3 are listed once, a thousand by a request; other URLs as `store/url_files.py` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.file_kinds import FileKind, encodable, is_no_data, is_page, kind_of, known_endings
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
+from electra_dist.store.url_files import list_url
 
 _PREPARE_PAGES = "extract the text with `electra-dist corpus prepare` first (docs/corpus_prepare.md)"
 
@@ -35,16 +36,17 @@ class InputFile(NamedTuple):
     """
 
     name: str  # path relative to the given input folder; only the file's own name if the user gave the file
-    location: str  # local path or s3:// URL
+    location: str  # local path or URL
     format: str  # a value of FORMATS or PAGES
     size: int  # bytes on disk
     source: str = ""  # the given input and the first folder below it, such as "texts/wiki"; a key of the report
-    is_given: bool = False  # True: the user gave the file or a brace pattern; False: a folder that contains the file
+    is_given: bool = False  # True: the user gave the file or a pattern; False: a folder that contains the file
+    version: str = ""  # of a file at a URL other than s3://, by which a change is noticed; see `store/url_files.py`
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the file is on S3."""
-        return self.location.startswith("s3://")
+        """Return whether the file is at a URL, so that it is fetched before it is read."""
+        return "://" in self.location
 
     @property
     def given_path(self) -> str:
@@ -79,7 +81,7 @@ def search_inputs(
 ) -> FoundInputs:
     """Find the input files at `paths`, and count everything found there that is not read.
 
-    A path is a file with a known ending, a folder, an s3:// URL of either, or a brace pattern of files or URLs such as
+    A path is a file with a known ending, a folder, a URL of either, or a brace pattern of files or URLs such as
     `shard-{000000..000099}.tar`. A file at which two paths lead is read once, under its name below the first path.
     `with_pages` also finds HTML pages and WARC files, which a corpus build does not read. Raises UserError if a path
     is missing, of unknown kind or unreadable, or if no file was found.
@@ -110,21 +112,21 @@ class _Search:
         self._store_of_url: dict[str, Store] = {}  # one client for all files of a brace pattern
 
     def add(self, given: str) -> None:
-        """Add the files of one --input: a file, a folder, a brace pattern, or an s3:// URL."""
-        is_remote = given.startswith("s3://")
+        """Add the files of one --input: a file, a folder, a brace pattern, or a URL."""
+        is_remote = "://" in given
         source = encodable(given.rstrip("/") if is_remote else os.path.normpath(given))
         paths = paths_of_input(given)
         for path in paths:
-            if is_remote:
+            if path.startswith(REMOTE_SCHEMES):
                 self._add_remote(path, source)
+            elif is_remote:
+                self._add_url(path, source)
             else:
                 self._add_local(path, source, is_pattern=paths != [given])
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
         """Add a local file, or the files below a local folder; `source` is the path as the user gave it."""
         root = Path(path)
-        if "://" in path:
-            raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
         try:
             exists = root.exists()
         except OSError as error:  # a folder on the path may not be entered, or a name is too long
@@ -175,20 +177,42 @@ class _Search:
         if may_be_object and not sizes:
             self._add_named_object(url, source)
         for key, size in sizes.items():
-            if _is_hidden(key):
-                self.skipped.skip_input("hidden", key)
-            elif self._kind_of(key) is None:
-                self.skipped.skip_input("page" if is_page(key) else "unknown_kind", key)
-            elif is_no_data(key):
-                self.skipped.skip_input("no_data", key)
-            else:
+            if self._is_read(key):
                 self._add_object(store, key, size, _source_of(source, key), is_given=False)
+
+    def _is_read(self, key: str) -> bool:
+        """Return whether an object below a given folder is read; count it as left out otherwise."""
+        if _is_hidden(key):
+            self.skipped.skip_input("hidden", key)
+        elif self._kind_of(key) is None:
+            self.skipped.skip_input("page" if is_page(key) else "unknown_kind", key)
+        elif is_no_data(key):
+            self.skipped.skip_input("no_data", key)
+        else:
+            return True
+        return False
 
     def _add_named_object(self, url: str, source: str) -> None:
         """Add the object that a URL names; raise StoreMissing if there is none."""
         parent, _, name = url.rstrip("/").rpartition("/")
         store = self._open(parent)
         self._add_object(store, name, store.size(name), source, is_given=True)
+
+    def _add_url(self, url: str, source: str) -> None:
+        """Add the file at a URL, or all files of known kind below it."""
+        listing = list_url(url)
+        for file in listing.files:
+            if not self._is_read(file.name):
+                continue
+            if file.location in self.file_of_identity:
+                self.skipped.skip_input("read_before", file.name)
+                continue
+            kind = self._kind_of(file.name)
+            assert kind is not None
+            source_of_file = _source_of(source, file.name) if listing.is_folder else source
+            is_given = not listing.is_folder
+            found = InputFile(file.name, file.location, kind.format, file.size, source_of_file, is_given, file.version)
+            self._add(file.location, found)
 
     def _add_object(self, store: Store, key: str, size: int, source: str, *, is_given: bool) -> None:
         """Add an object of known kind, unless it was added before through another path."""

@@ -13,11 +13,11 @@ Guarantee: the same input files give the same documents in the same order, where
 by their name below the input path. A damaged file (cut-off compression, broken parquet) ends the stream with an error
 that names the file: a corpus is never silently smaller than its inputs. What is left out is counted (`Counts`).
 
-How: a reader yields undecoded bytes (`RawDocument`); worker processes decode them (`text_decoding.py`). A file on S3
-is first downloaded to a temporary file; its store repeats failed requests.
+How: a reader yields undecoded bytes (`RawDocument`); worker processes decode them (`text_decoding.py`). A file at a
+URL is first downloaded to a temporary file, and failed requests are repeated.
 
 Limits: a document is held in memory as a whole. Text is UTF-8, or UTF-16 with a byte order mark at the beginning of
-the file; encodings are not guessed. A file on S3 needs its size
+the file; encodings are not guessed. A file at a URL needs its size
 on the local disk while it is read.
 """
 
@@ -58,7 +58,8 @@ from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import open_regular
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
+from electra_dist.store.url_files import fetch_url
 
 # Errors that the readers of the formats raise for a file that is damaged or cut off.
 DAMAGED_FILE_ERRORS = (
@@ -209,14 +210,17 @@ def _utf8_of_utf16(stream: io.BufferedIOBase) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def local_path(file: InputFile, endpoint_url: str | None) -> Iterator[Path]:
-    """Provide a local path of an input file; a file on S3 is downloaded, and deleted again after the `with` block."""
+    """Provide a local path of an input file; one at a URL is downloaded, and deleted again after the `with` block."""
     if not file.is_remote:
         yield Path(file.location)
         return
     with tempfile.TemporaryDirectory(prefix="electra-input-") as folder:
         path = Path(folder) / "input"
-        store = _store_of_inputs(file.location.removesuffix(f"/{file.name}"), endpoint_url)
-        store.fetch(file.name, path)
+        if file.location.startswith(REMOTE_SCHEMES):
+            store = _store_of_inputs(file.location.removesuffix(f"/{file.name}"), endpoint_url)
+            store.fetch(file.name, path)
+        else:
+            fetch_url(file.location, file.size, file.version, path)
         yield path
 
 

@@ -204,7 +204,7 @@ class SourceSection(Section):
     name: SourceName = Field(description="name of the source in reports and metadata")
     path: str = Field(
         min_length=1,
-        description="file, folder, s3:// URL, brace pattern or glob pattern",
+        description="file, folder, URL (s3://, hf://, https:// ...), brace pattern or glob pattern",
     )
     license: str = Field(default="unknown", description="licence of the texts; recorded, not interpreted")
     text_field: str = Field(default="text", description="JSON field or column that holds the text")

@@ -76,7 +76,7 @@ def _files_of_source(
     files = []
     for file in found.files:
         location = file.location if file.is_remote else str(Path(file.location).resolve())
-        files.append(InputFile(file.name, location, file.format, file.size, source.name))
+        files.append(InputFile(file.name, location, file.format, file.size, source.name, version=file.version))
     return files, found.skipped.skipped_by_reason()
 
 

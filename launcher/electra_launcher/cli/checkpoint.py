@@ -361,15 +361,17 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
     """
     from electra_dist.checkpoint.checkpoint import open_targets
     from electra_dist.run.folder import is_run_folder, open_run
-    from electra_dist.store.open_store import open_store
+    from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
-    if path.startswith("s3://"):
+    if path.startswith(REMOTE_SCHEMES):
         return [open_store(path, endpoint_url)]
     folder = Path(path)
     if is_run_folder(folder):
         return open_targets(open_run(folder))
     if not folder.is_dir():
-        raise UserError(f"{path}: no such folder; give a run folder, a folder of checkpoints or an s3:// prefix")
+        raise UserError(
+            f"{path}: no such folder; give a run folder, a folder of checkpoints or an s3://, az:// or gs:// prefix"
+        )
     return [open_store(path)]
 
 
@@ -377,8 +379,9 @@ def find_owner(path: str) -> Owner | None:
     """Return the run that must have written the checkpoints of a run folder; None if `path` is no folder of a run."""
     from electra_dist.checkpoint.checkpoint import owner_of
     from electra_dist.run.folder import is_run_folder, open_run, read_identity
+    from electra_dist.store.open_store import REMOTE_SCHEMES
 
-    if path.startswith("s3://") or not is_run_folder(Path(path)):
+    if path.startswith(REMOTE_SCHEMES) or not is_run_folder(Path(path)):
         return None
     return owner_of(open_run(Path(path)), read_identity(Path(path)))
 

@@ -37,16 +37,18 @@ class Kind(StrEnum):
 Model = Annotated[
     str,
     typer.Option(
-        help="folder of a run, of its export, or of a Hugging Face model, or random:CONFIG.yaml", metavar="FOLDER"
+        help="folder of a run, of its export, or of a Hugging Face model, ORG/NAME of one on the Hub, or "
+        "random:CONFIG.yaml",
+        metavar="FOLDER",
     ),
 ]
 Data = Annotated[
-    Path,
+    str,
     typer.Option(
         metavar="PATH",
         help="a table with your texts and labels (.csv, .tsv, .jsonl, .parquet, or a folder of "
         "datasets.save_to_disk), or a folder with train and dev tables; for other tasks, the folder with their "
-        "files, such as CoLA/train.tsv or squad/*.json",
+        "files, such as CoLA/train.tsv or squad/*.json; also a URL, such as hf://datasets/ORG/NAME",
     ),
 ]
 TaskNames = Annotated[
@@ -63,7 +65,8 @@ Output = Annotated[
     Path | None,
     typer.Option(
         help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
-        "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
+        "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK; "
+        "of a model on the Hub: runs/finetune_NAME"
     ),
 ]
 Save = Annotated[
@@ -81,7 +84,7 @@ TextB = Annotated[str | None, typer.Option(help="custom, pairs: column of the se
 Label = Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")]
 KindOfLabel = Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")]
 Dev = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="custom, pairs: table of development examples; default: in --data")
+    str | None, typer.Option(metavar="FILE", help="custom, pairs: table of development examples; default: in --data")
 ]
 DevShare = Annotated[
     float, typer.Option(min=0.001, max=0.5, help="custom, pairs, ner, tagging: share held out without dev")
@@ -126,6 +129,7 @@ def finetune(
     from electra_dist.finetune.finetune_config import check_overrides, settings_for
     from electra_dist.finetune.open_task import TaskRequest, open_task
     from electra_dist.pretrained.locate import choose_step, locate_model
+    from electra_dist.store.url_files import local_copy
 
     if probe and parallel > 1:
         raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
@@ -134,12 +138,12 @@ def finetune(
     writes_models = save and not probe
     request_of_any = TaskRequest(
         name="",
-        data=data,
+        data=local_copy(data),
         text_a=text_a,
         text_b=text_b,
         label=label,
         kind=kind.value,
-        dev=dev,
+        dev=None if dev is None else local_copy(dev),
         delimiter=delimiter,
         dev_share=dev_share,
         split_seed=split_seed,
@@ -214,10 +218,15 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
 
 
 def _default_output(model: str) -> Path:
-    """Return MODEL/finetune or, for the untrained model random:CONFIG.yaml, runs/finetune_random_CONFIG."""
+    """Return MODEL/finetune; for random:CONFIG.yaml runs/finetune_random_CONFIG, for ORG/NAME runs/finetune_NAME."""
+    from electra_dist.hub import hub_name
+
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem
         return Path("runs") / f"finetune_random_{config_name}"
+    name = hub_name(model)
+    if name is not None:
+        return Path("runs") / f"finetune_{name['repo'].partition('/')[2]}"
     return Path(model) / "finetune"
 
 
@@ -241,13 +250,18 @@ def _write_summary(
 
 def predict(
     model: Annotated[
-        Path, typer.Argument(help="folder of a tuned model, such as tuned/best, or of one for a task in transformers")
+        str,
+        typer.Argument(
+            help="folder of a tuned model, such as tuned/best, or of one for a task in transformers, or ORG/NAME of "
+            "one on the Hub"
+        ),
     ],
     file: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="texts: a table (.csv, .tsv, .jsonl, .parquet, datasets.save_to_disk) or one text on each line; "
-            "words, as for training or one on each line; questions: SQuAD's JSON, or a table with question and context"
+            "words, as for training or one on each line; questions: SQuAD's JSON, or a table with question and "
+            "context; also a URL"
         ),
     ],
     output: Annotated[
@@ -264,10 +278,12 @@ def predict(
     The predictions are classes with their probabilities, numbers, tags with their spans, or answers with their places
     in the passage. Those for the development data are the ones that `finetune` has written.
     """
+    from electra_dist.hub import model_folder
     from electra_dist.scoring.predictions import TunedModel, open_predictions
     from electra_dist.store.atomic_files import replacing
+    from electra_dist.store.url_files import local_copy
 
-    run = open_predictions(TunedModel(model), file, text_a, text_b, label, delimiter)
+    run = open_predictions(TunedModel(model_folder(model)), local_copy(file), text_a, text_b, label, delimiter)
     with progress_bar(Console(stderr=True)) as progress:
         predictions = run(progress)
     content = predictions.text("" if output is None else output.suffix)

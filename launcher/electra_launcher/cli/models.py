@@ -37,7 +37,8 @@ class _Readout(StrEnum):
 
 
 OptionalModel = Annotated[
-    str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
+    str | None,
+    typer.Option("--model", help="a run, a Hugging Face folder, ORG/NAME on the Hub, or random:CONFIG.yaml"),
 ]
 
 
@@ -185,7 +186,9 @@ def _plan_table(plan: ComparisonPlan) -> Table:
 
 
 def score(
-    model: Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")],
+    model: Annotated[
+        str, typer.Option(help="a run, a Hugging Face folder, ORG/NAME on the Hub, or random:CONFIG.yaml")
+    ],
     texts: Annotated[
         str, typer.Argument(metavar="FILE", help="one text on each line, UTF-8; default, and -: standard input")
     ] = _STDIN,

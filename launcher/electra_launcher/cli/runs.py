@@ -101,7 +101,7 @@ def _check_local_checkpoints(run: Path) -> None:
     """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
     from electra_dist.checkpoint.checkpoint import owner_of
     from electra_dist.run.folder import open_run, read_identity
-    from electra_dist.store.open_store import open_store
+    from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
     try:
         config = open_run(run)
@@ -109,7 +109,7 @@ def _check_local_checkpoints(run: Path) -> None:
         return  # a report is made of the records alone, also without a config that this version can read
     owner = owner_of(config, read_identity(run))
     if owner is not None:
-        owner.check_all([open_store(url) for url in config.checkpoint_urls if not url.startswith("s3://")])
+        owner.check_all([open_store(url) for url in config.checkpoint_urls if not url.startswith(REMOTE_SCHEMES)])
 
 
 def report(

@@ -30,6 +30,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.processes import node_name
 from electra_dist.run.strikes import add_strike
+from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience
 from electra_launcher.entry import add_config_option, begin_program, exit_code_of
 from electra_launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
@@ -91,7 +92,7 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 def _with_cache_folder(config: Config, num_nodes: int) -> Config:
     """Set `data.cache_dir` to the folder in which the ranks of this node will cache shards, if some are on S3."""
     urls = [*(corpus.url for corpus in config.data.training_corpora()), config.data.heldout or ""]
-    if not any(url.startswith("s3://") for url in urls):
+    if not any(url.startswith(REMOTE_SCHEMES) for url in urls):
         return config
     # A launcher of ranks sets WORLD_SIZE, Slurm sets SLURM_NNODES; a supervisor without Slurm passes `num_nodes`.
     has_several_nodes = num_nodes > 1 or rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1

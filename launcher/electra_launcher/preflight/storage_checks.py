@@ -37,7 +37,7 @@ from electra_dist.run.folder import TENSORBOARD_DIR, is_run_folder
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store, without_tilde
+from electra_dist.store.open_store import REMOTE_SCHEMES, open_store, without_tilde
 from electra_dist.store.patience import Pace, Patience
 from electra_launcher.preflight.findings import Finding, Severity, from_error
 
@@ -221,7 +221,9 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
         files=LOG_FILES,
         next_step="choose a run_dir on a larger disk",
     )
-    checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls if not url.startswith("s3://")]
+    checkpoint_needs = [
+        _checkpoint_need(config, url) for url in config.checkpoint_urls if not url.startswith(REMOTE_SCHEMES)
+    ]
     return [log_need, *checkpoint_needs, *_cache_needs(config, corpora)]
 
 
@@ -253,7 +255,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """Return a list with the space that the local cache of shards needs; empty if no corpus is on S3."""
-    remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
+    remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith(REMOTE_SCHEMES)]
     shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
     if not shard_bytes:
         return []

@@ -158,7 +158,7 @@ def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_bui
         ({"--vocab": "config.yaml"}, "not a WordPiece vocabulary"),
         ({"--config": "none.yaml"}, "no such config file"),
         ({"--output": "input.txt/corpus"}, "input.txt"),
-        ({"--output": "gs://bucket/x"}, "unknown kind of storage"),
+        ({"--output": "ftp://bucket/x"}, "unknown kind of storage"),
         ({"--input": ".", "--output": "corpus"}, "is inside the input"),
         ({"--input": "s3://bucket/a", "--output": "s3://bucket/a/b"}, "is inside the input"),
         ({"--input": "shard-{000..002}.tar"}, r"shard-000\.tar: no such file or folder \(one of the pattern"),

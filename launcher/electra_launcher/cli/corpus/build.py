@@ -27,8 +27,9 @@ Inputs = Annotated[
     list[str],
     typer.Option(
         "--input",
-        help="file, folder, s3:// URL or brace pattern (shard-{000..099}.tar) of text; may be repeated: .txt .md "
-        ".json .jsonl .csv .tsv .wet .tar (also with .gz .bz2 .xz .zst), .parquet, .zip",
+        help="file, folder, URL (s3://, hf://datasets/ORG/NAME, https:// ...) or brace pattern (shard-{000..099}.tar) "
+        "of text; may be repeated: .txt .md .json .jsonl .csv .tsv .wet .tar (also with .gz .bz2 .xz .zst), .parquet, "
+        ".zip",
     ),
 ]
 ConfigFile = Annotated[

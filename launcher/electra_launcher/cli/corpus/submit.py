@@ -55,11 +55,11 @@ def submit(
     A part that is killed or requeued goes on after its finished steps. Submitting again resumes the whole build.
     """
     from electra_dist.config.load import load_config
-    from electra_dist.store.open_store import open_store, without_tilde
+    from electra_dist.store.open_store import REMOTE_SCHEMES, open_store, without_tilde
     from electra_dist.tokenizer import VOCAB_FILE
 
     settings = load_config(config, overrides or ())
-    is_remote = output.startswith("s3://")
+    is_remote = output.startswith(REMOTE_SCHEMES)
     if is_remote and jobs_folder is None:
         raise UserError("--jobs: give a shared folder for scripts and logs, because the output is on S3")
     where = output if is_remote else str(without_tilde(output).absolute())

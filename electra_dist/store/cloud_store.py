@@ -1,0 +1,409 @@
+"""Store objects below az://container/prefix or gs://bucket/prefix through obstore.
+
+Guarantee: a download holds the bytes of one version of the object: all ranges after the first one are read with
+If-Match on its ETag, and if the object was replaced in the meantime, the download starts again from byte 0.
+`write_new` creates an object only if the key is free. It stores a random tag in the object's metadata; if the answer
+is lost and the retry finds the key taken, the tag shows whether the first attempt of this call created the object. A
+large file is uploaded in parts, and the object appears when the service has combined all of them.
+
+How: obstore's own retries are off, because the store waits by `patience.py`. `failure_kinds.py` and the table below
+say what an error means. Of its text, only code and HTTP status are used, because it may quote a signed URL.
+
+Limits: obstore's threads do not survive a fork, so that a forked process cannot use a store after its parent has; it
+is refused in one line. Parts of an upload that was killed cannot be listed: Azure deletes them after a week, Google
+Cloud by a lifecycle rule of the bucket (AbortIncompleteMultipartUpload).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from typing_extensions import override
+
+from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.extras import missing_packages
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.failure_kinds import (
+    CHECK_SERVICE,
+    Failure,
+    FailureKind,
+    away,
+    s3_failure,
+    safe_code,
+    transient,
+)
+from electra_dist.store.interface import Store, check_key, in_parallel
+from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Patience
+from electra_dist.store.s3.answers import NOT_FOUND, TRIES_MISSING
+
+Result = TypeVar("Result")
+
+PART_BYTES = 8 << 20  # of a download and of an upload in parts
+_MULTIPART_FROM = 64 << 20  # Objects of at least this many bytes are uploaded in parts.
+_UPLOAD_THREADS = 4
+_WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_LIST_PAGE = 1_000
+
+_MISSING_CODES = {"BlobNotFound", "NoSuchKey", "ResourceNotFound"}
+_SET_CREDENTIALS = {
+    "az://": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, another credential that obstore reads "
+    "from the environment, or give the node an identity",
+    "gs://": "set GOOGLE_APPLICATION_CREDENTIALS, or give the node a service account",
+}
+_NO_CONTAINER = Failure(
+    kind=FailureKind.USER, reason="no such container or bucket", advice="create it, or correct the URL"
+)
+_REFUSED = Failure(
+    kind=FailureKind.USER,
+    reason="access refused",
+    advice="give these credentials the right to read and write this URL",
+)
+_NOT_ACCEPTED = Failure(
+    kind=FailureKind.USER,
+    reason="no credentials, or credentials that are not accepted",
+    advice="{credentials}",
+    kind_after_success=FailureKind.AWAY,
+)
+_UNREACHED = away("the service cannot be reached", "check the endpoint URL and the network")
+_BROKEN = transient("broken connection or answer", CHECK_SERVICE)
+_REPLACED = transient("the object was replaced during the download", CHECK_SERVICE)
+# Error codes of Azure and of Google Cloud that S3 does not have -> what they mean; others mean the same as in S3.
+_CODES = {
+    "ContainerNotFound": _NO_CONTAINER,
+    "NoSuchBucket": _NO_CONTAINER,
+    "AuthenticationFailed": _NOT_ACCEPTED,
+    "AuthorizationFailure": _NOT_ACCEPTED,
+    "InvalidAuthenticationInfo": _NOT_ACCEPTED,
+    "NoAuthenticationInformation": _NOT_ACCEPTED,
+    "SignatureDoesNotMatch": _NOT_ACCEPTED,
+    "AuthorizationPermissionMismatch": _REFUSED,
+    "InsufficientAccountPermissions": _REFUSED,
+    "PublicAccessNotPermitted": _REFUSED,
+    "AccountIsDisabled": s3_failure("AccountDisabled", 403),
+    "BlobArchived": s3_failure("InvalidObjectState", 409),
+    "BlobBeingRehydrated": s3_failure("RestoreAlreadyInProgress", 409),
+    "BlobImmutableDueToPolicy": s3_failure("ObjectUnderActiveHold", 409),
+}
+
+
+class CloudStore(Store):
+    """Store of objects below az://container/prefix or gs://bucket/prefix. Thread-safe."""
+
+    _lock = threading.Lock()
+    _process: int | None = None  # id of the process that has used obstore first
+
+    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
+        """Check the URL; the first request is sent when the store is used. `endpoint_url`: another service's, or None.
+
+        For Azure it holds the account, such as http://127.0.0.1:10000/devstoreaccount1.
+        """
+        self._scheme = url[:5]
+        bucket, _, prefix = url.removeprefix(self._scheme).partition("/")
+        if not bucket or "@" in bucket or ":" in bucket:
+            raise UserError(
+                f"{self._scheme}...: not a container or bucket; give {self._scheme}NAME/PREFIX, without credentials"
+            )
+        self._bucket = bucket
+        self._prefix = prefix.strip("/")
+        if self._prefix:
+            check_key(self._prefix)
+        self.url = f"{self._scheme}{bucket}/{self._prefix}".rstrip("/")
+        self._endpoint_url = endpoint_url
+        self.patience = patience
+        self.reread_pauses_s = patience.pace.reread_pauses_s
+        self._client: Any = None
+        self._answered = False  # Whether any request has succeeded.
+
+    def __reduce__(self) -> tuple[type[CloudStore], tuple[str, str | None, Patience]]:
+        """Pickle only the URLs and the limits: another process opens the store anew."""
+        return CloudStore, (self.url, self._endpoint_url, self.patience)
+
+    @override
+    def local_path(self, key: str) -> None:
+        """Check the key and return None, because the object has no local path."""
+        check_key(key)
+
+    @override
+    def read(self, key: str) -> bytes:
+        sink = io.BytesIO()
+        self._download(key, sink, must_exist=True)
+        return sink.getvalue()
+
+    @override
+    def read_or_none(self, key: str) -> bytes | None:
+        sink = io.BytesIO()
+        try:
+            self._download(key, sink, must_exist=False)
+        except StoreMissing:
+            return None
+        return sink.getvalue()
+
+    @override
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        sink = io.BytesIO()
+        if length:
+            self._download(key, sink, must_exist=True, start=start, end=start + length)
+        return sink.getbuffer()
+
+    @override
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except StoreMissing:
+            return False
+        return True
+
+    @override
+    def size(self, key: str) -> int:
+        return int(self._call(key, lambda client: _obstore().head(client, check_key(key)))["size"])
+
+    @override
+    def fetch(self, key: str, destination: Path) -> None:
+        with replacing(destination) as out:
+            self._download(key, out, must_exist=True)
+
+    @override
+    def write(self, key: str, data: bytes) -> None:
+        self._call(key, lambda client: _obstore().put(client, check_key(key), data, use_multipart=False))
+
+    @override
+    def write_new(self, key: str, data: bytes) -> bool:
+        tag = secrets.token_hex(16)
+
+        def create(client: Any) -> bool:
+            obstore = _obstore()
+            try:
+                obstore.put(
+                    client, check_key(key), data, mode="create", attributes={_WRITER_TAG: tag}, use_multipart=False
+                )
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                # The object may be this call's own: an earlier attempt stored it, and only its answer was lost.
+                return bool(obstore.get(client, key).attributes.get(_WRITER_TAG) == tag)
+            return True
+
+        return self._call(key, create)
+
+    @override
+    def upload(self, path: Path, key: str) -> None:
+        """Upload a file of 64 MiB or more in parts."""
+        if path.stat().st_size < _MULTIPART_FROM:
+            self.write(key, path.read_bytes())
+        else:
+            self._call(key, lambda client: _put_parts(client, check_key(key), path))
+
+    @override
+    def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Upload 64 MiB or more in parts, straight from memory."""
+        if sum(len(piece) for piece in pieces) < _MULTIPART_FROM:
+            self.write(key, b"".join(pieces))
+        else:
+            self._call(key, lambda client: _put_parts(client, check_key(key), _slices(pieces)))
+
+    @override
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        folder = prefix.rpartition("/")[0]  # obstore lists whole folders only
+
+        def list_all(client: Any) -> dict[str, int]:
+            pages = _obstore().list(client, prefix=folder or None, chunk_size=_LIST_PAGE)
+            return {entry["path"]: entry["size"] for page in pages for entry in page}
+
+        found = self._call("", list_all)
+        return {key: found[key] for key in sorted(found) if key.startswith(prefix)}
+
+    @override
+    def delete(self, key: str) -> None:
+        def delete(client: Any) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                _obstore().delete(client, check_key(key))
+
+        self._call(key, delete)
+
+    @override
+    def delete_all(self, keys: Sequence[str]) -> None:
+        in_parallel(self.delete, keys)
+
+    @override
+    def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """Return 0: the parts of unfinished uploads cannot be listed."""
+        return 0
+
+    def _download(
+        self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None
+    ) -> None:
+        """Write the bytes [start, end) of one version of an object, or those up to its end, to an empty file."""
+        check_key(key)
+        furthest = 0
+        etag = None
+        with self.patience.outage() as outage:
+            while True:
+                first = start + sink.tell()
+                last = first + PART_BYTES if end is None else min(first + PART_BYTES, end)
+                options: dict[str, Any] = {"range": (first, last)}
+                if etag is not None:
+                    options["if_match"] = etag
+                try:
+                    answer = _obstore().get(self._connect(), key, options=options)
+                    data = answer.bytes()
+                    size = int(answer.meta["size"])
+                    if len(data) != min(last, size) - first:
+                        raise _EndedEarly
+                except Exception as error:  # noqa: BLE001  (what it means is looked up)
+                    if etag is None and _is_beyond_the_end(error):
+                        return
+                    if etag is not None and _is_replaced(error):
+                        etag = None
+                        sink.seek(0)
+                        sink.truncate()
+                    self._wait(key, error, outage, must_exist=must_exist)
+                    continue
+                self._answered = True
+                etag = answer.meta["e_tag"]
+                sink.write(data)
+                if sink.tell() > furthest:
+                    outage.progress(sink.tell() - furthest)
+                    furthest = sink.tell()
+                if start + sink.tell() >= (size if end is None else min(end, size)):
+                    return
+
+    def _call(self, key: str, operation: Callable[[Any], Result]) -> Result:
+        """Call an operation with obstore's client until it succeeds or fails for good; `key` is for messages."""
+        with self.patience.outage() as outage:
+            while True:
+                try:
+                    result = operation(self._connect())
+                except UserError:
+                    raise
+                except Exception as error:  # noqa: BLE001  (what it means is looked up)
+                    self._wait(key, error, outage, must_exist=False)
+                else:
+                    self._answered = True
+                    return result
+
+    def _wait(self, key: str, error: Exception, outage: Outage, *, must_exist: bool) -> None:
+        """Pause before another try, or raise what the error means."""
+        if isinstance(error, UserError):
+            raise error
+        where = f"{self.url}/{key}".rstrip("/")
+        failure = _failure(error)
+        if failure is NOT_FOUND and not must_exist:
+            raise StoreMissing(f"{where}: no such object; check the URL, or build or restore the object") from None
+        advice = failure.advice.format(credentials=_SET_CREDENTIALS[self._scheme])
+        text = f"{where}: {failure.reason}; {advice}"
+        kind = failure.kind_for(answered=self._answered)
+        if kind not in (FailureKind.TRANSIENT, FailureKind.AWAY):
+            raise StoreError(text) from None
+        if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
+            raise StoreMissing(f"{where}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}") from None
+        try:
+            outage.wait_after(StoreAway(text), is_away=kind is FailureKind.AWAY)
+        except StorageLost:
+            if failure is NOT_FOUND and outage.is_over_with_only(text):
+                raise StoreMissing(text) from None
+            raise
+
+    def _connect(self) -> Any:
+        """Return obstore's client of the container; refuse a process forked from one that has used obstore."""
+        with CloudStore._lock:
+            if CloudStore._process not in (None, os.getpid()):
+                raise StoreError(
+                    f"{self.url}: cannot be used in a process that was forked from one that has used such a URL; run "
+                    f"this with one process, or through S3"
+                )
+            CloudStore._process = os.getpid()
+            if self._client is None:
+                self._client = self._new_client()
+            return self._client
+
+    def _new_client(self) -> Any:
+        _obstore(self.url)
+        from obstore.store import AzureStore, GCSStore
+
+        pace = self.patience.pace
+        endpoint = self._endpoint_url
+        options: dict[str, Any] = {
+            "prefix": self._prefix or None,
+            "retry_config": {"max_retries": 0},
+            "client_options": {
+                "allow_http": endpoint is not None and endpoint.startswith("http://"),
+                "connect_timeout": timedelta(seconds=pace.connect_timeout_s),
+                "timeout": timedelta(seconds=pace.rate_window_s + PART_BYTES / LEAST_BYTES_PER_S),
+            },
+        }
+        if self._scheme == "az://":
+            return AzureStore(self._bucket, **options, **({"endpoint": endpoint} if endpoint else {}))
+        return GCSStore(self._bucket, **options, **({"base_url": endpoint} if endpoint else {}))
+
+
+class _EndedEarly(Exception):
+    """Error for a body that has fewer bytes than its range."""
+
+
+def _obstore(url: str = "") -> Any:
+    """Import obstore, which is an optional dependency."""
+    try:
+        import obstore
+        import obstore.exceptions
+    except ImportError:
+        raise missing_packages(url, "clouds") from None
+    return obstore
+
+
+def _put_parts(client: Any, key: str, content: Path | Iterator[bytes]) -> None:
+    _obstore().put(client, key, content, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=_UPLOAD_THREADS)
+
+
+def _slices(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+    """Yield pieces of memory in slices of the size of a part, so that no large piece is copied as a whole."""
+    for piece in pieces:
+        for start in range(0, len(piece), PART_BYTES):
+            yield bytes(piece[start : start + PART_BYTES])
+
+
+def _failure(error: Exception) -> Failure:
+    """Look up what an exception of obstore means: by the code in its text, else by its status, else by its class."""
+    text = str(error)
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    if isinstance(error, _EndedEarly):
+        return _BROKEN
+    if code is not None and code[1] in _CODES:
+        return _CODES[code[1]]
+    if isinstance(error, FileNotFoundError) and (code is None or code[1] in _MISSING_CODES):
+        return NOT_FOUND
+    if _is_replaced(error):
+        return _REPLACED
+    if status is not None:
+        word = safe_code(code[1] if code is not None else "")
+        found = s3_failure(word, int(status[1]))
+        reason = found.reason.format(code=word, status=status[1], bucket="")
+        advice = found.advice.format(code=word, status=status[1], bucket="")
+        return Failure(kind=found.kind, reason=reason, advice=advice, kind_after_success=found.kind_after_success)
+    name = type(error).__name__
+    if name in ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError", "ValueError"):
+        return _NOT_ACCEPTED
+    if "error sending request" in text or "token request" in text:
+        return _UNREACHED
+    if "must be specified" in text or "not provided" in text.lower():
+        return _NOT_ACCEPTED
+    return _BROKEN
+
+
+def _is_replaced(error: Exception) -> bool:
+    return type(error).__name__ == "PreconditionError"
+
+
+def _is_beyond_the_end(error: Exception) -> bool:
+    """Return whether an error says that an object is empty or ends before a range."""
+    text = str(error)
+    return "StartTooLarge" in text or "<Code>InvalidRange</Code>" in text or "status code: 416" in text
