@@ -79,6 +79,7 @@ cluster-test: $(VENV)/ready-test
 # Each drill ends with a table and fails if one of its lines failed. docs/drills.md describes what each one proves.
 drills: test-long
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
+	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
 	$(BIN)/python tests/drills/s3_ways.py
 	$(BIN)/python tests/drills/clock_jumps.py
 	$(BIN)/python tests/drills/reasons.py

@@ -122,6 +122,7 @@ def test_a_failure_keeps_its_exit_code_and_a_call_without_tests_has_a_line(folde
     ("command", "message"),
     [
         ("drills/s3_ways.py --ways dribble,redirect", "'dribble' is in the name of no case"),
+        ("drills/s3_faults.py --faults 0", "--faults: must be at least 1"),
         ("drills/full_disks.py --only cashe", "'cashe' is in the name of no case"),
         ("drills/damages.py --count 0", "--count: must be at least 1"),
         ("drills/chaos_drill.py --count 0", "--count: must be at least 1"),
