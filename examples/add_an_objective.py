@@ -8,7 +8,7 @@ the discriminator's targets are 0.05 and 0.95 in place of 0 and 1. An objective 
 input have the same loss.
 
 The plain loop is good for a first look. To train at scale, with restarts: put the class into a file in
-electra_dist/objectives/, its name into `build_objective.py` and into `ObjectiveConfig` (CONTRIBUTING.md).
+electra_dist/objectives/, its name into `build_objective.py` and `config/sections/objective.py` (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary, check_digest
 
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
-# Modules of the discriminator (large) and of the generator (small).
-_LARGE = {name: name for name in ("embeddings", "discriminator", "discriminator_head", "token_head", "copy_gate")}
+# Modules of the generator. All others are the discriminator's, so that a new head is not forgotten here.
 _SMALL = {name: name for name in ("embeddings", "generator", "generator_reverse", "generator_head", "baseline")}
 # Modules of an mlm run's only network -> those of a generator.
 _LARGE_TO_GENERATOR = {"embeddings": "embeddings", "discriminator": "generator", "token_head": "generator_head"}
@@ -275,7 +274,10 @@ def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
     """Load the weights of a run's newest good checkpoint into the towers; return lines for the new run's log."""
     run = load_run_weights(run_dir)
     model = run.config.model
-    large = submodules(standalone(run.weights, model, "discriminator"), _LARGE)
+    of_discriminator = standalone(run.weights, model, "discriminator")
+    modules = {name.partition(".")[0] for name in of_discriminator}
+    of_others = (set(_SMALL) - {"embeddings"}) | {"discriminator_embeddings"}  # which `standalone` has put in place
+    large = submodules(of_discriminator, {name: name for name in modules - of_others})
     small = submodules(standalone(run.weights, model, "generator"), _SMALL)
     source_has_generator = any(name.startswith("generator_head.") for name in small)
     if not source_has_generator:
