@@ -240,7 +240,10 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Return role -> id of the special tokens: those that the file declares, otherwise by common names (`_NAMES`)."""
+    """Return the id of each special token by its role, such as "[CLS]".
+
+    The file `name`, with the JSON `content`, may declare the token; otherwise a common name of it is looked for.
+    """
     special = {}
     for role, names in _NAMES.items():
         known = [token for token in names if token in ids]

@@ -152,7 +152,7 @@ def markdown_row(cells: Sequence[str]) -> str:
 
 
 def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, list[CheckpointScore]]:
-    """Return the scores of each seed's checkpoints; the list of a seed ends with its last checkpoint."""
+    """Return the scores of objective `entry` on `task` by seed, in the order of the checkpoints."""
     by_seed: dict[int, list[CheckpointScore]] = {}
     for score in scores:
         if score.entry == entry and score.task == task and score.value is not None:

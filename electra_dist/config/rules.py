@@ -70,6 +70,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _within_model(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each contradiction within the section `model`."""
     if model.architecture == "modern":
         # Hugging Face's ModernBERT has no projection between embeddings and layers.
         if model.embedding_size != model.discriminator.hidden_size:

@@ -109,8 +109,8 @@ class WorkerPool(Generic[Task, Result]):
     def _wait(self, pending: set[Future[Result]]) -> tuple[set[Future[Result]], set[Future[Result]]]:
         """Wait for at least one task; return those that have ended and those that have not.
 
-        The end of a worker is watched here, too, because the pool itself misses it if the worker starts while the
-        pool's own thread lists the workers.
+        If a worker process ends, raise BrokenProcessPool, as the pool would. The pool itself misses the end of a
+        worker that starts while the pool's thread makes its list of workers.
         """
         while True:
             done, still_pending = wait(pending, timeout=_WATCH_INTERVAL_S, return_when=FIRST_COMPLETED)

@@ -85,7 +85,10 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if several ranks run without RANK, or if no machine has the name `host`, where they meet."""
+    """Raise UserError if there are several ranks but no variable RANK, or if no machine has the name `host`.
+
+    `host` is MASTER_ADDR, the machine of the rendezvous.
+    """
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:
         raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")

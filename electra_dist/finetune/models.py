@@ -315,7 +315,10 @@ class LinearSpanModel(AnswerModel):
 
     @override
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return each row's K best starts, its K best ends (the same ones for all starts), and its no-answer logit."""
+        """Return each row's `beam` best starts of an answer, as many best ends, and the logit of "no answer".
+
+        The ends do not depend on the start.
+        """
         is_outside_BS = ~self.allowed(ids_BS)
         start_logit_BS, end_logit_BS = self.predict(ids_BS).unbind(-1)
         start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)

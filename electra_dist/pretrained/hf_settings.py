@@ -54,11 +54,11 @@ def model_section(settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
 
 
 def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
-    """Return the content of a config.json, completed so that all keys of `shape_of` exist.
+    """Return the settings of a config.json with every key that decides shapes, so that they can be compared with ours.
 
     Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
-    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. A setting
-    that this project does not support raises UserError; the path `where` is for its message.
+    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. Raises
+    UserError, which begins with the path `where`, for a setting that this project does not support.
     """
     result = {**hf.defaults, **settings}
     if hf is ELECTRA:
@@ -100,7 +100,7 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of rotary positions in config.json by layer type; refuse types other than "default"."""
+    """Return the rotary positions of a config.json by kind of layer; UserError if a `rope_type` is not "default"."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}

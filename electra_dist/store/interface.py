@@ -43,10 +43,10 @@ class Store(ABC):
         return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
 
     def verified(self, key: str, read: Callable[[], Result]) -> Result:
-        """Return the result of `read`, which reads an object; it raises UserError (no StoreError) for wrong content.
+        """Return the result of `read`, which reads an object and raises a UserError if its content is wrong.
 
-        Wrong content is read again (`reread`), because a service or a proxy may send another body, such as an error
-        document with status 200.
+        Wrong content is read again, because a service or a proxy may send another body, such as an error document with
+        status 200; the error is raised if a second reading finds the same. A StoreError is no word about the content.
         """
 
         def read_once() -> tuple[Result | UserError, str]:

@@ -163,7 +163,10 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Measure how well the discriminator detects tokens that come from elsewhere in the rows. Collective."""
+        """Replace a share `mask_prob` of held-out tokens by tokens of other places, and measure how well they are found.
+
+        All ranks must call this.
+        """
         seq_len = self.cache.corpora.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self._rows(num_rows)

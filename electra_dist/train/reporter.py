@@ -140,7 +140,7 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Write to log and ledger if the restored checkpoint's version drew random numbers or rounded differently."""
+        """Note in log and ledger if the version that wrote the restored checkpoint drew or rounded otherwise."""
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:

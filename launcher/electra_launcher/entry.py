@@ -82,7 +82,7 @@ def end_process_with(program: Callable[[], int]) -> NoReturn:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a program that trains to its command line: `--config`, `--set`, `--accept-new-numerics`."""
+    """Add to a command line the options that all training programs share: --config, --set, --accept-new-numerics."""
     add_config_option(parser)
     parser.add_argument("--accept-new-numerics", action="store_true", help=ACCEPT_NEW_NUMERICS)
 

@@ -180,7 +180,7 @@ class SpillFile:
                 yield from _split_documents(data)
 
     def _read_cells(self, cells: range) -> list[bytes]:
-        """Return the documents of each cell that has some, decompressed."""
+        """Return, for each non-empty cell (a 1/4096 of the corpus), the bytes of all its documents, decompressed."""
         start = int(self._offsets[cells.start])
         length = int(self._offsets[cells.stop]) - start
         content = self._store.read_range(self._name, start, length)

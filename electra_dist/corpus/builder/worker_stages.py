@@ -337,7 +337,7 @@ def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> Sha
 
 
 class RowSample(NamedTuple):
-    """What a sample of a corpus's documents shows about the size of the rows and the share of [UNK]."""
+    """Bytes of rows for each byte of documents, and counts of [UNK], in a sample of a corpus's documents."""
 
     row_bytes_per_document_byte: float  # 0.5 if no document of the sample gives a row
     unknown: UnknownTokens  # counts of its tokens and of [UNK]

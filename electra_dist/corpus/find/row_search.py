@@ -192,7 +192,7 @@ def tokens_of_texts(texts: Sequence[str], corpora: Corpora) -> list[list[list[in
         if encodable(text) != text:
             raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
         forms: list[list[int]] = []
-        for beginning in ("", "\n"):
+        for beginning in ("", "\n"):  # with a line end before it, a text stands after other text
             tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]
             if tokens and tokens not in forms:
                 forms.append(tokens)

@@ -234,7 +234,10 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
 
 
 def _check_text_column(schema: pyarrow.Schema, text_field: str) -> list[str]:
-    """Return the path of the text's column; NoTextColumn unless exactly one column is there, and it holds text."""
+    """Return the names that lead to the column `text_field`, several for a nested one.
+
+    Raises NoTextColumn if no or several columns have this name, or if it holds no text.
+    """
     path = path_of_field(text_field, schema.names)
     found_type = _type_at(schema, path)
     if found_type is not None and _is_text(found_type):

@@ -184,7 +184,10 @@ def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder:
 def _repetition_filter(
     settings: GopherRepetitionSection, tokenizer: str | PlainWords, recorder: DropRecorder
 ) -> GopherRepetitionFilter:
-    """Return Gopher's filter of repeated text; datatrove takes the limits of n-grams as pairs (n, largest share)."""
+    """Return datatrove's filter of documents that repeat lines, paragraphs or n-grams, with Gopher's rules.
+
+    Dropped documents go to `recorder`.
+    """
     shares = settings.model_dump(exclude={"top_n_grams", "dup_n_grams"})
     return GopherRepetitionFilter(
         **shares,

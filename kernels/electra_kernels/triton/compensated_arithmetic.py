@@ -130,8 +130,8 @@ def precise_sum(x, x_low, bound):
 
 
 def fits_fp32(dtype: torch.dtype) -> bool:
-    """Return whether fp32 holds the sum of two numbers of this dtype without rounding, if they are of similar size.
+    """Return whether fp32 holds the sum of two numbers of this dtype, at most a factor of 2**16 apart, unrounded.
 
-    Only bf16 is such a dtype: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two numbers.
+    This is bf16, whose 8 significant bits leave 16 of fp32's 24; fp16 has 11, which leave room for 2**13 only.
     """
     return dtype == torch.bfloat16

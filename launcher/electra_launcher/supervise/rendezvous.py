@@ -76,9 +76,10 @@ class Rendezvous:
     def __init__(
         self, run_dir: Path, node: int, port: int | None, session: str = "", patience: Patience | None = None
     ) -> None:
-        """Take part in the agreement as node number `node`; no file is read or written yet.
+        """Take part in the rendezvous as node number `node`; no file is read or written yet.
 
-        Starts use the 64 ports from `port` on in turn; None, with one node only, stands for any free port. `session`
+        The first start uses `port`, the next one the port after it, and after 64 ports `port` again. None, with one
+        node only, stands for any free port. `session`
         is the job's name, or "". If the run folder is full or does not respond, `begin`, `start` and `end` wait for it
         as long as `patience` says; None: not at all.
         """
