@@ -286,20 +286,18 @@ def _sharing(model: ModelConfig, objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
-    if optimizer.name in ("lamb", "muon") and zero_stage > 0:
+    facts = optimizer.facts
+    if facts.needs_whole_parameters and zero_stage > 0:
         yield (
             f"optimizer.name {optimizer.name} needs whole parameters, but engine.zero_stage is {zero_stage}; "
             f"set engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
         )
-    if optimizer.name == "lamb" and optimizer.implementation == "deepspeed":
+    if optimizer.implementation not in ("auto", *facts.implementations):
+        noun = "implementation" if len(facts.implementations) == 1 else "implementations"
         yield (
-            "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
-            "implementations apex and foreach; set optimizer.implementation: auto"
-        )
-    if optimizer.name == "muon" and optimizer.implementation not in ("auto", "foreach"):
-        yield (
-            f"optimizer.implementation {optimizer.implementation} is not available for optimizer.name muon, which "
-            f"has the implementation foreach; set optimizer.implementation: auto"
+            f"optimizer.implementation {optimizer.implementation} is not available for optimizer.name "
+            f"{optimizer.name}, which has the {noun} {' and '.join(facts.implementations)}; set "
+            f"optimizer.implementation: auto"
         )
 
 

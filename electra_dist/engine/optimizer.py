@@ -127,11 +127,11 @@ def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_
     """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
-        if device_type != "cuda" or config.name == "muon":
+        if device_type != "cuda" or config.facts.implementations == ("foreach",):
             return Choice("foreach")
         if offloads:
             return Choice("foreach", "engine.offload_optimizer keeps its state in host memory")
-        return _fastest_on_gpu(config.name)
+        return _fastest_on_gpu(config.facts.implementations)
     if config.implementation == "foreach":
         return Choice("foreach")
     if offloads:
@@ -154,11 +154,11 @@ _REMEDIES = {
 }
 
 
-def _fastest_on_gpu(optimizer_name: str) -> Choice:
+def _fastest_on_gpu(implementations: tuple[str, ...]) -> Choice:
     candidates = []
-    if has_nvidia_apex():
+    if "apex" in implementations and has_nvidia_apex():
         candidates.append(Candidate("apex", "NVIDIA's apex", lambda: _fault_of("apex")))
-    if optimizer_name != "lamb":
+    if "deepspeed" in implementations:
         candidates.append(Candidate("deepspeed", "DeepSpeed's FusedAdam", lambda: _fault_of("deepspeed")))
     return first_that_works(candidates, fallback="foreach")
 
@@ -176,6 +176,9 @@ def _fault_of(implementation: str) -> str:
         lines = str(error).strip().splitlines() or ["no message"]
         return f"{type(error).__name__}: {lines[0]}"
     return ""
+
+
+_FOREACH = {"adamw": ForeachAdamW, "lamb": ForeachLamb, "muon": ForeachMuon}  # by `optimizer.name`
 
 
 def build_optimizer(
@@ -197,22 +200,20 @@ def build_optimizer(
         implementation = choose_implementation(config, device_type).name
     betas = (config.beta1, config.beta2)
     settings = {"eps": config.eps, "weight_decay": config.weight_decay}
-    if config.name == "lamb":
-        return _build_lamb(groups, implementation, betas, settings)
-    if config.name == "muon":
-        return ForeachMuon(groups, lr=0.0, betas=betas, **settings), "ForeachMuon (electra-dist)"
     if implementation == "foreach":
-        return ForeachAdamW(groups, lr=0.0, betas=betas, **settings), "ForeachAdamW (electra-dist)"
+        optimizer_class = _FOREACH[config.name]
+        return optimizer_class(groups, lr=0.0, betas=betas, **settings), f"{optimizer_class.__name__} (electra-dist)"
+    if config.name == "lamb":
+        return _build_apex_lamb(groups, betas, settings)
+    assert config.name == "adamw", config.name
     fused_adam_class, name = _import_fused_adam(implementation)
     optimizer = fused_adam_class(groups, lr=0.0, betas=betas, bias_correction=False, adam_w_mode=True, **settings)
     return optimizer, name
 
 
-def _build_lamb(
-    groups: list[dict[str, Any]], implementation: str, betas: tuple[float, float], settings: dict[str, float]
+def _build_apex_lamb(
+    groups: list[dict[str, Any]], betas: tuple[float, float], settings: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, str]:
-    if implementation == "foreach":
-        return ForeachLamb(groups, lr=0.0, betas=betas, **settings), "ForeachLamb (electra-dist)"
     from apex.optimizers import FusedLAMB
 
     optimizer = FusedLAMB(

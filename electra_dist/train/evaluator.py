@@ -163,7 +163,7 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Replace a share `mask_prob` of held-out tokens by tokens of other places, and measure how well they are found.
+        """Replace a share `mask_prob` of held-out tokens by tokens of other places; measure how well they are found.
 
         All ranks must call this.
         """

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from electra_dist.config import Config, ObjectiveConfig
+from electra_dist.config import Config, ObjectiveConfig, OptimizerConfig
 from electra_dist.config.load import load_config
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.sections.objective import OBJECTIVES
+from electra_dist.config.sections.training import OPTIMIZERS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEMO = CONFIGS / "demo_cpu_bert.yaml"
@@ -40,8 +41,9 @@ def test_large_is_the_papers() -> None:
     assert c.data.corpus.startswith("s3://")
 
 
-def test_the_table_of_objectives_has_the_names_that_a_config_may_use() -> None:
+def test_the_tables_of_objectives_and_optimizers_have_the_names_that_a_config_may_use() -> None:
     assert [*OBJECTIVES] == [*get_args(ObjectiveConfig.model_fields["name"].annotation)]
+    assert [*OPTIMIZERS] == [*get_args(OptimizerConfig.model_fields["name"].annotation)]
 
 
 def test_every_field_has_a_description() -> None:

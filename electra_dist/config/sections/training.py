@@ -246,6 +246,20 @@ class GeneratorOptimizerConfig(Section):
     )
 
 
+class OptimizerFacts(NamedTuple):
+    """Where an optimizer runs; `engine/optimizer.py` has its class."""
+
+    implementations: tuple[str, ...] = ("apex", "deepspeed", "foreach")  # values of `optimizer.implementation`
+    needs_whole_parameters: bool = False  # only ZeRO stage 0 gives an optimizer more than pieces of them
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerFacts(),
+    "lamb": OptimizerFacts(implementations=("apex", "foreach"), needs_whole_parameters=True),
+    "muon": OptimizerFacts(implementations=("foreach",), needs_whole_parameters=True),
+}
+
+
 class OptimizerConfig(Section):
     """Settings of the optimizer (by default AdamW as in the paper) and of the learning-rate schedule.
 
@@ -314,6 +328,11 @@ class OptimizerConfig(Section):
         description="Section with the generator's own settings. {}: only a norm of its own. Unset: one norm for both "
         "towers.",
     )
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """Return what the optimizer's name alone decides."""
+        return OPTIMIZERS[self.name]
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
         """Return the number of steps in which the learning rate decays at the end of a run with `shape: trapezoid`.

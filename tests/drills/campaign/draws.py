@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from support.real_runs import SEQ_LEN, tiny_tree
 
 from electra_dist.config import Config, Section
+from electra_dist.config.sections.training import OPTIMIZERS
 
 Draw = Callable[[Random, int], Any]  # the second argument is train.num_steps
 
@@ -151,7 +152,7 @@ DRAWS: dict[str, Draw] = {
     "train.precision": one_of("bf16", "fp32", "fp16"),
     "train.skip_steps": some_steps(5, first=0),
     "train.init_from": one_of(None, INITIAL_SOURCE),
-    "optimizer.name": one_of("adamw", "lamb", "muon"),
+    "optimizer.name": one_of(*OPTIMIZERS),
     "optimizer.lr": one_of(1e-5, 1e-3, 1e-2, 0.3, rarely=[1e-30, 1e30]),
     "optimizer.warmup_steps": up_to_the_end(0),
     "optimizer.shape": one_of("polynomial", "trapezoid"),
@@ -257,7 +258,8 @@ def draw_changes(random: Random) -> dict[str, Any]:
     # Most draws of these two values would be refused.
     if changes.get("model.sharing") == "all" and random.random() < _FITTING_PROBABILITY:
         changes["model.generator"] = changes.get("model.discriminator", BASE["model.discriminator"])
-    if changes.get("optimizer.name") in ("lamb", "muon") and random.random() < _FITTING_PROBABILITY:
+    optimizer = OPTIMIZERS[changes.get("optimizer.name", "adamw")]
+    if optimizer.needs_whole_parameters and random.random() < _FITTING_PROBABILITY:
         changes["engine.zero_stage"] = 0
     if changes.get("objective.generator") == "frozen":
         changes["train.init_generator_from"] = GENERATOR_SOURCE
