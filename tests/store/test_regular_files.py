@@ -29,6 +29,7 @@ OWN = {
     "electra_dist/data/shard_server.py",
     "electra_dist/gpu_cores.py",
     "electra_dist/store/atomic_files.py",
+    "electra_dist/store/cloud_store.py",
     "electra_dist/report/model_card.py",
     "electra_dist/run/environment_record.py",
     "electra_dist/run/lease.py",
