@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ from support import flash_definition
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.collectives import Choice
+from electra_dist.config import EngineConfig
 from electra_dist.config.load import load_config
 from electra_dist.engine import process_group
 from electra_dist.errors import UserError
 from electra_dist.model import attention, attention_choice, flash_attention
-from electra_dist.model.attention import FlashMask, FlexMask, LayerMask
+from electra_dist.model.attention import BACKENDS, FlashMask, FlexMask, LayerMask
 from electra_dist.model.attention_choice import attention_note, choose_attention, find_fault, find_trial_fault
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -25,6 +26,10 @@ FP32 = ("train.precision=fp32", "engine.overlap_communication=false")
 NO_DROPOUT = "model.attention_dropout=0"
 ELECTRIC = "objective.name=electric"
 MODERN = ["model.architecture=modern", "model.attention_dropout=0.1"]
+
+
+def test_the_config_and_the_model_know_the_same_backends() -> None:
+    assert [*get_args(EngineConfig.model_fields["attention"].annotation)] == ["auto", *BACKENDS]
 
 
 @pytest.fixture
