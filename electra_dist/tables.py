@@ -170,7 +170,7 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
         return Table(file, columns, lambda: _json_lines(file, numbered), digest)
     if suffix == ".csv" or delimiter is not None:
         text = _decode(raw, file)
-        delimiter = delimiter or _delimiter_of(numbered[0][1] if numbered else "")
+        delimiter = delimiter or delimiter_of(numbered[0][1] if numbered else "")
         header = [name.strip() for name in next((cells for _, cells in _csv_cells(file, text, delimiter)), [])]
         return Table(file, header, lambda: _csv_lines(file, text, delimiter, header), digest)
     header = [name.strip() for name in numbered[0][1].split("\t")] if has_header and numbered else []
@@ -201,8 +201,17 @@ def _tsv_lines(file: Path, lines: list[tuple[int, str]], header: list[str]) -> I
         yield number, JsonLine(f"{file}:{number}", dict(zip(titles, cells)))
 
 
-def _delimiter_of(header_line: str) -> str:
-    return max(_DELIMITERS, key=lambda delimiter: len(next(csv.reader([header_line], delimiter=delimiter), [])))
+def delimiter_of(header_line: str, column: str | None = None) -> str:
+    """Return the character between the cells of a CSV file: the first with which the header names `column`.
+
+    If there is none, or `column` is None, it is the one that gives most cells.
+    """
+
+    def cells(delimiter: str) -> list[str]:
+        return next(csv.reader([header_line], delimiter=delimiter), [])
+
+    with_column = [delimiter for delimiter in _DELIMITERS if column in cells(delimiter)]
+    return with_column[0] if with_column else max(_DELIMITERS, key=lambda delimiter: len(cells(delimiter)))
 
 
 def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

@@ -171,8 +171,8 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     manifest = find_document((store, MANIFEST_KEY), CorpusManifest, next_step, ManifestMismatch)
     if manifest is None:
         raise StoreMissing(
-            f"{url}: no finished corpus; build it with `electra-dist corpus build --output "
-            f"{store.url}`, or correct {key}"
+            f"{url}: no finished corpus; build it with `electra-dist corpus build --input TEXT --config CONFIG "
+            f"--output {store.url}`, or correct {key}"
         )
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")

@@ -29,6 +29,7 @@ import pyarrow.parquet
 from electra_dist.corpus.inputs.file_kinds import MOST_DOCUMENT_BYTES, lines_of
 from electra_dist.corpus.inputs.text_decoding import RawDocument, name_of_value, path_of_field
 from electra_dist.escapes import printable
+from electra_dist.tables import delimiter_of
 
 _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
@@ -72,17 +73,23 @@ def read_csv(
 
     A row with another number of cells than the first row gives a document whose `data` is None. `with_fields` adds the
     other cells; `is_tsv` means a tab between the cells and no quotes. Raises NoTextColumn if the first row does not
-    name the column, and OSError for a quoted cell that is not closed, or that has text after it.
+    name the column, and OSError for a quoted cell that is not closed, or that has text after it. A CSV file whose
+    header does not name the column if commas separate the cells may have semicolons, tabs or bars.
     """
     csv.field_size_limit(MOST_DOCUMENT_BYTES)  # the csv module's own limit is 128 KiB
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")  # type: ignore[type-var]
-    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
-    rows = csv.reader(lines_of(text), **dialect)
+    lines = lines_of(text)
+    first_line = next(lines, None)
+    if first_line is None:
+        return  # an empty file
+    rows = csv.reader(())
     try:
-        columns = next(rows, None)
-        if columns is None:
-            return  # an empty file
+        dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        if not is_tsv:
+            dialect = {"delimiter": delimiter_of(first_line, text_field), "strict": True}
+        rows = csv.reader(itertools.chain([first_line], lines), **dialect)
+        columns = next(rows)
         if text_field not in columns:
             raise NoTextColumn(text_field, columns)
         index = columns.index(text_field)
@@ -98,7 +105,7 @@ def read_csv(
             elif row:  # an empty row is an empty line
                 yield RawDocument(None, False)
     except csv.Error as error:
-        raise OSError(f"line {rows.line_num} is not CSV: {error}") from None
+        raise OSError(f"line {max(1, rows.line_num)} is not CSV: {error}") from None
 
 
 def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:

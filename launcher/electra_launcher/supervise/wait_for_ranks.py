@@ -114,8 +114,9 @@ class StartMonitor:
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
             self._passed_on = newest_signal
-            name = signal.Signals(newest_signal).name
-            self._log(f"received {name}: passing it on to the ranks, which save a checkpoint and end")
+            name = "Ctrl-C" if self._signals.interrupts else signal.Signals(newest_signal).name
+            again = "; a second Ctrl-C ends them at once, without one" if self._signals.interrupts else ""
+            self._log(f"received {name}: passing it on to the ranks, which save a checkpoint and end{again}")
         if self._passed_on != 0:
             self._ranks.tell(self._passed_on)
 

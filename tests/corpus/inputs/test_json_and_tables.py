@@ -134,6 +134,16 @@ def test_tsv_has_no_quotes_and_a_row_of_another_number_of_cells_has_no_text(tmp_
     assert documents == [b'"An open quote', None, b'long "enough"', None, b"caf\xe9"]
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_csv_with_another_delimiter_gives_the_same_texts(tmp_path: Path, delimiter: str) -> None:
+    rows = [["id", "Comment", "text"], ["1", "no, thanks", 'said "two;|\tnights"\nand left'], ["2", "", "a, b"]]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert texts_of(tmp_path / "a.csv") == [row[2] for row in rows[1:]]
+    with pytest.raises(UserError, match=r"set --text-field to the column that holds it: id, Comment, text$"):
+        texts_of(tmp_path / "a.csv", text_field="body")
+
+
 def test_csv_with_a_quote_that_is_not_closed_is_an_error_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('text\nfine\n"never closed\nand so on\n')
