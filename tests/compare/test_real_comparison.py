@@ -49,9 +49,9 @@ def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothi
     assert process.returncode == EXIT_STOPPED, output
     assert "run the same command again" in output
     baseline_scores = (out / "scores.jsonl").read_bytes()
-    # The initial weights are scored first: two tasks and the context AUC.
+    # The anchors are scored first: trigrams by the context AUC, the initial weights on two tasks and by it.
     entries = [json.loads(line)["checkpoint"]["entry"] for line in baseline_scores.splitlines()]
-    assert entries == ["random"] * 3
+    assert entries == ["trigram", *["random"] * 3]
 
     # Second start: it finishes the comparison.
     finished = subprocess.run(compare_command(file), capture_output=True, text=True, timeout=200)
@@ -79,7 +79,7 @@ def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothi
     assert (out / "scores.jsonl").read_bytes().startswith(baseline_scores)
 
     score_of = {(score["entry"], score["step"], score["task"]): score["score"] for score in results["scores"]}
-    num_baseline_scores = 3  # two tasks and the context AUC
+    num_baseline_scores = 1 + 3  # of trigrams, and of the initial weights on two tasks and by the context AUC
     num_checkpoint_scores = 2 * 2 * 3  # objectives, checkpoints, measures
     assert len(score_of) == num_baseline_scores + num_checkpoint_scores
     words_scores = {score for (_, _, task), score in score_of.items() if task == "words"}

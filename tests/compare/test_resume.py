@@ -127,7 +127,7 @@ def test_interrupts_between_runs_and_between_scores_change_neither_the_work_nor_
     assert results(out) == expected_results
     assert compare(file)
     assert pretraining.events == expected_events  # a finished comparison has nothing left to do
-    assert {score["entry"] for score in expected_results["scores"]} == {"random", "rtd", "mlm"}
+    assert {score["entry"] for score in expected_results["scores"]} == {"random", "trigram", "rtd", "mlm"}
     assert (out / "compare.png").exists()
 
 

@@ -29,7 +29,7 @@ def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> 
     assert metadata["Description-Content-Type"] == "text/markdown" and "# electra-dist" in metadata.get_payload()
     assert metadata.get_all("Project-URL")
     pythons = [line for line in metadata.get_all("Classifier", []) if "Python :: 3." in line]
-    assert pythons == ["Programming Language :: Python :: 3.11"]
+    assert pythons == [f"Programming Language :: Python :: {version}" for version in ("3.11", "3.13")]
 
 
 @pytest.mark.sample
