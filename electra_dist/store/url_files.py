@@ -39,6 +39,12 @@ _HUB_URL = re.compile(
 # What file systems call the properties that tell versions of a file apart.
 _VERSION_KEYS = ("ETag", "etag", "generation", "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _MAGIC = re.compile(r"[*?\[]")
+_USER = re.compile(r"(?P<scheme>\w{1,16})://(?P<user>[^/@\s?#]*)@")
+_PARAMETER = re.compile(r"[?&]([^?=&#]+)=")
+# Names of parameters that sign a request, such as X-Amz-Signature, or that are a key themselves.
+_SECRET_PARAMETER = re.compile(
+    r"^(sig|key|code)$|signature|credential|token|secret|passw|api.?key|access.?key", re.IGNORECASE
+)
 
 
 class UrlFile(NamedTuple):
@@ -60,8 +66,10 @@ class UrlListing(NamedTuple):
 def list_url(url: str) -> UrlListing:
     """List the files that a URL names: a file, all files below a folder, or those of a pattern with *, ? or [...].
 
-    Raises UserError if the URL has no file, if its package is missing, or if the server refuses to show it.
+    Raises UserError if the URL has no file, if its package is missing, or if the server refuses to show it. A URL with
+    credentials in it is refused, too, because a corpus records the URLs of its text.
     """
+    _refuse_credentials(url)
     pinned = _with_commit(url) if url.startswith(HUB_SCHEME) else url
     file_system, path = _open(pinned)
 
@@ -136,6 +144,16 @@ def local_copy(given: str) -> Path:
     if listing.is_folder or len(listing.files) > 1:
         return folder
     return folder / listing.files[0].name
+
+
+def _refuse_credentials(url: str) -> None:
+    users = [match for match in _USER.finditer(url) if match["scheme"].startswith("http") or ":" in match["user"]]
+    if users or any(_SECRET_PARAMETER.search(name) for name in _PARAMETER.findall(url)):
+        shown = _USER.sub(r"\g<scheme>://", url).partition("?")[0]
+        raise UserError(
+            f"{shown}: the URL holds credentials, which a corpus would record; give them as the package of this "
+            f"storage reads them (environment, configuration file), or download the file first"
+        )
 
 
 def _with_commit(url: str) -> str:

@@ -186,6 +186,23 @@ def test_a_wrong_url_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://bob:word123@host.example/a.txt",
+        "https://word123@host.example/a.txt",
+        "sftp://bob:word123@host.example/a.txt",
+        "https://host.example/a.txt?X-Amz-Date=1&X-Amz-Signature=word123",
+        "https://host.example/a.txt?sv=2024&sig=word123",
+        "https://host.example/a.txt?download=1&access_token=word123",
+    ],
+)
+def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> None:
+    with pytest.raises(UserError, match=r"://host\.example/a\.txt: the URL holds credentials") as refused:
+        find_inputs([url])
+    assert "word123" not in str(refused.value)
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(url: str, **_: Any) -> None:
         raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
