@@ -163,7 +163,7 @@ def test_a_second_interrupt_ends_ranks_that_ignore_the_first(tiny_config: MakeCo
     with supervised(FAKE, tiny_config(**FOREVER), run_dir, *TWO) as run:
         run.wait_for_step(3)
         run.process.send_signal(signal.SIGINT)
-        run.wait(lambda: run.logged("received SIGTERM"))
+        run.wait(lambda: run.logged("received Ctrl-C"))
         run.process.send_signal(signal.SIGINT)
         assert run.end(10) == 75, run.story()
         assert run.pids() == []
