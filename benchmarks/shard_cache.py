@@ -38,7 +38,7 @@ _SEED = 42
 
 
 class CountingStore(LocalStore):
-    """Store in a local folder that must be copied from, as S3 must, and counts the fetched objects."""
+    """Store in a local folder that pretends to be remote, so that its objects are copied, and counts the copies."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

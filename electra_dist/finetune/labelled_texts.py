@@ -96,7 +96,7 @@ def find_file(places: Sequence[Path]) -> Path:
 def read_texts(
     file: Path, text_a: Column, text_b: Column | None, label: Column, delimiter: str | None = None
 ) -> Texts:
-    """Read the texts and labels of a table (`electra_dist/tables.py`).
+    """Read the texts and labels of a file of any kind that `read_table` reads.
 
     `text_a`, `text_b` and `label` name columns; `text_b` is None for a task on single texts. Blank lines are ignored.
     Raises UserError if there is no example, a column is missing, or a value is no text.

@@ -105,7 +105,7 @@ class Clock:
 
 
 class Trainer:
-    """One round of a start: create a Trainer on all ranks, then call its `run` once.
+    """Train from the newest good checkpoint to the next rollback or end; all ranks call `run` once.
 
     The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
     Trainer for the same start.

@@ -378,7 +378,7 @@ class PrepareConfig(Section):
 
 
 def local_files(config: PrepareConfig) -> dict[str, Path]:
-    """Return the model and list files that the filters need: key in the config, as filters.url.domains -> path."""
+    """Return the paths of the models and lists that the filters read, by config key, such as filters.url.domains."""
     filters = flattened(config.filters.model_dump())
     return {f"filters.{key}": value for key, value in filters.items() if isinstance(value, Path)}
 
