@@ -5,10 +5,11 @@ checkpoint that cannot be scored, does not stop the rest: it is listed among the
 again when the comparison is started again. Table and picture are written after each run, from the scores that exist by
 then.
 
-How: first the checkpoints of interrupted runs are scored, so that these results are known before the runs go on. Then
-all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
-scored first. Then, for every objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of
-the next runs train at the same time. A run whose checkpoints have all their scores is not made again.
+How: first the learning rates of objectives that list several are chosen (`learning_rates.py`). Then the checkpoints of
+interrupted runs are scored, so that these results are known before the runs go on. Then all objectives are run with
+the first seed, then all with the next one. For each seed, the initial weights are scored first. Then, for every
+objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of the next runs train at the
+same time. A run whose checkpoints have all their scores is not made again.
 
 Limits: each call uses one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the
 first device while runs train.
@@ -17,7 +18,7 @@ first device while runs train.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointSc
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
+from electra_dist.compare.learning_rates import RateSearch, with_rates
 from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
@@ -58,21 +60,19 @@ class Comparison:
         self._compare = compare
         self._file = file
         self._glue = glue
-        self.plan: Plan = make_plan(compare, file)
+        self.search = RateSearch(compare, file)
+        self.plan: Plan = make_plan(with_rates(compare, []), file)
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
         # Whether the version of the arithmetic (numerics) has changed since a run was made is not checked here: a
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
+        short_runs = self.search.plan.cells if self.search.plan is not None else ()
         inputs_of_runs = [
             check_inputs(with_corpus_vocabulary(cell.config)[0], compare.ranks, accept_new_numerics=True)
-            for cell in self.plan.cells
+            for cell in (*self.plan.cells, *short_runs)
         ]
-        for cell in self.plan.cells:
-            run_dir = Path(cell.config.run_dir)
-            owner = owner_of(open_run(run_dir), read_identity(run_dir)) if is_run_folder(run_dir) else None
-            if owner is not None:
-                owner.check_all(open_targets(cell.config))
         inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
+        self._plan_with_rates()
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))
         elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
@@ -83,13 +83,28 @@ class Comparison:
 
         # Everything is valid, so the output folder may be written.
         _replace_file(self.folder / inputs.corpora.tokenizer.vocab_file, inputs.vocabulary.text.encode())
-        for cell in self.plan.cells:
-            _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
+        self._write_configs((*short_runs, *self.plan.cells))
         self._scores = CheckpointScores(self.folder / SCORES_FILE, inputs.corpora.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # is missing or cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}
         self._criterion_origin = ""  # when the criterion was stated, for the results
+
+    def _plan_with_rates(self) -> None:
+        """Plan the runs with the learning rates that are chosen so far.
+        Raises UserError if the folder of a run has checkpoints of another run.
+        """
+        self._rates = self.search.choices(self._inputs.corpora.fingerprint)
+        self.plan = make_plan(with_rates(self._compare, self._rates), self._file)
+        for cell in self.plan.cells:
+            run_dir = Path(cell.config.run_dir)
+            owner = owner_of(open_run(run_dir), read_identity(run_dir)) if is_run_folder(run_dir) else None
+            if owner is not None:
+                owner.check_all(open_targets(cell.config))
+
+    def _write_configs(self, cells: Iterable[Cell]) -> None:
+        for cell in cells:
+            _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
 
     def run(self, progress: Progress, note: Note) -> bool:
         """Train the runs and score their checkpoints where scores are missing; write results after each run.
@@ -100,6 +115,10 @@ class Comparison:
             num_scores = len(self.scores())
             self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
         self._score_trigrams(progress, note)
+        for choice in self.search.make(self._inputs.corpora.fingerprint, progress):
+            note(f"learning rate of {choice.line()}")
+        self._plan_with_rates()
+        self._write_configs(self.plan.cells)
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
         incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
@@ -243,6 +262,7 @@ class Comparison:
             title=f"{self._file.stem}: objectives at equal FLOPs",
             command=self._command,
             criterion_origin=self._criterion_origin,
+            rates=self._rates,
         )
 
     def write(self) -> list[Path]:

@@ -39,6 +39,20 @@ class Entry(Section):
         description="changes to the base config for the entry's runs: dotted keys and values, as in "
         "{objective.rtd_weight: 10}",
     )
+    lr: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=(),
+        description="learning rates (optimizer.lr), two or more, of which short runs choose one before the entry's "
+        "first run: that with the highest context AUC or, if the objective predicts tokens, the lowest loss on "
+        "held-out rows. Default: the rate of the base config or of `set`",
+    )
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> Entry:
+        if self.lr and (len(set(self.lr)) < len(self.lr) or len(self.lr) < 2):
+            raise ValueError("lr lists the rates of a search, two or more different ones; set a single one in `set`")
+        if self.lr and "optimizer.lr" in self.set:
+            raise ValueError("`lr` and `optimizer.lr` in `set` both give the learning rate; remove one of them")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -179,6 +193,10 @@ class CompareConfig(Section):
     evaluate_at: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
         default=(0.25, 0.5, 1.0),
         description="shares of the budget at which checkpoints are kept and scored, ascending, the last one 1.0",
+    )
+    search_at: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.1,
+        description="share of the budget of each short run that tries a learning rate (`lr` of an objective)",
     )
     tasks: dict[Name, TaskEntry] = Field(default={}, description="tasks on which the encoders are scored, by name")
     minimal_pairs: bool | tuple[str, ...] = Field(

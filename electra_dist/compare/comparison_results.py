@@ -20,6 +20,7 @@ from rich.table import Table
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, TRIGRAM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
+from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
     Verdict,
@@ -212,6 +213,7 @@ class ComparisonResults:
         title: str,
         command: str,
         criterion_origin: str,
+        rates: Sequence[RateChoice] = (),
     ) -> None:
         """Group the scores into rows, and judge the criterion; `criterion_origin`, or "", says when it was stated."""
         self._compare = compare
@@ -220,6 +222,7 @@ class ComparisonResults:
         self._title = title
         self._command = command
         self._criterion_origin = criterion_origin
+        self._rates = rates
 
         existing = {score.task for score in scores}
         self.metric_of: dict[str, str] = {measure.name: measure.metric for measure in measures}
@@ -269,6 +272,8 @@ class ComparisonResults:
             "differences": self._difference_records(),
             "failures": [dataclasses.asdict(failure) for failure in failures],
         }
+        if self._rates:
+            tree["learning_rates"] = [choice.fields() for choice in self._rates]
         if self._verdict is not None:
             tree["verdict"] = {"answer": self._verdict.answer, "passed": self._verdict.passed}
         return json.dumps(tree, indent=1) + "\n"
@@ -287,6 +292,9 @@ class ComparisonResults:
             title = f"Differences of the mean over the last {self._num_last} checkpoints"
             sections += markdown_differences(title, self._mean_difference_rows, self._baseline, self._mean_columns)
         sections += self._pair_lines()
+        if self._rates:
+            lines = [f"* {markdown_text(choice.line())}" for choice in self._rates]
+            sections += ["## Learning rates", "", *lines, ""]
         if self._verdict is not None:
             sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
         return markdown(self._title, self.rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)

@@ -148,6 +148,9 @@ def compare(
 
     out = open_console()
     comparison = Comparison(load_section(file, CompareConfig), file, glue)
+    if comparison.search.plan is not None:
+        out.print("short runs first, which choose the learning rates that are not chosen yet:")
+        out.print(_plan_table(comparison.search.plan))
     out.print(_plan_table(comparison.plan))
     if dry_run:
         return

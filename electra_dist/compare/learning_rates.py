@@ -1,0 +1,178 @@
+"""Choose the learning rate of each objective of a comparison by short runs, so that none is at a disadvantage.
+
+An objective that lists several rates (`lr`) makes a run with each of them, with the first seed and for `search_at` of
+the budget, before the first run of the comparison. The run that is best on held-out rows decides: the one with the
+highest context AUC or, for an objective that predicts tokens, with the lowest loss. These are the quantities by which
+`checkpoint.keep_best` chooses, and no task or minimal pair has a part in it.
+
+Guarantee: a choice is made once. It is kept in learning_rates.jsonl of the output folder with the values of all rates,
+and holds until a setting of the short runs or the corpus changes. A run that fails, for example because its loss
+diverges, has no value and is not repeated.
+
+Limits: a short run decays its learning rate within its own steps, so a rate that is best after a tenth of the budget
+may be a little too high for all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from electra_dist.compare.comparison_config import CompareConfig, Entry
+from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
+from electra_dist.compare.pretraining_runs import Pretrainings, Progress
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+from electra_dist.finetune.scores import digest_of
+from electra_dist.run.folder import recorded_numerics
+from electra_dist.run.metrics import iter_evaluations
+from electra_dist.run.records import JsonlFile, Record, read_records
+from electra_dist.train.checkpointer import evaluation_scores
+
+RATES_FILE = "learning_rates.jsonl"  # in the output folder: a line for each choice, the newest last
+SEARCH_FOLDER = "search"  # in the output folder: the short runs
+
+
+class RateChoice(Record):
+    """Learning rate that was chosen for an objective; a line of learning_rates.jsonl."""
+
+    entry: str  # name of the objective's entry
+    measure: str  # what decided: "context AUC" or "loss"
+    rates: list[float]
+    values: list[float | None]  # of the held-out rows, for each rate; None if its run failed
+    chosen: float
+    runs: str  # digest of the short runs' configs and of their corpus
+
+    def line(self) -> str:
+        """Return the choice as a sentence for compare.md and the terminal."""
+        values = [
+            f"{rate:g} gives {'a failed run' if value is None else format(value, '.4f')}"
+            for rate, value in zip(self.rates, self.values, strict=True)
+        ]
+        return f"{self.entry}: {self.chosen:g}, by the {self.measure} on held-out rows ({', '.join(values)})"
+
+
+class RateSearch:
+    """The short runs of a comparison and the learning rates that they have chosen so far."""
+
+    def __init__(self, compare: CompareConfig, file: Path) -> None:
+        """Plan the short runs of a comparison's config `file` without starting one; raise UserError as `make_plan`."""
+        self._ranks = compare.ranks
+        self._parallel = compare.parallel
+        self._file = Path(compare.output) / RATES_FILE
+        self.plan: Plan | None = None  # of the short runs; None if no objective lists rates
+        searched = [entry for entry in compare.objectives if entry.lr]
+        if not searched:
+            return
+        budget = make_plan(with_rates(compare, []), file).budget_flops
+        trials = [_trial(entry, rate) for entry in searched for rate in entry.lr]
+        changes = {
+            "objectives": tuple(trials),
+            "output": str(Path(compare.output) / SEARCH_FOLDER),
+            "seeds": compare.seeds[:1],
+            "steps": None,
+            "flops": compare.search_at * budget,
+            "evaluate_at": (1.0,),
+        }
+        self.plan = make_plan(compare.model_copy(update=changes), file)
+        for cell in self.plan.cells:
+            if cell.config.data.heldout is None:
+                raise UserError(
+                    f"{file}: learning rates are chosen on held-out rows; set `data.heldout` in {compare.base}, or "
+                    f"remove `lr` from the objectives"
+                )
+        self._cells_of = {
+            entry.name: [cell for rate in entry.lr for cell in self.plan.of(_trial(entry, rate).name)]
+            for entry in searched
+        }
+
+    def choices(self, fingerprint: str) -> list[RateChoice]:
+        """Read the choices that hold for the present settings and the corpus with this fingerprint, in their order."""
+        if self.plan is None:
+            return []
+        newest = {choice.entry: choice for choice in read_records(self._file, RateChoice.model_validate)}
+        return [
+            newest[entry]
+            for entry, cells in self._cells_of.items()
+            if entry in newest and newest[entry].runs == _digest(cells, fingerprint)
+        ]
+
+    def make(self, fingerprint: str, progress: Progress) -> list[RateChoice]:
+        """Make the short runs of all objectives that lack a choice, and choose; return the new choices.
+        Raises UserError if no run of an objective has a finite value.
+        """
+        if self.plan is None:
+            return []
+        chosen = {choice.entry for choice in self.choices(fingerprint)}
+        cells_of = {entry: cells for entry, cells in self._cells_of.items() if entry not in chosen}
+        all_cells = [cell for cells in cells_of.values() for cell in cells]
+        made = []
+        with Pretrainings(all_cells, self._ranks, self._parallel) as runs:
+            for entry, cells in cells_of.items():
+                failures = [runs.result(cell, _named(progress, cell)) for cell in cells]
+                choice = _choose(entry, cells, failures, fingerprint)
+                line = JsonlFile(self._file)
+                try:
+                    line.append(choice)
+                    line.sync()
+                finally:
+                    line.close()
+                made.append(choice)
+        return made
+
+
+def with_rates(compare: CompareConfig, choices: Sequence[RateChoice]) -> CompareConfig:
+    """Return the config of a comparison with a learning rate for each objective that lists several.
+    It is the chosen one or, before there is a choice, the first one.
+    """
+    chosen = {choice.entry: choice.chosen for choice in choices}
+    objectives = [
+        entry.model_copy(update={"set": entry.set | {"optimizer.lr": chosen.get(entry.name, entry.lr[0])}})
+        if entry.lr
+        else entry
+        for entry in compare.objectives
+    ]
+    return compare.model_copy(update={"objectives": tuple(objectives)})
+
+
+def _trial(entry: Entry, rate: float) -> Entry:
+    changes = {"name": f"{entry.name}-lr{rate:g}", "set": entry.set | {"optimizer.lr": rate}, "lr": ()}
+    return entry.model_copy(update=changes)
+
+
+def _named(progress: Progress, cell: Cell) -> Progress:
+    return lambda activity, done, total: progress(f"learning rates: {cell.name}: {activity}", done, total)
+
+
+def _digest(cells: Sequence[Cell], fingerprint: str) -> str:
+    identities = [cell.config.identity_sha256(recorded_numerics(Path(cell.config.run_dir))) for cell in cells]
+    return digest_of({"runs": identities, "corpus": fingerprint})
+
+
+def _choose(entry: str, cells: Sequence[Cell], failures: Sequence[str], fingerprint: str) -> RateChoice:
+    """Choose the rate of the best run; `failures` has "" for each run that has finished, else the reason."""
+    finds_replacements = not cells[0].config.objective.facts.predicts_tokens
+    values = [None if failure else _value(cell.config) for cell, failure in zip(cells, failures, strict=True)]
+    known = {cell.config.optimizer.lr: value for cell, value in zip(cells, values, strict=True) if value is not None}
+    if not known:
+        reasons = "; ".join(failure or "no finite value on held-out rows" for failure in failures)
+        raise UserError(f"no learning rate of {entry} can be chosen: {reasons}; list other rates in its `lr`")
+    best = max(known, key=known.__getitem__) if finds_replacements else min(known, key=known.__getitem__)
+    return RateChoice(
+        entry=entry,
+        measure="context AUC" if finds_replacements else "loss",
+        rates=[cell.config.optimizer.lr for cell in cells],
+        values=values,
+        chosen=best,
+        runs=_digest(cells, fingerprint),
+    )
+
+
+def _value(config: Config) -> float | None:
+    """Return what the newest evaluation of a run found, context AUC or loss; None if it is missing or not finite."""
+    scores: dict[str, float] = {}
+    for record in iter_evaluations(Path(config.run_dir)):
+        scores = evaluation_scores(record, config.objective)
+    value = scores.get("eval_context_auc", scores.get("eval_loss", math.nan))
+    return value if math.isfinite(value) else None
