@@ -1,4 +1,4 @@
-"""The comparisons of tiny_rtd.yaml in configs/: equal FLOPs, and arms that differ in what their names say."""
+"""The comparisons in configs/ that hours of CPU cores suffice for: equal FLOPs, and arms that differ in what their names say."""
 
 from __future__ import annotations
 
@@ -50,3 +50,23 @@ def test_the_two_temperatures_are_compared_in_runs_of_equal_length() -> None:
     assert [cell.config.train.num_steps for cell in plan.cells] == [2600] * 6
     assert {cell.config.optimizer.warmup_steps for cell in plan.cells} == {130}
     assert {cell.config.log.eval_every_steps for cell in plan.cells} == {200}
+
+
+def test_the_four_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_their_names_say() -> None:
+    file = CONFIGS / "compare_worth.yaml"
+    compare = load_section(file, CompareConfig)
+    plan = make_plan(compare, file)
+    base = load_config(CONFIGS / "compare_worth_base.yaml")
+
+    assert all(len(entry.lr) >= 3 for entry in compare.objectives)
+    rtd, mlm, falling, joint = (cell.config for cell in plan.cells[:4])
+    assert rtd.objective == base.objective
+    assert (rtd.objective.temperature, rtd.objective.mask_prob) == (1.0, 0.2)
+    assert mlm.objective == base.objective.model_copy(update={"name": "mlm"})
+    assert falling.objective.model_copy(update={"mask_prob": 0.2}) == mlm.objective
+    assert joint.objective == base.objective.model_copy(update={"discriminator_mlm_weight": 1.0})
+    assert joint.model == base.model.model_copy(update={"sharing": "gdes"})
+    for cell in plan.cells:
+        assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
+        assert cell.config.model.architecture == "modern"
+        assert cell.config.data.seq_len * cell.config.train.global_batch == 2048

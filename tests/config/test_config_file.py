@@ -18,6 +18,7 @@ OTHERS = (
     "compare_temperatures.yaml",
     "compare_tiny_modern.yaml",
     "compare_tiny_rtd.yaml",
+    "compare_worth.yaml",
     "corpus_prepare.yaml",
 )
 RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("defaults.yaml", *OTHERS))
