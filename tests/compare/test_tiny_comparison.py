@@ -1,4 +1,4 @@
-"""The comparisons in configs/ that hours of CPU cores suffice for: equal FLOPs, and arms that differ in what their names say."""
+"""The comparisons in configs/ for hours of CPU cores: equal FLOPs, and arms that differ in what their names say."""
 
 from __future__ import annotations
 
