@@ -256,8 +256,12 @@ def test_planted_cycles_are_found(tree: Callable[..., Graph]):
 
 
 def test_layers_are_read_from_a_table():
-    text = "| layer | package |\n|---|---|\n| 1 | `electra_dist/a.py` | x |\n| 7b | `electra_dist/train/` | `y/` |\n"
-    assert read_layers(text) == [((1, ""), "electra_dist/a.py"), ((7, "b"), "electra_dist/train")]
+    text = "| layer | packages |\n|---|---|\n| 1 | `electra_dist/a.py`: x; `electra_dist/b/` |\n| 7b | `launcher/c/` |"
+    assert read_layers(text) == [
+        ((1, ""), "electra_dist/a.py"),
+        ((1, ""), "electra_dist/b"),
+        ((7, "b"), "launcher/c"),
+    ]
 
 
 COUNTED = '''"""A module.

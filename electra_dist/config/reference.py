@@ -58,14 +58,14 @@ def _tables(root: type[BaseModel], title: str) -> list[str]:
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    cells = [f"`{key}`", _values(field), field.description or ""]
+    cells = [f"`{key}`<br>{_values(field)}", field.description or ""]
     escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
     return "| " + " | ".join(escaped) + " |"
 
 
 def _table(title: str, rows: list[str], introduction: str = "") -> str:
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
-    lines += ["| key | type, default | description |", "| --- | --- | --- |", *rows]
+    lines += ["| key<br>type, default | description |", "| --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 Guarantee: a folder that holds a run is bound to that run's identity (the corpus fingerprint and all config keys that
 define the course of the training). Another config or corpus is refused before anything is written. A folder that was
-moved or copied can be opened at its new place. `docs/run-folder.md` lists every file with its writer and its readers.
+moved or copied can be opened at its new place. `docs/run-folder.md` lists every file.
 Imports no torch.
 """
 

@@ -24,4 +24,4 @@ def test_the_page_has_every_key_of_a_resolved_config_once() -> None:
         return names
 
     for key in keys(Config):
-        assert page.count(f"| `{key}` |") == 1, key
+        assert page.count(f"| `{key}`<br>") == 1, key

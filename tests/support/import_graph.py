@@ -39,7 +39,7 @@ SMALL_MODULE = 50  # lines of code; a smaller module with one importer belongs i
 Graph = dict[str, set[str]]  # who imports -> what is imported; every node is a key
 Layer = tuple[int, str]  # "7b" is (7, "b"): layers compare as they are ordered
 
-_LAYER_ROW = re.compile(r"\| (\d+)([a-z]?) \| `([^`]+)` \|")
+_LAYER_ROW = re.compile(r"^\| (\d+)([a-z]?) \| (.*) \|$", re.MULTILINE)
 
 
 def source_files(root: Path = ROOT) -> list[str]:
@@ -127,8 +127,12 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def read_layers(text: str) -> list[tuple[Layer, str]]:
-    """Return (layer, package) of every row of the table of layers in a Markdown text, in its order."""
-    return [((int(number), letter), name.rstrip("/")) for number, letter, name in _LAYER_ROW.findall(text)]
+    """Return (layer, package) of every path in the rows of the table of layers in a Markdown text, in its order."""
+    return [
+        ((int(number), letter), name.rstrip("/"))
+        for number, letter, cell in _LAYER_ROW.findall(text)
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
 
 
 def upward_imports(files: Mapping[str, set[str]], layers: Mapping[str, Layer]) -> list[str]:

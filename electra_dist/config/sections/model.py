@@ -42,14 +42,14 @@ class ModelConfig(Section):
 
     architecture: Literal["bert", "modern"] = Field(
         default="bert",
-        description="Architecture of both towers. bert: the paper's, with a table of positions and LayerNorm after "
-        "each sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, gated "
-        "feed-forward networks, local and global attention, and almost no biases.",
+        description="Architecture of both towers. bert: the paper's. modern: ModernBERT's, with rotary positions, "
+        "LayerNorm before each sub-layer, gated feed-forward networks, local and global attention, and almost no "
+        "biases.",
     )
     global_every: Size = Field(
         default=3,
-        description="modern only: every n-th layer, from layer 0 on, is global: a token attends to its whole "
-        "example. In all other layers it attends to a window.",
+        description="modern only: every n-th layer, from layer 0 on, is global: a token attends to its whole example. "
+        "In all others it attends to a window.",
     )
     local_window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
@@ -57,8 +57,8 @@ class ModelConfig(Section):
     )
     global_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=160000.0,
-        description="modern only: base of the wavelengths of rotary positions in global layers. ModernBERT uses "
-        "10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
+        description="modern only: base of the wavelengths of rotary positions in global layers. ModernBERT: 10000 for "
+        "rows of 1,024 tokens, 160000 for 8,192.",
     )
     local_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=10000.0,
@@ -70,8 +70,7 @@ class ModelConfig(Section):
     )
     embedding_size: Size = Field(
         default=1024,
-        description="Width of the embedding tables that the towers share. A tower of another width projects the "
-        "embeddings to its own.",
+        description="Width of the embedding tables that the towers share; a tower of another width projects them.",
     )
     max_positions: Size = Field(
         default=512,
@@ -92,9 +91,8 @@ class ModelConfig(Section):
     sharing: Literal["embeddings", "none", "gdes", "all"] = Field(
         default="embeddings",
         description="Weights that both towers share. embeddings: the token, position and type tables and their "
-        "LayerNorm. none: no weights. gdes: as in DeBERTa-v3, the discriminator's embeddings are the generator's, "
-        "to which it sends no gradients, plus a trainable table of its own. all: embeddings and layers; the towers "
-        "must have the same shape.",
+        "LayerNorm. gdes: as in DeBERTa-v3, the discriminator's embeddings are the generator's, to which it sends no "
+        "gradients, plus a table of its own. all: embeddings and layers; the towers must have the same shape.",
     )
     generator_embedding_size: Size | None = Field(
         default=None,

@@ -51,24 +51,23 @@ class ObjectiveConfig(Section):
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",
         description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
-        "modelling, without a generator. rtd_masked_only: ELECTRA 15 %. replace_mlm, all_tokens_mlm: the paper's "
-        "Replace MLM and All-Tokens MLM. electric: Electric. adversarial: rtd with a generator that is trained by "
-        "REINFORCE to fool the discriminator. docs/objectives.md says what the towers read and learn.",
+        "modelling, without a generator. rtd_masked_only: ELECTRA 15 %. replace_mlm, all_tokens_mlm: the paper's. "
+        "electric: Electric. adversarial: rtd with a generator that is trained by REINFORCE to fool the "
+        "discriminator. docs/objectives.md says what the towers read and learn.",
     )
     generator: Literal["trained", "frozen", "uniform", "unigram"] = Field(
         default="trained",
         description="Source of the replacement tokens. trained: the generator network. frozen: a ready network that "
-        "does not learn, named by train.init_generator_from. uniform: every token of the vocabulary alike. unigram: "
-        "tokens by their frequency in the corpus.",
+        "does not learn, named by train.init_generator_from. uniform: every token alike. unigram: tokens by their "
+        "frequency in the corpus.",
     )
     generator_sha256: str | None = Field(
         default=None,
-        description="SHA-256 of the weights of a frozen generator. A run fills it in at its first start; set it to "
-        "make sure of the weights there.",
+        description="SHA-256 of the weights of a frozen generator. A run fills it in at its first start.",
     )
     generator_only_steps: NonNegative = Field(
         default=0,
-        description="Two-stage training: number of steps that train only the generator. Then it is frozen, and the "
+        description="Two-stage training: number of steps that train only the generator, which is then frozen; the "
         "discriminator starts as its copy. Needs model.sharing: none and towers of the same shape.",
     )
     mask_prob: InnerFractionOrSchedule = Field(
@@ -77,7 +76,7 @@ class ObjectiveConfig(Section):
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.85,
-        description="Fraction of the masked positions that show [MASK] to the generator; the others keep their token.",
+        description="Fraction of the masked positions that show [MASK]; the others keep their token.",
     )
     masking: Literal["without_replacement", "reference"] = Field(
         default="without_replacement",
@@ -100,12 +99,12 @@ class ObjectiveConfig(Section):
     discriminator_mlm_weight: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
         description="Joint MLM: weight of a second loss of the discriminator, which then also predicts the original "
-        "tokens at the masked positions of the text that it reads. Needs objective rtd or rtd_masked_only. 0: none.",
+        "tokens at the masked positions. Needs objective rtd or rtd_masked_only. 0: none.",
     )
     temperature: PositiveOrSchedule = Field(
         default=1.0,
         description="Divides the generator's logits before a replacement is sampled; above 1, samples are more "
-        "random. The generator's loss does not use it.",
+        "random.",
     )
     disallow_correct: bool = Field(
         default=False,
@@ -113,13 +112,13 @@ class ObjectiveConfig(Section):
     )
     random_share: FractionOrSchedule = Field(
         default=0.0,
-        description="Fraction of the masked positions whose replacement is drawn from random_from instead of from "
-        "the generator. The generator's loss does not change.",
+        description="Fraction of the masked positions whose replacement is drawn from random_from instead of from the "
+        "generator.",
     )
     random_from: Literal["uniform", "unigram"] = Field(
         default="uniform",
-        description="Tokens from which random_share draws. uniform: every token except the special ones alike. "
-        "unigram: by their frequency in the corpus.",
+        description="Tokens from which random_share draws. uniform: all but the special ones alike. unigram: by their "
+        "frequency in the corpus.",
     )
     loss_mean: Literal["global", "per_replica"] = Field(
         default="global",

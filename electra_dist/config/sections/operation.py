@@ -26,14 +26,13 @@ class CheckpointConfig(Section):
 
     every_steps: Positive | Literal["auto"] = Field(
         default=1000,
-        description="Steps between checkpoints. auto: the interval that loses the least time, from the duration of "
-        "saves and the frequency of interruptions that this run has measured.",
+        description="Steps between checkpoints. auto: the interval that loses the least time, by the saves and "
+        "interruptions that this run has measured.",
     )
     targets: tuple[str, ...] = Field(
         default=(),
-        description="Local folders or s3://, az:// or gs:// prefixes, for nothing but checkpoints of this run. "
-        "Every checkpoint is written to all of them; a restart prefers the first. Empty: checkpoints/ in the run "
-        "folder.",
+        description="Local folders or s3://, az:// or gs:// prefixes, for nothing but checkpoints of this run. Every "
+        "checkpoint is written to all of them; a restart prefers the first. Empty: checkpoints/ in the run folder.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -41,8 +40,8 @@ class CheckpointConfig(Section):
     )
     keep_last: Positive = Field(
         default=3,
-        description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
-        "or a rollback (guard.skip_before) needs them.",
+        description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule or "
+        "a rollback needs them.",
     )
     keep_every_steps: NonNegative = Field(
         default=0,
@@ -54,9 +53,8 @@ class CheckpointConfig(Section):
     )
     keep_best: NonNegative = Field(
         default=0,
-        description="Number of checkpoints that are kept because they are best on data.heldout: those with the "
-        "highest context AUC or, without a discriminator, with the lowest loss. Only checkpoints saved at a step "
-        "with an evaluation count.",
+        description="Number of checkpoints that are kept because they have the highest context AUC on data.heldout "
+        "or, without a discriminator, the lowest loss. Only checkpoints saved at a step with an evaluation count.",
     )
 
 
@@ -80,29 +78,27 @@ class LogConfig(Section):
     )
     wandb: str | None = Field(
         default=None,
-        description="Weights & Biases project that also gets the metrics; needs the extra wandb. Without a "
-        "connection, set WANDB_MODE=offline and upload later with `wandb sync`.",
+        description="Weights & Biases project that also gets the metrics; needs the extra wandb. With "
+        "WANDB_MODE=offline, upload later by `wandb sync`.",
     )
     mlflow: str | None = Field(
         default=None,
         description="MLflow experiment that also gets the metrics; needs the extra mlflow. MLFLOW_TRACKING_URI names "
-        "the server; without it, the records go into mlflow.db of the run folder, for `mlflow ui "
-        "--backend-store-uri sqlite:///RUN/mlflow.db`.",
+        "the server; without it, mlflow.db of the run folder has the records.",
     )
     trackio: str | None = Field(
         default=None,
         description="Trackio project that also gets the metrics; needs the extra trackio. They stay on this machine, "
-        "in TRACKIO_DIR, for `trackio show`, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place.",
+        "in TRACKIO_DIR, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place.",
     )
     text_samples: NonNegative = Field(
         default=3,
-        description="Held-out rows whose text, with the generator's replacements and the discriminator's "
-        "probabilities, each evaluation records for report.html and TensorBoard.",
+        description="Held-out rows whose text, with replacements and probabilities, each evaluation records for "
+        "report.html and TensorBoard.",
     )
     report_every_minutes: Annotated[float, Field(ge=0, le=1e7)] = Field(
         default=10.0,
-        description="Minutes between two updates of report.html, by a process of low priority. 0: only at the end "
-        "of each start.",
+        description="Minutes between two updates of report.html. 0: only at the end of each start.",
     )
     kwh_price: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
@@ -120,12 +116,12 @@ class CorpusConfig(Section):
     packing: Literal["rows", "none"] = Field(
         default="rows",
         description="How examples are placed in rows. rows: several whole examples share a row, and none attends to "
-        "another. none: one example per row, the rest is padding.",
+        "another. none: one example per row.",
     )
     tokenizer: Literal["wordpiece", "bpe"] = Field(
         default="wordpiece",
         description="Kind of the vocabulary. wordpiece: BERT's, a vocab.txt. bpe: a tokenizer.json of Hugging Face's "
-        "tokenizers, such as ModernBERT's; a build that is given none trains one.",
+        "tokenizers, such as ModernBERT's.",
     )
     lowercase: bool = Field(
         default=True,
@@ -150,9 +146,9 @@ class CorpusConfig(Section):
     )
     source_epochs: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
-        description="How often the documents of a source are used. 2.5: each twice, and half of them a third time, "
-        "at other places of the corpus. 0: the source is left out. Sources that are not named: once. `electra-dist "
-        "corpus info` lists the sources, such as texts/wiki.",
+        description="How often the documents of a source are used. 2.5: each twice, and half of them a third time. 0: "
+        "the source is left out. Sources that are not named: once. `electra-dist corpus info` lists the sources, such "
+        "as texts/wiki.",
     )
     source_shares: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -168,19 +164,17 @@ class CorpusConfig(Section):
     max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5,
         description="Largest share of [UNK] among the tokens of a source with which a corpus is built, or a run "
-        "begins. More means another language or script than the vocabulary's, or a damaged vocabulary. From 5 % on, "
-        "the output names a source.",
+        "begins. From 5 % on, the output names a source.",
     )
     origins: bool = Field(
         default=True,
-        description="Whether a build writes, next to each shard, an origin file with the source and documents of "
-        "each row, for `electra-dist corpus find --source` and `--document`. Shards and fingerprint do not depend "
-        "on it.",
+        description="Whether a build writes, next to each shard, an origin file with the source and documents of each "
+        "row, for `electra-dist corpus find`. The shards do not depend on it.",
     )
     licences: dict[str, str] = Field(
         default={},
         description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, "
-        "`electra-dist corpus stats` and model cards. Prepared text has it in its prepare.json.",
+        "`electra-dist corpus stats` and model cards.",
     )
 
 
@@ -189,9 +183,9 @@ class KernelsConfig(Section):
 
     backend: Literal["auto", "triton", "cuda", "reference"] = Field(
         default="auto",
-        description="Implementation of the fused operations. auto: triton on a GPU, reference elsewhere. triton: "
-        "Triton kernels. cuda: the CUDA kernel of the one operation that has it, otherwise as auto. reference: "
-        "plain PyTorch. A choice that cannot run is an error.",
+        description="Implementation of the fused operations. auto: triton on a GPU, reference elsewhere. cuda: the "
+        "CUDA kernel of the one operation that has it, otherwise as auto. reference: plain PyTorch. A choice that "
+        "cannot run is an error.",
     )
 
 
@@ -203,8 +197,8 @@ class ClusterConfig(Section):
 
     hang_step_factor: Annotated[float, Field(gt=1)] = Field(
         default=5.0,
-        description="A rank in a training step counts as hung if its last heartbeat (its sign of progress) is older "
-        "than this factor times its measured step time and older than hang_step_floor_s.",
+        description="A rank in a training step counts as hung if its last heartbeat is older than this factor times "
+        "its measured step time and older than hang_step_floor_s.",
     )
     hang_step_floor_s: PositiveSeconds = Field(
         default=30.0,
@@ -213,22 +207,20 @@ class ClusterConfig(Section):
     )
     hang_setup_s: PositiveSeconds = Field(
         default=1800.0,
-        description="Limit in seconds without a heartbeat while a rank starts, restores a checkpoint or runs its "
-        "first steps.",
+        description="The same limit while a rank starts, restores a checkpoint or runs its first steps.",
     )
     hang_checkpoint_s: PositiveSeconds = Field(
         default=600.0,
-        description="Limit in seconds without a heartbeat while a rank saves a checkpoint.",
+        description="The same limit while a rank saves a checkpoint.",
     )
     hang_eval_s: PositiveSeconds = Field(
         default=600.0,
-        description="Limit in seconds without a heartbeat during an evaluation.",
+        description="The same limit during an evaluation.",
     )
     storage_patience_s: NonNegativeSeconds = Field(
         default=900.0,
-        description="Seconds for which a run waits for storage that is full, read-only or does not respond, before "
-        "it ends with exit code 75 and the ledger event storage. The tries of S3 requests (minutes) come on top. 0: "
-        "the run ends at the first failure.",
+        description="Seconds for which a run waits for storage that is full, read-only or does not respond, before it "
+        "ends with exit code 75 and the ledger event storage. 0: the run ends at the first failure.",
     )
     max_fruitless_restarts: Positive = Field(
         default=3,
@@ -243,10 +235,9 @@ class ClusterConfig(Section):
         default=None,
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
         "78) or makes no progress, with ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, unhealthy, error or "
-        "no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE in its environment. It is stopped after 30 s, "
-        "and its failure changes nothing. Records of the run hide it, because it may hold a secret; "
-        "RUN/config.yaml, which holds it, can be read by its owner alone. Set it in the YAML file, because all "
-        "users of a machine see command lines.",
+        "no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE in its environment. It is stopped after 30 s. "
+        "Set it in the YAML file, because all users of a machine see command lines, and it may hold a secret; "
+        "RUN/config.yaml, which holds it, can be read by its owner alone.",
     )
 
     @field_validator("notify")
@@ -263,8 +254,7 @@ class PlanConfig(Section):
 
     gpu: str = Field(
         default="H100",
-        description="GPU model whose peak dense throughput is assumed, such as B200, H200, H100, A100, L40S or V100; "
-        "`plan` names all models where one is not known.",
+        description="GPU model whose peak dense throughput is assumed, such as B200, H200, H100, A100, L40S or V100.",
     )
     num_gpus: Size = Field(default=8, description="Number of GPUs that the estimate assumes.")
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(

@@ -36,14 +36,13 @@ class DataConfig(Section):
     )
     heldout: str | None = Field(
         default=None,
-        description="Corpus for evaluation, with the row length and vocabulary of the training corpus. {corpus} in "
-        "it stands for data.corpus, as in '{corpus}/heldout'. Unset: no evaluation.",
+        description="Corpus for evaluation, with the row length and vocabulary of the training corpus. {corpus} in it "
+        "stands for data.corpus. Unset: no evaluation.",
     )
     phases: tuple[PhaseConfig, ...] = Field(
         default=(),
         description="Further corpora, each as `{corpus: URL, from_step: N}`, in ascending order: from step N on, all "
-        "rows come from that corpus, beginning with a new epoch of it. Steps before the first from_step read "
-        "data.corpus.",
+        "rows come from that corpus, beginning with a new epoch.",
     )
     seq_len: Size = Field(default=512, description="Tokens per row; must equal the row length of the corpus.")
     shuffle_window_shards: Positive = Field(
@@ -52,13 +51,13 @@ class DataConfig(Section):
     )
     cache_dir: LocalFolder | None = Field(
         default=None,
-        description="Folder on a local disk of the node for shards fetched from S3 (in electra-dist-shards there) "
-        "and for code compiled by engine.compile. Unset: cache/ in the run folder; with several nodes, "
-        "electra-dist-cache-UID in the first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk.",
+        description="Folder on a local disk of the node for shards fetched from S3 and for compiled code. Unset: "
+        "cache/ in the run folder; with several nodes, electra-dist-cache-UID in the first of SLURM_TMPDIR, TMPDIR "
+        "and /tmp that is on a local disk.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         default=None,
-        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. The shards of two shuffle "
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes; those of two shuffle "
         "windows are held in any case. Unset: the free space of the disk.",
     )
     fetch_threads: Annotated[int, Field(gt=0, le=1024)] = Field(
@@ -67,13 +66,12 @@ class DataConfig(Section):
     )
     share_shards: bool | None = Field(
         default=None,
-        description="Whether nodes pass the shards of data.corpus to one another, so that each is fetched from S3 "
-        "once and not once per node. Each node then listens on a TCP port. The order of rows does not change. "
-        "Unset: true with 8 nodes or more.",
+        description="Whether nodes pass the shards of data.corpus to one another, each at a TCP port, so that each "
+        "shard is fetched from S3 once and not once per node. Unset: true with 8 nodes or more.",
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of the service of the URLs of this section, if it is not AWS, Azure or Google, for example "
+        description="URL of the service of this section's URLs, if it is not AWS, Azure or Google, such as "
         "http://10.0.0.1:9000.",
     )
 
@@ -105,9 +103,8 @@ class TrainConfig(Section):
     global_batch: Size = Field(description="Rows in an optimizer step, summed over all ranks and micro-batches.")
     micro_batch: Size = Field(
         description="Rows that a rank processes in one forward and backward pass; gradients are accumulated up to "
-        "global_batch. If a rank has fewer rows, or this number does not divide them, a start takes the largest "
-        "smaller number that does, and logs it. auto: measure memory at the start and use the largest number that "
-        "fits."
+        "global_batch. If this number does not divide a rank's rows, a start takes the largest smaller number that "
+        "does. auto: measure memory at the start and use the largest number that fits."
     )
     largest_micro_batch: bool = Field(
         default=False,
@@ -115,26 +112,26 @@ class TrainConfig(Section):
     )
     precision: Literal["bf16", "fp16", "fp32"] = Field(
         default="bf16",
-        description="Number format of the forward and backward passes. Master weights, optimizer moments and "
-        "gradient sums are fp32 except for the sum over ranks in bf16 on CPUs at zero_stage 1 to 3. fp16 is for "
-        "GPUs without bf16 (V100, T4); a step whose gradients overflow makes no update.",
+        description="Number format of the forward and backward passes. Master weights, moments and gradient sums are "
+        "fp32, but for the sum over ranks in bf16 on CPUs at zero_stage 1 to 3. fp16 is for GPUs without bf16 (V100, "
+        "T4).",
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),
-        description="Steps to skip, counted from 0. A skipped step updates nothing and its rows are not used; all "
-        "other steps keep their rows.",
+        description="Steps to skip, counted from 0: they update nothing and their rows are not used; all other steps "
+        "keep their rows.",
     )
     init_from: str | None = Field(
         default=None,
         description="Initial weights: the folder of a run, an export or a Hugging Face model, or ORG/NAME or "
-        "ORG/NAME@REVISION of one on the Hub. Training starts at step 0 with new optimizer moments. Ignored once the "
-        "run has a checkpoint of its own. Unset: random weights.",
+        "ORG/NAME@REVISION of one on the Hub. Ignored once the run has a checkpoint of its own. Unset: random "
+        "weights.",
     )
     init_generator_from: str | None = Field(
         default=None,
-        description="Hugging Face folder, or name on the Hub, with the generator's initial weights, for an "
-        "init_from that holds only the discriminator. With objective.generator: frozen, the folder of the generator "
-        "itself, which may also be a run of objective mlm.",
+        description="Hugging Face folder, or name on the Hub, with the generator's initial weights, for an init_from "
+        "that holds only the discriminator. With objective.generator: frozen, the folder of the generator itself, "
+        "also a run of objective mlm.",
     )
 
     @model_validator(mode="before")
@@ -187,14 +184,14 @@ class GuardConfig(Section):
 
     window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
-        description="Number of most recent accepted steps (those that updated the weights) from which mean and "
-        "standard deviation of the loss are computed; before that many, no step counts as a spike.",
+        description="Number of most recent accepted steps from which mean and standard deviation of the loss are "
+        "computed; before that many, no step counts as a spike.",
     )
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         default=6.0,
         description="A step is a spike, and does not update the weights, if its loss exceeds the window's mean by "
-        "more than this many standard deviations. 0: no step counts as a spike. A step whose loss or "
-        "gradient is not finite is stopped in any case.",
+        "more than this many standard deviations. 0: none is. A loss or gradient that is not finite stops a step in "
+        "any case.",
     )
     max_in_a_row: Positive = Field(
         default=3, description="Consecutive stopped steps after which the run goes back to a checkpoint."
@@ -206,8 +203,7 @@ class GuardConfig(Section):
     )
     max_rollbacks: NonNegative = Field(
         default=5,
-        description="Number of times that a run may go back to a checkpoint. If it diverges again, it ends with exit "
-        "code 78.",
+        description="Number of times that a run may go back to a checkpoint, before it ends with exit code 78.",
     )
 
     @property
@@ -242,7 +238,7 @@ class GeneratorOptimizerConfig(Section):
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Upper limit of the norm of the generator's gradients; optimizer.clip_norm is then that of all "
-        "others. Unset: the same number for both norms.",
+        "others. Unset: the same number.",
     )
 
 
@@ -273,9 +269,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
-        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
-        "the parameter's norm. muon: Muon for the matrices of the layers, AdamW for all other parameters. lamb and "
-        "muon need engine.zero_stage: 0.",
+        description="Optimizer. lamb scales each parameter's update by the parameter's norm. muon: Muon for the "
+        "matrices of the layers, AdamW for all other parameters. lamb and muon need engine.zero_stage: 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
@@ -319,9 +314,8 @@ class OptimizerConfig(Section):
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
         default="auto",
         description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused AdamW "
-        "(for adamw only). foreach: this project's. auto: on a GPU apex if it is installed, otherwise deepspeed for "
-        "adamw; foreach in all other cases, also if deepspeed's cannot be compiled or the optimizer is offloaded. "
-        "The log states the reason.",
+        "(adamw only). foreach: this project's. auto: on a GPU apex if it is installed, otherwise deepspeed for "
+        "adamw; foreach in all other cases. The log states the reason.",
     )
     generator: GeneratorOptimizerConfig | None = Field(
         default=None,
@@ -387,7 +381,7 @@ class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
         description="DeepSpeed ZeRO stage: the training state that is split between the ranks. 0: none. 1: optimizer "
-        "state. 2: gradients as well. 3: parameters as well.",
+        "state. 2: gradients, too. 3: parameters, too.",
     )
     offload_optimizer: bool = Field(
         default=False,
@@ -395,19 +389,18 @@ class EngineConfig(Section):
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Whether layers are computed again in the backward pass and only their inputs are kept. Saves "
-        "memory, costs time.",
+        description="Whether layers are computed again in the backward pass, which saves memory and costs time.",
     )
     attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
         default="auto",
         description="Attention code. sdpa: torch's scaled_dot_product_attention. flash: FlashAttention; needs a GPU "
-        "of compute capability 8.0 and bf16 or fp16. flex: FlexAttention; needs a GPU and model.attention_dropout: "
-        "0. auto: on a GPU flash, otherwise flex, each only where it passes a trial; sdpa in all other cases.",
+        "of compute capability 8.0 and bf16 or fp16. flex: FlexAttention; needs a GPU and model.attention_dropout: 0. "
+        "auto: on a GPU flash, otherwise flex, each only where it passes a trial; otherwise sdpa.",
     )
     deterministic: bool = Field(
         default=True,
         description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same bits; "
-        "docs/exactness.md has the exceptions. On a CPU steps repeat in any case.",
+        "docs/exactness.md has the exceptions.",
     )
     compile: bool = Field(
         default=False,
@@ -416,7 +409,6 @@ class EngineConfig(Section):
     )
     overlap_communication: bool = Field(
         default=False,
-        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs (zero_stage 1 "
-        "with bf16). Losses may then differ in the last bits: on a GPU, on more than two ranks, and on CPUs, whose "
-        "ranks otherwise exchange bf16.",
+        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs (zero_stage 1 with "
+        "bf16). Losses may then differ in the last bits.",
     )

@@ -5,8 +5,7 @@ formatting. A step is off unless its key is in the file; `gopher_quality: {}` sw
 keys of a filter are the parameters of datatrove's filter of the same name, and the defaults are those of FineWeb,
 which takes them from the paper that is named at each filter.
 
-docs/corpus_prepare.md has all keys: after a change, run `python -m electra_dist.corpus.prepare.prepare_config` and put
-its output at the end of that page.
+`electra-dist corpus prepare --describe` prints all keys.
 """
 
 from __future__ import annotations
@@ -384,8 +383,8 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
 
 
 def reference() -> str:
-    """Return a block of Markdown with all keys of the YAML file, their defaults and their descriptions."""
-    return "\n".join(["```yaml", *_outline(PrepareConfig, ""), "```"]) + "\n"
+    """Return all keys of the YAML file with their defaults and descriptions, as YAML that is to be completed."""
+    return "\n".join(_outline(PrepareConfig, "")) + "\n"
 
 
 def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
@@ -421,7 +420,3 @@ def _in_yaml(value: object) -> str:
     if isinstance(value, dict) or (isinstance(value, str) and value.isalpha()):
         return str(value)
     return json.dumps(value)
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

@@ -137,7 +137,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
         content = lines([*texts(60 + 10 * number), " "]) + b"{broken\n"
         name = f"a.jsonl{ending}" if ending != ".zip" else "a.zip"
         drops = {"broken_json": 1, "empty": 1}
-        label = f"jsonl{ending}: a blank text, a broken line"
+        label = "jsonl, plain, .gz, .bz2, .xz, .zst and .zip: a blank text, a broken line"
         folder_name = "jsonl" + ending.replace(".", "-")
         inputs[folder_name] = Input(label, {name: compress(content)}, drops, {}, drops, {})
     return inputs
@@ -203,7 +203,7 @@ def table(inputs: dict[str, Input]) -> Iterator[str]:
     """Yield the lines that the table of formats in docs/corpus_prepare.md should have."""
     yield "| input, from S3 | `corpus build` reads | drops | `corpus prepare` reads | drops |"
     yield "| --- | --- | --- | --- | --- |"
-    for each in inputs.values():
+    for each in {each.label: each for each in inputs.values()}.values():
         of_build = in_words({**each.build_drops, **each.build_skips})
         of_prepare = in_words({**each.prepare_drops, **each.prepare_skips})
         yield f"| {each.label} | {each.build_reads} | {of_build} | {each.prepare_reads} | {of_prepare} |"

@@ -8,9 +8,13 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
+from electra_launcher.cli.main import app
 from made_sources import english, page, warc, wet
 from prepare_processes import REPOSITORY
+from typer.testing import CliRunner
 
+from electra_dist.config.keys import section_class
 from electra_dist.config.load import load_section
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
@@ -19,11 +23,16 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import UserError
 
 
-def test_the_page_in_docs_has_every_key_of_the_file():
-    from electra_dist.corpus.prepare.prepare_config import reference
-
-    text = (REPOSITORY / "docs" / "corpus_prepare.md").read_text()
-    assert text.endswith(reference()), "put `python -m electra_dist.corpus.prepare.prepare_config` at its end"
+def test_the_command_prints_every_key_of_the_file_with_its_default():
+    run = CliRunner().invoke(app, ["corpus", "prepare", "--describe"])
+    assert run.exit_code == 0
+    keys = yaml.safe_load(run.output)
+    assert list(keys) == list(PrepareConfig.model_fields)
+    for name, section in keys["filters"].items():
+        inner = section_class(PrepareConfig.model_fields["filters"].annotation.model_fields[name].annotation)
+        assert inner is None or list(section) == list(inner.model_fields)
+    assert keys["filters"]["gopher_quality"]["min_doc_words"] == 50
+    assert keys["executor"]["slurm"]["time"] == "24:00:00"
 
 
 def test_the_example_is_a_valid_file():

@@ -22,9 +22,20 @@ if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answ
 _PACKAGES = ("datatrove", "trafilatura", "warcio", "fasttext", "tldextract", "ahocorasick", "ftfy", "fasteners")
 
 
+def _print_keys(wanted: bool) -> None:
+    from electra_dist.corpus.prepare.prepare_config import reference
+
+    if wanted:
+        typer.echo(reference(), nl=False)
+        raise typer.Exit
+
+
 def prepare(
     file: Annotated[Path, typer.Argument(help="YAML file of the preparation, such as configs/corpus_prepare.yaml")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and print the stages")] = False,
+    describe: Annotated[
+        bool, typer.Option("--describe", callback=_print_keys, is_eager=True, help="print every key of such a file")
+    ] = False,
 ) -> None:
     """Extract, filter and deduplicate text by datatrove; `corpus build` reads OUTPUT/documents.
 
