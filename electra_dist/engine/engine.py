@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -28,12 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
+from deepspeed.runtime import bf16_optimizer, torch_autocast
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import agree
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
-from electra_dist.engine.gradient_sums import GradientSums, norms_stay_on_device
+from electra_dist.engine.gradient_sums import GradientSums
 from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import build_optimizer, choose_implementation, misaligned_parameters
 from electra_dist.engine.process_group import local_device
@@ -370,7 +371,7 @@ class Engine:
             return contextlib.nullcontext()
         # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
         fused = self._overlaps or self.device.type == "cuda"
-        return norms_stay_on_device(self.optimizer, fused=fused)
+        return _norms_stay_on_device(self.optimizer, fused=fused)
 
     def _unscale_unpartitioned_gradients(self) -> None:
         if self.loss_scale is None:
@@ -397,3 +398,55 @@ class Engine:
 def _is_finite_norm(norm: float) -> bool:
     """Return whether the norm shows that all gradients are finite; if not, DeepSpeed reports inf, NaN or -1."""
     return math.isfinite(norm) and norm >= 0
+
+
+@contextlib.contextmanager
+def _norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
+    """Let DeepSpeed compute the gradient norm and clip at ZeRO stages 1 and 2 without making the host wait.
+
+    DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite, and to
+    decide whether to clip. This context replaces these functions: DeepSpeed skips no step, and always multiplies by a
+    clipping factor, which is 1 within the limit. The engine reads the norm before the update, and decides then.
+    `fused` computes all norms of a BF16_Optimizer with one operation, which on a GPU rounds differently.
+    """
+
+    def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
+        if fused:
+            norms = list(torch._foreach_norm(list(input_tensors)))
+        else:
+            norms = [torch.linalg.vector_norm(tensor) for tensor in input_tensors]
+        return torch.stack(norms).pow(2.0).sum().pow(0.5)
+
+    def clip(max_norm: float, global_norm: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
+        factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
+        # Other ranks' partitions need no clipping, because this rank does not read them afterwards.
+        for partition in optimizer.fp32_groups_gradient_flat_partition:
+            partition.mul_(factor)
+        return global_norm
+
+    def is_never_invalid(norm: Any) -> bool:
+        return False
+
+    def leave_norm(*_: Any, **__: Any) -> None:
+        """Do nothing: a norm that is not finite stays as it is."""
+
+    replacements: dict[Any, dict[str, Callable[..., Any]]] = {
+        bf16_optimizer: {
+            "get_global_norm_of_tensors": global_norm,
+            "clip_tensors_by_global_norm": clip,
+            "is_invalid_grad_norm": is_never_invalid,
+        },
+        stage_1_and_2: {
+            "is_invalid_grad_norm": is_never_invalid,
+            "mask_nan_or_inf_with_val_inplace": leave_norm,
+        },
+    }
+    originals = [(module, name, getattr(module, name)) for module, names in replacements.items() for name in names]
+    for module, names in replacements.items():
+        for name, function in names.items():
+            setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)

@@ -1,14 +1,14 @@
-"""Add up, exchange, measure and clip the gradients of a step at ZeRO stage 1 in bf16, with few operations.
+"""Add up and exchange the gradients of a step at ZeRO stage 1 in bf16, with few operations.
 
 DeepSpeed's BF16_Optimizer remains the optimizer. For each parameter group it keeps one flat fp32 tensor with the sums
 of the gradients. DeepSpeed handles each parameter by itself in Python. This module replaces that with operations on
-buckets, which consist of consecutive parameters, and on whole partitions.
+buckets, which consist of consecutive parameters.
 
-Guarantee: on a CPU without overlap every sum, the norm and the clipped gradients are those of DeepSpeed 0.19.8, bit
-for bit. With overlap (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has
-two terms. With more ranks the order of the terms depends on how a collective divides a bucket, so that the last bit
-may differ. On a GPU the gradients of weights are not rounded to bf16 before they are added, and the norm is computed
-by another kernel. Sums over micro-batches and over ranks are fp32.
+Guarantee: on a CPU without overlap every sum is that of DeepSpeed 0.19.8, bit for bit. With overlap
+(`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has two terms. With more
+ranks the order of the terms depends on how a collective divides a bucket, so that the last bit may differ. On a GPU
+the gradients of weights are not rounded to bf16 before they are added. Sums over micro-batches and over ranks are
+fp32.
 
 How: autograd hooks collect the gradients of a bucket during the backward pass, and add them to the bucket's fp32 sums
 when all of them exist. On a GPU weights have a `GradientSum`: the product that computes the gradient adds it to the
@@ -22,15 +22,12 @@ overlapped. With overlap, a second gradient for a parameter whose bucket is bein
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.zero import stage_1_and_2
 
 from electra_dist.collectives import from_rank_0
 from electra_dist.model.fused_layer import GradientSum
@@ -229,55 +226,3 @@ class GradientSums:
             bucket.is_exchanging = False
         self._all_reduces.clear()
         self._num_started = 0
-
-
-@contextlib.contextmanager
-def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
-    """Let DeepSpeed compute the gradient norm and clip at ZeRO stages 1 and 2 without making the host wait.
-
-    DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite, and to
-    decide whether to clip. This context replaces these functions: DeepSpeed skips no step, and always multiplies by a
-    clipping factor, which is 1 within the limit. The engine reads the norm before the update, and decides then.
-    `fused` computes all norms of a BF16_Optimizer with one operation, which on a GPU rounds differently.
-    """
-
-    def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
-        if fused:
-            norms = list(torch._foreach_norm(list(input_tensors)))
-        else:
-            norms = [torch.linalg.vector_norm(tensor) for tensor in input_tensors]
-        return torch.stack(norms).pow(2.0).sum().pow(0.5)
-
-    def clip(max_norm: float, global_norm: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
-        factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
-        # Other ranks' partitions need no clipping, because this rank does not read them afterwards.
-        for partition in optimizer.fp32_groups_gradient_flat_partition:
-            partition.mul_(factor)
-        return global_norm
-
-    def is_never_invalid(norm: Any) -> bool:
-        return False
-
-    def leave_norm(*_: Any, **__: Any) -> None:
-        """Do nothing: a norm that is not finite stays as it is."""
-
-    replacements: dict[Any, dict[str, Callable[..., Any]]] = {
-        bf16_optimizer: {
-            "get_global_norm_of_tensors": global_norm,
-            "clip_tensors_by_global_norm": clip,
-            "is_invalid_grad_norm": is_never_invalid,
-        },
-        stage_1_and_2: {
-            "is_invalid_grad_norm": is_never_invalid,
-            "mask_nan_or_inf_with_val_inplace": leave_norm,
-        },
-    }
-    originals = [(module, name, getattr(module, name)) for module, names in replacements.items() for name in names]
-    for module, names in replacements.items():
-        for name, function in names.items():
-            setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
