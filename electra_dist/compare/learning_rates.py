@@ -28,7 +28,7 @@ from electra_dist.finetune.scores import digest_of
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.run.metrics import iter_evaluations
 from electra_dist.run.records import JsonlFile, Record, read_records
-from electra_dist.train.checkpointer import evaluation_scores
+from electra_dist.train.evaluator import evaluation_scores
 
 RATES_FILE = "learning_rates.jsonl"  # in the output folder: a line for each choice, the newest last
 SEARCH_FOLDER = "search"  # in the output folder: the short runs

@@ -29,7 +29,7 @@ from electra_dist.checkpoint.restore import Loaded, load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.checkpoint.writer import CheckpointWriter, SaveTiming
 from electra_dist.collectives import from_rank_0
-from electra_dist.config import CheckpointConfig, GuardConfig, ObjectiveConfig
+from electra_dist.config import CheckpointConfig, GuardConfig
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import bit_settings
 from electra_dist.engine.state_fragments import (
@@ -44,7 +44,6 @@ from electra_dist.pretrained.weights import load_recorded_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.history import seconds_per_step, starts
 from electra_dist.run.ledger import LedgerEvent, read_ledger
-from electra_dist.run.metrics import EvalRecord
 from electra_dist.train.guard import Guard, SkipList
 from electra_dist.train.start import Start
 
@@ -93,15 +92,6 @@ class TrainState:
             **self.eval_scores,
             "overflowed": tuple(self.overflowed),
         }
-
-
-def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
-    """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
-    if not objective.facts.predicts_tokens:
-        return {"eval_context_auc": evaluation.context_auc, "eval_loss": evaluation.rtd_loss}
-    if not objective.facts.has_generator:
-        return {"eval_loss": evaluation.mlm_loss}
-    return {"eval_loss": evaluation.token_loss}
 
 
 class Checkpointer:

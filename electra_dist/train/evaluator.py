@@ -28,6 +28,7 @@ import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.operation_types import SpecialIds
 
+from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import value_at
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
@@ -248,6 +249,15 @@ def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | Non
         context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
         num_shown_rows=config.log.text_samples,
     )
+
+
+def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
+    """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
+    if not objective.facts.predicts_tokens:
+        return {"eval_context_auc": evaluation.context_auc, "eval_loss": evaluation.rtd_loss}
+    if not objective.facts.has_generator:
+        return {"eval_loss": evaluation.mlm_loss}
+    return {"eval_loss": evaluation.token_loss}
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:

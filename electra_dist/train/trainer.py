@@ -38,8 +38,8 @@ from electra_dist.objectives.base import Schedules
 from electra_dist.run.lease import LeaseLost
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.processes import node_name
-from electra_dist.train.checkpointer import Checkpointer, SaveSchedule, TrainState, evaluation_scores
-from electra_dist.train.evaluator import Evaluator, open_evaluator
+from electra_dist.train.checkpointer import Checkpointer, SaveSchedule, TrainState
+from electra_dist.train.evaluator import Evaluator, evaluation_scores, open_evaluator
 from electra_dist.train.guard import Guard
 from electra_dist.train.open_cache import open_shared_cache
 from electra_dist.train.reporter import Ending, Reporter

@@ -8,7 +8,7 @@ import pytest
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.train.checkpointer import evaluation_scores
+from electra_dist.train.evaluator import evaluation_scores
 
 EVALUATION = EvalRecord(
     step=10,
