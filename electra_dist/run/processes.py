@@ -1,4 +1,4 @@
-"""Name this node and its boot, and find the processes of a run on it.
+"""Name this node and its boot, find the processes of a run on it, and tell how long ago this one began.
 
 The processes of a run are found by an environment variable that their supervisor sets.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,3 +68,11 @@ def boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
+
+
+def seconds_since_process_start() -> float:
+    """Return the seconds since the operating system started this process, by a clock that does not jump."""
+    # The text before the last ")" is the name of the program. The 22nd field is the start in ticks since the boot.
+    fields_after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    started_s = int(fields_after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

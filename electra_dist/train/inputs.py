@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from electra_kernels import BackendUnavailable
@@ -35,6 +36,7 @@ class RunInputs:
     corpora: Corpora  # the training corpora: data.corpus, and the corpora of data.phases
     heldout: Corpora | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
+    identity: dict[str, Any]  # what identity.json of the run folder must hold
     accept_new_numerics: bool  # whether to continue a run of a version that draws or rounds differently
     from_scratch: bool = False  # whether the run begins again at step 0, even if there are checkpoints
 
@@ -82,6 +84,7 @@ def check_inputs(
         corpora=corpora,
         heldout=heldout,
         vocabulary=vocabulary,
+        identity=identity,
         accept_new_numerics=accept_new_numerics,
         from_scratch=from_scratch,
     )

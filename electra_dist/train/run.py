@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -52,10 +51,10 @@ from electra_dist.run.folder import (
     delete_unfinished_files,
     is_run_folder,
     move_records_aside,
-    run_identity,
 )
 from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
+from electra_dist.run.processes import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
@@ -63,7 +62,7 @@ from electra_dist.train.guard import SkipList
 from electra_dist.train.inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
-from electra_dist.train.start import Start, seconds_since_process_start
+from electra_dist.train.start import Start
 from electra_dist.train.stop_request import StopRequest
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
@@ -144,14 +143,13 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
     Gives the lock to rank 0, and None to the others.
     """
     run_dir = Path(config.run_dir)
-    identity = run_identity(config, inputs.corpora.fingerprint, inputs.corpora.phase_fingerprints)
-    if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
+    if len(set(gather(canonical_json({"identity": inputs.identity, "heldout": inputs.heldout_digest})))) > 1:
         raise ManifestMismatch(
             f"run_dir {run_dir}: a corpus or the frozen generator has changed while the ranks have read it, or is not "
             f"the same on all nodes; start the run again"
         )
     leases: list[RunLease] = []
-    from_rank_0(lambda: leases.append(_take(run_dir, identity, inputs.accept_new_numerics, patience=patience)))
+    from_rank_0(lambda: leases.append(_take(run_dir, inputs, patience=patience)))
     try:
         yield leases[0] if leases else None
     finally:
@@ -160,11 +158,11 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
 
 
 @patient
-def _take(run_dir: Path, identity: dict[str, Any], accept_new_numerics: bool, *, patience: Patience) -> RunLease:
+def _take(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> RunLease:
     """Lock the run folder, and check it again, because another run may have begun in it since `check_inputs`."""
     lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
     try:
-        check_run_folder(run_dir, identity, accept_new_numerics)
+        check_run_folder(run_dir, inputs.identity, inputs.accept_new_numerics)
         delete_unfinished_files(run_dir)
     except UserError:
         lease.release()
@@ -196,7 +194,16 @@ def _build(
         module.towers, config.starting_weights, open_targets(config, patience), run_dir
     )
     notes += [f"init_from: {note}" for note in source_notes]
-    from_rank_0(lambda: _begin_run_folder(config, inputs, source_digest, patience))
+    from_rank_0(
+        lambda: begin_run_folder(
+            config,
+            identity=inputs.identity,
+            tokenizer_json=inputs.corpora.tokenizer.model_dump_json(indent=1),
+            vocabulary=inputs.vocabulary.text.encode(),
+            input_digests={**inputs.heldout_digest, **source_digest},
+            patience=patience,
+        )
+    )
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), _predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
@@ -246,18 +253,6 @@ def _build_notes(config: Config, attention: Choice) -> list[str]:
         folder = node_cache_folder(config).path
         notes.append(f"layers are compiled at the first step; compiled code is kept in {folder}")
     return notes
-
-
-def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str], patience: Patience) -> None:
-    """Write the files that describe the run: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
-    begin_run_folder(
-        config,
-        identity=run_identity(config, inputs.corpora.fingerprint, inputs.corpora.phase_fingerprints),
-        tokenizer_json=inputs.corpora.tokenizer.model_dump_json(indent=1),
-        vocabulary=inputs.vocabulary.text.encode(),
-        input_digests={**inputs.heldout_digest, **source_digest},
-        patience=patience,
-    )
 
 
 def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> tuple[Objective, Choice]:

@@ -1,11 +1,8 @@
-"""Hold what one start of a run works with, once its engine is built, and tell how long ago its process began."""
+"""Hold what one start of a run works with, once its engine is built."""
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
@@ -30,11 +27,3 @@ class Start:
     stop: StopRequest
     monitor: RankMonitor
     patience: Patience  # with storage that is full or away
-
-
-def seconds_since_process_start() -> float:
-    """Return the seconds since the operating system started this process, by a clock that does not jump."""
-    # The text before the last ")" is the name of the program. The 22nd field is the start in ticks since the boot.
-    fields_after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    started_s = int(fields_after_name[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -36,7 +36,6 @@ OWN = {
     "electra_dist/run/processes.py",
     "electra_dist/store/local_store.py",
     "electra_dist/store/s3/s3_store.py",
-    "electra_dist/train/start.py",
     "electra_dist/compare/pretraining_runs.py",
     "launcher/electra_launcher/chaos/drill.py",
     "launcher/electra_launcher/chaos/faults.py",

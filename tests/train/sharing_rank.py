@@ -50,6 +50,7 @@ def read_all(share_shards: bool | None) -> dict[str, object]:
         corpora=corpora,
         heldout=None,
         vocabulary=None,  # type: ignore[arg-type]
+        identity={},
         accept_new_numerics=False,
     )
     notes = describe_caches(config, inputs)
