@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ import tokenizers
 
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.atomic_files import read_regular
-from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json, refuse_one_text
+from electra_dist.tokenizer_json import TokenizerJson, one_text_error
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json, also if its content is a tokenizer.json.
@@ -64,7 +65,7 @@ class Vocabulary:
         # The content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json.
         self.text = text.removesuffix("\n") + "\n"
         text = text.removeprefix(BYTE_ORDER_MARK)
-        if is_tokenizer_json(text):
+        if _is_tokenizer_json(text):
             self.tokenizer_json = TokenizerJson(text, name)
             self.tokens = self.tokenizer_json.tokens
             self._ids = self.tokenizer_json.ids
@@ -152,6 +153,17 @@ class Vocabulary:
         return dict(self._ids)
 
 
+def _is_tokenizer_json(text: str) -> bool:
+    """Return whether the content of a vocabulary file is a tokenizer.json: a JSON object with the key "model"."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "model" in content
+
+
 def _lines_sha256(text: str) -> str:
     """Return the hexadecimal SHA-256 of a vocabulary's text, to which a missing line feed at the end is added."""
     return hashlib.sha256((text.removesuffix("\n") + "\n").encode()).hexdigest()
@@ -176,7 +188,8 @@ class WordPieceTokenizer:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
-        refuse_one_text(lines)
+        if isinstance(lines, str):
+            raise one_text_error(lines)
         words_of_lines = [line.split(" ") for line in lines]
         all_words = set(itertools.chain.from_iterable(words_of_lines))
         new_words = list(all_words.difference(self._known))

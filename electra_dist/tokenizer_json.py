@@ -36,21 +36,9 @@ _WORD_START = "\u0120"  # character that stands for the space before a word in b
 _CONTINUATION = "##"  # prefix of a token that continues a word in WordPiece
 
 
-def is_tokenizer_json(text: str) -> bool:
-    """Return whether the content of a vocabulary file is a tokenizer.json: a JSON object with the key "model"."""
-    if not text.lstrip().startswith("{"):
-        return False
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "model" in content
-
-
-def refuse_one_text(lines: Sequence[str]) -> None:
-    """Raise UserError if one text is given in place of a list of texts."""
-    if isinstance(lines, str):
-        raise UserError(f"encode: the argument lines is {lines[:60]!r}, one text; pass a list of texts")
+def one_text_error(text: str) -> UserError:
+    """Return the error for one text in place of a list of texts."""
+    return UserError(f"encode: the argument lines is {text[:60]!r}, one text; pass a list of texts")
 
 
 class TokenizerJson:
@@ -91,7 +79,8 @@ class TokenizerJson:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without special tokens; a line without tokens gives []."""
-        refuse_one_text(lines)
+        if isinstance(lines, str):
+            raise one_text_error(lines)
         encodings = self._encoder.encode_batch_fast(list(lines), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
