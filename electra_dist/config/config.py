@@ -66,7 +66,8 @@ class Config(AllSections):
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
-        objective = _without_new_defaults(tree["objective"])
+        # A key of `_NEW_DEFAULTS` with its default is left out, so that older runs' digests stay the same.
+        objective = {key: value for key, value in tree["objective"].items() if (key, value) not in _NEW_DEFAULTS}
         if not self.objective.draws_at_random:
             # Left out, so that runs that began before these keys existed keep their identity.
             objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
@@ -105,7 +106,7 @@ class Config(AllSections):
 
 # Keys of section `objective` that were added after runs had begun without them. A key with the value given here
 # changes nothing in a run.
-_NEW_DEFAULTS: dict[str, Any] = {"discriminator_mlm_weight": 0.0, "generator_sha256": None}
+_NEW_DEFAULTS = (("discriminator_mlm_weight", 0.0), ("generator_sha256", None))
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +117,3 @@ def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
-
-
-def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keys of `_NEW_DEFAULTS` that have their default, so that older runs' digests stay the same."""
-    return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}

@@ -62,7 +62,8 @@ class TokenizerEntry(Section):
         missing = [token for token in SPECIAL_TOKENS if token not in self.special]
         if missing:
             raise ValueError(f"special lacks {', '.join(missing)}; it must hold the ids of all five special tokens")
-        outside = [f"{token} {token_id}" for token, token_id in self.special.items() if not self._is_id(token_id)]
+        ids = range(self.vocab_size)
+        outside = [f"{token} {token_id}" for token, token_id in self.special.items() if token_id not in ids]
         if outside:
             raise ValueError(
                 f"special: ids of {', '.join(outside)} are outside the vocabulary; they must be at least 0 and below "
@@ -70,9 +71,6 @@ class TokenizerEntry(Section):
             )
         check_key(self.vocab_file)
         return self
-
-    def _is_id(self, token_id: int) -> bool:
-        return 0 <= token_id < self.vocab_size
 
 
 class CorpusManifest(Section):

@@ -19,7 +19,7 @@ from datetime import timedelta
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import get_accelerator
 
 from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_meeting, check_port, rank_place, whole_number
 from electra_dist.errors import UserError
@@ -58,7 +58,10 @@ def init_distributed() -> None:
         _share_cores(place.ranks_on_node)
     # The first collective of a run would otherwise run on GPU 0 for all ranks of a node, and hang.
     local_device()
-    _ask_cuda_for_free_memory(get_accelerator())
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        # DeepSpeed's own way to ask for free memory fails if CUDA_VISIBLE_DEVICES holds UUIDs.
+        accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]
     # A supervisor has chosen a free port. If that has been taken since, it starts the ranks again with another.
     is_chosen_by_supervisor = MARK in os.environ
     if place.rank == 0 and not dist.is_initialized() and not is_chosen_by_supervisor:
@@ -90,12 +93,6 @@ def local_device() -> torch.device:
             f"(deepspeed --num_gpus {num_gpus}), or correct CUDA_VISIBLE_DEVICES"
         ) from None
     return torch.device("cuda", local_rank)
-
-
-def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Make DeepSpeed ask CUDA for free memory: DeepSpeed's own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
-    if accelerator.device_name() == "cuda":
-        accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]
 
 
 def set_deterministic_mode(enabled: bool) -> None:

@@ -95,11 +95,6 @@ def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
     return DiscriminatorHead(model)
 
 
-def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Return whether the discriminator has its own tables: full ones, or differences to the generator's (`gdes`)."""
-    return model.sharing in ("none", "gdes") and objective.trains_generator
-
-
 class ElectraTowers(nn.Module):
     """Embeddings, towers and heads that one objective trains; test with `hasattr` which of them exist."""
 
@@ -118,7 +113,8 @@ class ElectraTowers(nn.Module):
         if objective is None:
             objective = ObjectiveConfig()
         self.model = model
-        separate_embeddings = has_own_embeddings(model, objective)
+        # The discriminator then has tables of its own: full ones, or (gdes) differences to the generator's.
+        separate_embeddings = model.sharing in ("none", "gdes") and objective.trains_generator
         generator_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
         self.is_difference = separate_embeddings and model.sharing == "gdes"
         self.embeddings = new_embeddings(model, generator_width)

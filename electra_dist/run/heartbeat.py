@@ -247,7 +247,8 @@ class HangLimits:
         In the first step after a checkpoint or evaluation, other ranks may still be busy with these, so the longest of
         the limits applies.
         """
-        if _is_first_of_step_phase(beat) and beat.step_s is not None:
+        has_completed_no_step = beat.phase == "step" and beat.time == beat.phase_since  # since it entered the phase
+        if has_completed_no_step and beat.step_s is not None:
             return max(self.silence_s(beat), self.checkpoint_s, self.eval_s)
         return self.silence_s(beat)
 
@@ -343,8 +344,3 @@ def _may_wait_for(beat: Beat, other: Beat) -> bool:
 def _silent_since(beat: Beat) -> float:
     # A rank that waits for storage goes on sending heartbeats: only the length of the wait shows that it hangs.
     return beat.phase_since if beat.phase == "storage" else beat.time
-
-
-def _is_first_of_step_phase(beat: Beat) -> bool:
-    """Return whether the rank has completed no step since it entered the phase "step"."""
-    return beat.phase == "step" and beat.time == beat.phase_since
