@@ -21,7 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint import open_targets
 from electra_dist.checkpoint.commit import begin_attempt, retain
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.repair import copy_to_all
@@ -102,7 +101,7 @@ class Checkpointer:
     """
 
     def __init__(self, start: Start) -> None:
-        """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective."""
+        """Reserve the number of this start of the run ("attempt") in the checkpoint stores. Collective."""
         config, engine, skips = start.config, start.engine, start.skips
         corpus_fingerprint = start.inputs.corpora.fingerprint
         self._config = config
@@ -110,7 +109,7 @@ class Checkpointer:
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
         self._skips = skips
-        self._targets = open_targets(config, start.patience)
+        self._targets = start.inputs.targets
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         self._older_identities = config.older_identities()

@@ -24,6 +24,7 @@ from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
+from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import Vocabulary
@@ -37,6 +38,7 @@ class RunInputs:
     heldout: Corpora | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     identity: dict[str, Any]  # what identity.json of the run folder must hold
+    targets: list[Store]  # that receive every checkpoint
     accept_new_numerics: bool  # whether to continue a run of a version that draws or rounds differently
     from_scratch: bool = False  # whether the run begins again at step 0, even if there are checkpoints
 
@@ -74,8 +76,9 @@ def check_inputs(
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
+    targets = open_targets(config, patience)
     begins_now = from_scratch and config.train.init_from is not None
-    if begins_now or needs_source(config.train, open_targets(config, patience)):
+    if begins_now or needs_source(config.train, targets):
         check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, vocabulary)
@@ -85,6 +88,7 @@ def check_inputs(
         heldout=heldout,
         vocabulary=vocabulary,
         identity=identity,
+        targets=targets,
         accept_new_numerics=accept_new_numerics,
         from_scratch=from_scratch,
     )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, open_targets
+from electra_dist.checkpoint.checkpoint import check_targets, checkpoints
 from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
@@ -182,17 +182,15 @@ def _build(
     run_dir = Path(config.run_dir)
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if inputs.from_scratch:
-        notes += from_rank_0(lambda: _set_earlier_run_aside(config, patience=patience))
-    begins = inputs.from_scratch or not checkpoints(open_targets(config, patience))
+        notes += from_rank_0(lambda: _set_earlier_run_aside(run_dir, inputs, patience=patience))
+    begins = inputs.from_scratch or not checkpoints(inputs.targets)
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module, attention = build_module(config, special, token_counts)
     notes += _build_notes(config, attention)
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
-    source_notes, source_digest = begin_with_source(
-        module.towers, config.starting_weights, open_targets(config, patience), run_dir
-    )
+    source_notes, source_digest = begin_with_source(module.towers, config.starting_weights, inputs.targets, run_dir)
     notes += [f"init_from: {note}" for note in source_notes]
     from_rank_0(
         lambda: begin_run_folder(
@@ -232,9 +230,9 @@ def _train(start: Start, build_s: dict[str, float], notes: Sequence[str]) -> int
 
 
 @patient
-def _set_earlier_run_aside(config: Config, *, patience: Patience) -> list[str]:
+def _set_earlier_run_aside(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> list[str]:
     """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
-    return [*set_all_aside(open_targets(config, patience)), *move_records_aside(Path(config.run_dir))]
+    return [*set_all_aside(inputs.targets), *move_records_aside(run_dir)]
 
 
 def _build_notes(config: Config, attention: Choice) -> list[str]:

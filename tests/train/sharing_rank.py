@@ -51,6 +51,7 @@ def read_all(share_shards: bool | None) -> dict[str, object]:
         heldout=None,
         vocabulary=None,  # type: ignore[arg-type]
         identity={},
+        targets=[],
         accept_new_numerics=False,
     )
     notes = describe_caches(config, inputs)
