@@ -4,9 +4,8 @@
     python benchmarks/run.py corpus_builder --text DIR --vocab vocab.txt
 
 Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`corpus_builder_ways.py`). Each
-way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build is measured
-(electra_dist/corpus/plan/corpus_rates.py); `electra-dist corpus plan CONFIG --rates benchmarks/results/RECORD.json`
-computes a plan from it.
+way also runs once in a new process, whose memory is measured. `electra-dist corpus plan` measures the steps of a
+build.
 
 Guarantee: the benchmark ends before any timing if the ways do not find the same number of text tokens. The goal for
 our rate divided by that of tokenizers, 0.85, is printed; a missed goal is no fault.
@@ -35,7 +34,6 @@ from measure import (
     ResultLine,
     alternate,
     format_summary,
-    hardware,
     print_table,
     ratio,
     summary,
@@ -46,7 +44,6 @@ from electra_dist.config.load import load_config
 from electra_dist.corpus.inputs.find_inputs import find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
-from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, measure_rates
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.tokenizer import Vocabulary
 
@@ -120,20 +117,6 @@ def report_ways(by_way: Json, workers: str) -> ResultLine:
     return ResultLine(f"corpus build, documents shuffled, {workers} worker(s)", value, ", ".join(rivals))
 
 
-def measure_steps(text: Text) -> CorpusRates:
-    """Measure the CPU time of each step of our build."""
-    return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), [])
-
-
-def report_steps(rates: CorpusRates) -> ResultLine:
-    """Print the rate of each step; return the row for docs/results.md."""
-    million = {step: rates.tokens_per_core_s(step) / 1e6 for step in STEPS}
-    rows = [[step, f"{million[step]:.2f}"] for step in STEPS]
-    print_table(["step, CPU time", "M tokens / s core"], rows)
-    by_step = ", ".join(f"{step} {million[step]:.2f}" for step in STEPS)
-    return ResultLine("corpus build by step, CPU time", f"{by_step} M tokens/s a core", "")
-
-
 def write_random_words(folder: Path) -> None:
     """Write 150 documents of random words to FOLDER/words.txt, for the smoke run."""
     rng = np.random.default_rng(0)
@@ -161,7 +144,7 @@ def make_text(arguments: argparse.Namespace, config: Config, folder: Path) -> Te
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure all ways and the steps of our build."""
+    """Measure all ways."""
     # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
     # `run.py` and torch, which workers of `electra-dist` do not import either.
     main = sys.modules["__main__"]
@@ -172,10 +155,8 @@ def measure(arguments: argparse.Namespace) -> Found:
         with tempfile.TemporaryDirectory(prefix="builder-") as name:
             text = make_text(arguments, config, Path(name))
             measured = compare(text, arguments.rounds)
-            rates = measure_steps(text)
             lines = [report_ways(by_way, workers) for workers, by_way in measured["workers"].items()]
-            lines.append(report_steps(rates))
     finally:
         if main_file is not None:
             main.__file__ = main_file
-    return Found(lines, measured | {"rates": rates.model_dump()}, packages=("tokenizers", "datatrove", "datasets"))
+    return Found(lines, measured, packages=("tokenizers", "datatrove", "datasets"))

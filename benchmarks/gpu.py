@@ -11,7 +11,7 @@ The parts, in the order in which their answers are needed:
     attention   torch's attention kernels compared, each against float64
     deepspeed   optimizer steps under DeepSpeed
     steps       128 rows, eager and compiled
-    values, integers, chi_square, without_host    correctness of every operation
+    values, integers    correctness of every operation
     heads, operations    each operation against eager torch, torch.compile, Liger, cut-cross-entropy
     fusions     64 rows, one change at a time
     rivals      Hugging Face's step
@@ -22,7 +22,7 @@ Guarantee: a case that fails is a row with the error, and the next one runs; the
 exit code is 1 at the end if one of our results was wrong or one of our operations failed, else 0. No time makes it
 fail.
 
-Limits: one GPU; only the part `deepspeed` and two rivals run under DeepSpeed.
+Limits: one GPU; only the part `deepspeed` runs under DeepSpeed.
 """
 
 from __future__ import annotations
@@ -130,8 +130,6 @@ def all_parts(device: str, smoke: bool, backends: list[str]) -> dict[str, Callab
         "steps": of_steps(lambda part, bench: part.step_cases(bench, bench.batches[2:], [backend])),
         "values": of_operations(lambda part, sizes: part.value_cases(sizes, device, backends)),
         "integers": of_operations(lambda part, sizes: part.integer_cases(sizes, device, backend)),
-        "chi_square": of_operations(lambda part, sizes: part.chi_square_cases(sizes, device, backend)),
-        "without_host": of_operations(lambda part, sizes: part.without_host_cases(sizes, device)),
         "heads": of_operations(
             lambda part, sizes: part.timing_cases(part.heads(sizes, device, dtype), device, backends)
         ),

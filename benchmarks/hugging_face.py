@@ -1,23 +1,20 @@
 """Joint ELECTRA step built from Hugging Face's modules: the rival of our step on a CPU and on a GPU.
 
-ElectraForMaskedLM and ElectraForPreTraining, or ModernBertForMaskedLM and ModernBertForTokenClassification, share
-their embeddings and start from our weights. The masks are computed by our code, so both sides learn from the same
-slots. Samples are drawn by Gumbel-max over the generator's logits, as Google's code does. The losses are cross-entropy
-over the slots and binary cross-entropy over all real tokens; the caller weights and adds them. The generator is used
-in one of two ways:
+ElectraForMaskedLM and ElectraForPreTraining share their embeddings and start from our weights. The masks are computed
+by our code, so both sides learn from the same slots. Samples are drawn by Gumbel-max over the generator's logits, as
+Google's code does. The losses are cross-entropy over the slots and binary cross-entropy over all real tokens; the
+caller weights and adds them. The generator is used in one of two ways:
 
     as published   its module computes logits at every position, and the slots are taken from these
     gathered       the slots are taken from its encoder's states, and only they go through its head, as a user would
                    write it who looks for speed
-
-Limits: with ModernBERT's modules each row must hold one example, because they take no mask between examples.
 
 Shapes: B rows, S tokens, N slots (masked positions) per row, M = B * N, V entries of the vocabulary, H hidden width.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +25,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.row_layout import RowLayout, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
-from electra_dist.pretrained.hf import TowerName, to_hf
-from electra_dist.pretrained.hf_settings import hf_config
+from electra_dist.pretrained.hf import to_hf
 
 
 class Losses(NamedTuple):
@@ -61,16 +57,9 @@ class HuggingFace(torch.nn.Module):
         self.objective = objective
         self.special = special
         self.gathered = gathered
-        self.is_modern = model.architecture == "modern"
-        self.packed = False if self.is_modern else packed
-        if self.is_modern:
-            self.generator = _modern(transformers.ModernBertForMaskedLM, model, "generator", special)
-            self.discriminator = _modern(
-                transformers.ModernBertForTokenClassification, model, "discriminator", special, num_labels=1
-            )
-        else:
-            self.generator = transformers.ElectraForMaskedLM(_electra_config(model, "generator", special))
-            self.discriminator = transformers.ElectraForPreTraining(_electra_config(model, "discriminator", special))
+        self.packed = packed
+        self.generator = transformers.ElectraForMaskedLM(_electra_config(model, "generator", special))
+        self.discriminator = transformers.ElectraForPreTraining(_electra_config(model, "discriminator", special))
         state = towers.state_dict()
         # Not strict: the output table is tied to the embeddings and therefore absent from the state.
         self.generator.load_state_dict(to_hf(state, model, "generator"), strict=False)
@@ -99,8 +88,7 @@ class HuggingFace(torch.nn.Module):
         chosen_BN = torch.where(masking.weight_BN > 0, sampled_M.view_as(target_BN), target_BN)
         # Empty slots point at position 0, which holds [CLS] and is never masked. They write its own id back.
         corrupted_BS = ids_BS.scatter(1, masking.position_BN, chosen_BN)
-        # The logits of ModernBERT's head have a last dimension of size 1, for its one label.
-        logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float().view(ids_BS.shape)
+        logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float()
         label_BS = (corrupted_BS != ids_BS).float()
         loss_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS, reduction="none")
         rtd = (loss_BS * layout.is_real_BS).sum() / layout.is_real_BS.sum()
@@ -108,8 +96,6 @@ class HuggingFace(torch.nn.Module):
 
     def _inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
         """Return the arguments of both modules in addition to the token ids."""
-        if self.is_modern:
-            return {"attention_mask": layout.is_real_BS}
         packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
         if not packed:
             return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
@@ -126,14 +112,7 @@ class HuggingFace(torch.nn.Module):
             return logits_BSV.gather(1, position_BN.expand(-1, -1, logits_BSV.shape[-1])).flatten(0, 1)
         hidden_BSH = self.generator.base_model(input_ids=masking.input_BS, **inputs).last_hidden_state
         hidden_MH = hidden_BSH.gather(1, position_BN.expand(-1, -1, hidden_BSH.shape[-1])).flatten(0, 1)
-        if self.is_modern:
-            return self.generator.decoder(self.generator.head(hidden_MH))
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
-
-
-def _modern(kind: Any, model: ModelConfig, tower: TowerName, special: SpecialIds, **settings: Any) -> torch.nn.Module:
-    config = hf_config(model, tower, special, kind.__name__)
-    return kind(transformers.ModernBertConfig(**config, **settings))
 
 
 def _electra_config(model: ModelConfig, tower: str, special: SpecialIds) -> transformers.ElectraConfig:

@@ -1,10 +1,12 @@
-"""How fast is the data loader, beside three libraries?
+"""How fast is the data loader, beside three libraries, and how soon does it give its first batch?
 
     python benchmarks/run.py loader
 
 It measures the rate of each reader of `loader_rivals.py` over one shuffled epoch of the same rows of 512 tokens, from
 opening the data to the last batch: CPU microseconds per row, over all threads of the process, and rows per second. The
-readers take turns; the files are in the page cache.
+readers take turns. Then it measures the first batch of a rank at five positions of a corpus of 64 M rows (33 B
+tokens), from the open store on, and the memory of Python and NumPy that its loader then holds, without mapped shards.
+All files are in the page cache.
 
 Guarantee: before anything is timed, all readers must give the same rows; otherwise the benchmark ends.
 
@@ -17,17 +19,22 @@ import argparse
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from loader_rivals import BATCH, READERS, Reader, is_usable, write_corpus
+from loader_rivals import BATCH, READERS, Reader, is_usable, our_loader
 from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
+from random_corpus import write_corpus
 
 from electra_dist.store.interface import Store
 
 ROUNDS = 3
 ROWS_PER_SHARD = 16_384  # A shard has 16.8 MB.
+SHARDS_OF_33B = 3_907
+GLOBAL_BATCH, NUM_RANKS = 2_048, 8
+POSITIONS = (0.0, 0.1, 0.5, 0.99, 1000.5)  # in epochs
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,10 +119,43 @@ def report_rates(found: Json) -> ResultLine:
     return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
 
 
+def first_batches(store: Store, folder: Path) -> list[Json]:
+    """Return the seconds of rank 0's first batch at every position, and the memory that its loader then holds."""
+
+    def read(epochs: float) -> int:
+        with our_loader(store, folder, GLOBAL_BATCH, NUM_RANKS, epochs) as (loader, _):
+            loader.next()
+            return tracemalloc.get_traced_memory()[0]
+
+    found = []
+    for epochs in POSITIONS:
+        (seconds,) = alternate({"first": lambda epochs=epochs: read(epochs)}, rounds=1)["first"]
+        tracemalloc.start()  # in a run of its own, because tracing slows what it observes
+        found.append({"epochs": epochs, "seconds": seconds, "memory_bytes": read(epochs)})
+        tracemalloc.stop()
+    return found
+
+
+def report_first_batches(found: list[Json], facts: str) -> ResultLine:
+    """Print the table of the first batches; return its row for docs/results.md."""
+    rows = [[f"{row['epochs']:g}", f"{row['seconds']:.3f}", f"{row['memory_bytes'] / 1e6:.1f}"] for row in found]
+    print(f"\n{facts}")
+    print_table(["epochs in", "first batch, s", "MB"], rows)
+    seconds = [row["seconds"] for row in found]
+    most_mb = max(row["memory_bytes"] for row in found) / 1e6
+    value = f"{min(seconds):.2f} to {max(seconds):.2f} s, {most_mb:.0f} MB"
+    return ResultLine(f"first batch at 0, 10, 50, 99 % and epoch 1,000, {facts}", value, "")
+
+
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure all readers."""
+    """Measure all readers, and our first batches."""
     shards, rows_per_shard = (2, 1024) if arguments.smoke else (arguments.shards, ROWS_PER_SHARD)
-    with tempfile.TemporaryDirectory(prefix="loader-") as folder:
-        store = write_corpus(Path(folder) / "corpus", shards, rows_per_shard)
-        rates = compare(store, Path(folder), arguments.rounds)
-    return Found([report_rates(rates)], {"ways": rates}, packages=[reader.package for reader in READERS.values()])
+    many = 200 if arguments.smoke else SHARDS_OF_33B
+    with tempfile.TemporaryDirectory(prefix="loader-") as name:
+        folder = Path(name)
+        rates = compare(write_corpus(folder / "corpus", shards, rows_per_shard, shards), folder, arguments.rounds)
+        first = first_batches(write_corpus(folder / "many", many, rows_per_shard, shards), folder / "cache")
+    facts = f"{many * rows_per_shard / 1e6:.1f} M rows in {many:,} shards"
+    lines = [report_rates(rates), report_first_batches(first, facts)]
+    packages = [reader.package for reader in READERS.values()]
+    return Found(lines, {"ways": rates, "first_batches": first}, packages=packages)

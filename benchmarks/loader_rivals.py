@@ -16,7 +16,6 @@ measured; the table names it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import io
 from collections.abc import Callable, Iterator
@@ -27,16 +26,13 @@ import numpy as np
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
+from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
-from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store
 
 BATCH = 256
-SEQ_LEN, VOCAB_SIZE = 512, 30_522
 WINDOW_SHARDS = 64  # Shards whose rows our reader shuffles together.
 BUFFER_ROWS = 10_000  # Size of webdataset's shuffle buffer.
 Batches = Iterator[np.ndarray]
@@ -51,27 +47,16 @@ class Reader(NamedTuple):
     read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch.
 
 
-def write_corpus(folder: Path, num_shards: int, rows_per_shard: int) -> Store:
-    """Write a corpus of random rows of 512 tokens, and return its open store; special tokens do not occur."""
-    store = open_store(str(folder))
-    rng = np.random.default_rng(0)
-    entries = []
-    for number in range(num_shards):
-        file = io.BytesIO()
-        write_shard(file, rng.integers(5, VOCAB_SIZE, (rows_per_shard, SEQ_LEN), dtype=np.uint16), 1024)
-        data = file.getvalue()
-        name = f"shard-{number:06d}.tar"
-        store.write(name, data)
-        digest = hashlib.sha256(data).hexdigest()
-        tokens = rows_per_shard * SEQ_LEN
-        entries.append(ShardEntry(name=name, rows=rows_per_shard, tokens=tokens, bytes=len(data), sha256=digest))
-    special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
-    vocab = "".join(f"{token}\n" for token in [*special, *range(5, VOCAB_SIZE)]).encode()
-    store.write("vocab.txt", vocab)
-    digest = hashlib.sha256(vocab).hexdigest()
-    tokenizer = TokenizerEntry(sha256=digest, vocab_size=VOCAB_SIZE, lowercase=True, special=special)
-    write_manifest(store, CorpusManifest(seq_len=SEQ_LEN, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
-    return store
+@contextlib.contextmanager
+def our_loader(
+    store: Store, folder: Path, batch: int, num_ranks: int = 1, epochs: float = 0.0
+) -> Iterator[tuple[RowLoader, RowOrder]]:
+    """Open a corpus as rank 0 of a run that has read `epochs` of it; yield its loader and the order of its rows."""
+    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
+        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, WINDOW_SHARDS)])
+        start_step = int(epochs * order.num_rows) // batch
+        with contextlib.closing(RowLoader(cache, order, batch, 0, num_ranks, start_step=start_step)) as loader:
+            yield loader, order
 
 
 def is_usable(reader: Reader) -> bool:
@@ -100,11 +85,9 @@ def _nothing(store: Store, folder: Path) -> None:
 
 def _read_ours(store: Store, folder: Path) -> Batches:
     """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
-    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
-        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, WINDOW_SHARDS)])
-        with contextlib.closing(RowLoader(cache, order, BATCH, 0, 1, start_step=0)) as loader:
-            for _ in range(order.num_rows // BATCH):
-                yield loader.next().ids
+    with our_loader(store, folder, BATCH) as (loader, order):
+        for _ in range(order.num_rows // BATCH):
+            yield loader.next().ids
 
 
 def _write_webdataset(store: Store, folder: Path) -> None:

@@ -1,8 +1,7 @@
 """Corpora of random token ids, for the benchmarks of the loader, the shard cache and the restart.
 
-On a local disk, thousands of shard names are hard links to a few shards. Each is opened, hashed and mapped like any
-other shard, and the 66 GB of a full corpus need not be written. On S3 every shard is an object of its own, and nothing
-is deleted afterwards.
+Thousands of shard names are hard links to a few shards. Each is opened, hashed and mapped like any other shard, and
+the 66 GB of a full corpus need not be written.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -20,33 +20,28 @@ from electra_dist.store.open_store import open_store
 
 
 def write_corpus(
-    url: str,
+    folder: Path,
     num_shards: int,
     rows_per_shard: int,
     num_distinct: int,
     *,
-    endpoint_url: str | None = None,
     seq_len: int = 512,
     vocab_size: int = 30_522,
 ) -> Store:
-    """Write a corpus to a folder or an s3:// address and return its open store; an existing corpus is reused.
+    """Write a corpus to a folder and return its open store.
 
-    `num_distinct` shards are written, and the others are links to them; on S3, all are written. The first five ids are
-    the special tokens, which do not occur.
+    `num_distinct` shards are written, and the others are links to them. The first five ids are the special tokens,
+    which do not occur.
     """
-    store = open_store(url, endpoint_url)
-    if store.exists("corpus.json"):
-        return store
+    store = open_store(str(folder))
     rng = np.random.default_rng(0)
     entries: list[ShardEntry] = []
     for number in range(num_shards):
         name = f"shard-{number:06d}.tar"
-        original_number = number % num_distinct
-        path = store.local_path(name)
-        original = store.local_path(f"shard-{original_number:06d}.tar")
-        if number >= num_distinct and path is not None and original is not None:
-            os.link(original, path)
-            entries.append(entries[original_number].model_copy(update={"name": name}))
+        if number >= num_distinct:
+            original = entries[number % num_distinct]
+            os.link(folder / original.name, folder / name)
+            entries.append(original.model_copy(update={"name": name}))
             continue
         file = io.BytesIO()
         write_shard(file, rng.integers(5, vocab_size, (rows_per_shard, seq_len), dtype=np.uint16), 1024)

@@ -87,7 +87,7 @@ def write_config(folder: Path, smoke: bool) -> Path:
     """Write a random corpus and the config of a run of `LAST` steps on it; return the config's path."""
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if smoke else []
     small = load_config(REPOSITORY / "configs/small.yaml", toy)
-    write_corpus(str(folder / "corpus"), 2, 512, 2, seq_len=small.data.seq_len, vocab_size=small.model.vocab_size)
+    write_corpus(folder / "corpus", 2, 512, 2, seq_len=small.data.seq_len, vocab_size=small.model.vocab_size)
     tree = small.model_dump(mode="json")
     tree["run_dir"] = str(folder / "run")
     tree["data"] |= {"corpus": str(folder / "corpus"), "heldout": None}

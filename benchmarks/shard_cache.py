@@ -82,7 +82,7 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
     the shares of the corpus that each epoch after the first fetches.
     """
     batch = 64
-    corpus = write_corpus(str(folder / "corpus"), num_shards, batch, num_shards, seq_len=32)
+    corpus = write_corpus(folder / "corpus", num_shards, batch, num_shards, seq_len=32)
     manifest = read_manifest(corpus)
     order = RowOrder([CorpusOrder([entry.rows for entry in manifest.shards], _SEED, window)])
     steps_per_epoch = order.num_rows // batch

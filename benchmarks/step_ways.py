@@ -8,9 +8,7 @@ Shapes: B rows, S tokens.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.train.step_operators import ProductShape, product_shapes
 
 BATCH = 16
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # Special token ids of the synthetic rows.
@@ -159,15 +156,3 @@ def synthetic_rows(config: Config, num_rows: int) -> torch.Tensor:
     rows_RS[:, config.data.seq_len // 2] = SPECIAL.sep
     rows_RS[:, -1] = SPECIAL.sep
     return torch.from_numpy(rows_RS.astype(np.int64))
-
-
-def matrix_products(step: Callable[[], object]) -> Counter[ProductShape]:
-    """Take a step; return the shapes of its matrix products, forward and backward, and how often each occurs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
-        step()
-    return product_shapes(profiler.events() or ())
-
-
-def flops_of(products: Counter[ProductShape]) -> int:
-    """Return the floating-point operations of the products; a multiplication and an addition are two."""
-    return sum(count * 2 * math.prod(left) * right[-1] for (left, right), count in products.items())

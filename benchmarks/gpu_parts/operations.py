@@ -1,16 +1,10 @@
 """Fused operations on the GPU: their correctness and their time beside the alternatives. Parts of `gpu.py`.
 
-    ceilings                  a copy, and the model's matrix products alone, in all three directions
-    values                    outputs and gradients of every operation, in fp32 and bf16, against float64
-    integers, chi_square      replaced ids, labels and samples against the references; the samples' distribution
-    without_host              the head makes the host wait for nothing, and gives equal results from a CUDA graph
-    heads, operations         forward and backward against eager torch, torch.compile, Liger, cut-cross-entropy
-
 Every head draws a sample. A rival without a sampler gets a separate one, which computes the logits again, as its users
 have to. Each check returns rows with a boolean `right`.
 
 Limits: a rival that is not installed is left out of the tables; the record's versions show which these are. Without a
-GPU, the checks run on the references at toy sizes, and torch.compile and the check of host waits are left out.
+GPU, the checks run on the references at toy sizes, and torch.compile is left out.
 
 Shapes: M masked rows, D features, V padded vocabulary, B rows, S tokens, N slots (masked positions) per row; a product
 [m, k] x [k, n] has 2 m n k FLOPs.
@@ -21,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -382,97 +376,3 @@ def _sample(states_MD: torch.Tensor, table_VD: torch.Tensor, backend: str) -> to
     bias_V = torch.zeros(vocab, device=states_MD.device)
     target_M = torch.zeros(len(states_MD), dtype=torch.int64, device=states_MD.device)
     return our_head([states_MD, table_VD, bias_V], target_M, vocab, backend)[1]
-
-
-def chi_square_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
-    """Yield the tests of the samples' distribution, with a million draws on a GPU and 20,000 on a CPU."""
-    draws = 1_000_000 if device == "cuda" else 20_000
-    run = functools.partial(_chi_square, device, backend, draws, sizes.vocab)
-    yield Case("chi squared", f"ours ({backend})", "check", run)
-
-
-def _chi_square(device: str, backend: str, draws: int, vocab: int) -> Rows:
-    """Test whether the samples follow the softmax, for flat, peaked and Zipf-distributed logits, which resemble text.
-
-    A result is right if p > 1e-3. Tokens that are expected fewer than 10 times are counted together.
-    """
-    zipf = -1.1 * torch.arange(1, vocab + 1).float().log()
-    found: Rows = []
-    for name, logits in (("flat", torch.zeros(64)), ("peaked", torch.linspace(0, 8, 64)), ("realistic", zipf)):
-        ones_MD = torch.ones(draws, 1, device=device)  # their product with the logits as a table gives equal rows
-        drawn = _sample(ones_MD, logits.to(device)[:, None], backend)
-        observed = drawn.bincount(minlength=len(logits)).double().cpu()
-        expected = logits.double().softmax(0) * draws
-        is_rare = expected < 10
-        if is_rare.any():
-            observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
-            expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
-        p = chi_square_p(observed, expected)
-        row: Row = {"operation": "chi squared", "by": f"ours ({backend})", "logits": name, "draws": draws}
-        found.append(row | {"p": p, "right": p > 1e-3})
-    return found
-
-
-def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the p-value of Pearson's chi-squared test for counts, float64, and expected counts with the same sum."""
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    degrees_of_freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
-    # The chi-squared distribution is a gamma distribution, whose upper tail is the regularised incomplete gamma
-    # function (Abramowitz and Stegun, 26.4.19).
-    return torch.special.gammaincc(degrees_of_freedom / 2, statistic / 2).item()
-
-
-def without_host_cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Yield the check of host waits, which needs a GPU."""
-    if device == "cuda":
-        yield Case("head", "ours (triton)", "check", functools.partial(_without_host, sizes))
-
-
-def _without_host(sizes: Sizes) -> Rows:
-    """Check that the head runs without a host synchronisation and gives equal results from a CUDA graph.
-
-    Forward, sample and backward run once while torch turns every synchronisation into an error. They are then captured
-    and replayed; 99.9 % of the samples must be equal, and the gradients must agree to 1 % (relative).
-    """
-    inputs = _head_operation("head", sizes, sizes.masked[0], "cuda", torch.bfloat16, 4096).inputs
-    target_M = torch.randint(sizes.vocab, (sizes.masked[0],), device="cuda")
-
-    def run() -> tuple[Any, ...]:
-        loss, sampled = our_head(inputs, target_M, sizes.vocab, "triton")
-        return sampled, *torch.autograd.grad(loss, inputs)
-
-    expected = run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-        waits = ""
-    except RuntimeError as error:
-        waits = str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    # cuBLAS workspaces and compiled kernels, which a first call sets up, must exist before the capture. The calls run
-    # on a separate stream, because the default stream cannot be captured.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    # cuBLAS may choose another kernel in a graph; its rounding then decides near-ties between candidates differently.
-    share = (captured[0] == expected[0]).double().mean().item()
-    gradients = max(relative_error(value, exact.double()) for value, exact in zip(captured[1:], expected[1:]))
-    rows: Rows = [
-        {"what": "the host waits for nothing", "found": waits or "no wait", "right": not waits},
-        {"what": "share of equal tokens from a CUDA graph", "found": share, "right": share > 0.999},
-        {"what": "gradients from a CUDA graph, relative difference", "found": gradients, "right": gradients < 0.01},
-    ]
-    return [{"operation": "head", "by": "ours (triton)", **row} for row in rows]

@@ -158,7 +158,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-_PLAIN = ("share_equal", "found", "p", "dropped", "graphs", "launches", "host_operators", "failed", "skipped")
+_PLAIN = ("share_equal", "dropped", "graphs", "launches", "host_operators", "failed", "skipped")
 # Fact of a row -> how it is printed.
 _FORMS = {
     "error": "error {:.1e}",
@@ -176,7 +176,7 @@ _FORMS = {
 
 def print_row(row: Row) -> None:
     """Print one row as one line, with WRONG behind a result that failed its check; missing facts are left out."""
-    label = " ".join(str(row[key]) for key in ("operation", "what", "logits", "by", "dtype") if key in row)
+    label = " ".join(str(row[key]) for key in ("operation", "by", "dtype") if key in row)
     if row.get("peak_bytes"):
         row = row | {"peak_gb": row["peak_bytes"] / 1e9}
     facts = [form.format(row[key]) for key, form in _FORMS.items() if key in row]

@@ -1,12 +1,5 @@
 """Training steps of ELECTRA-Large on one GPU: whole, profiled, with one change, by others. Parts of `gpu.py`.
 
-    profile            64 rows, eager: the time, the kernels by kind, the attention kernel
-    deepspeed          optimizer steps of two micro-batches by this project's engine under DeepSpeed, one rank
-    steps, more_steps  128 rows, then the other micro-batches and the references; eager and with compiled layers
-    fusions            64 rows: each fused operation alone replaced by its reference; other attention; recomputation
-    rivals             64 rows: the step of Hugging Face's modules, in plain torch and under DeepSpeed, where installed
-    modern             all micro-batches of the architecture `modern`, base size, rows of 1,024 tokens
-
 A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
 FLOPs that `model/counts.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
 Hugging Face's step has the same weights, masks and distribution of samples.
@@ -23,11 +16,9 @@ import copy
 import functools
 import importlib
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +34,7 @@ from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.counts import peak_flops, token_flops
-from electra_dist.model.encoder import Encoder, SelfAttention
+from electra_dist.model.encoder import Encoder
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -253,13 +244,6 @@ def fusion_cases(bench: StepBench) -> Iterator[Case]:
     for name in FUSIONS:
         case = with_change(f"ours without {name}")
         yield case._replace(run=functools.partial(_run_by_reference, name, case.run))
-    if bench.attention.name != "sdpa":
-        yield with_change("ours, sdpa", functools.partial(_set_attention, "sdpa"))
-    for backend in ("sdpa", "flex"):
-        if bench.device == "cuda" or backend == "sdpa":  # FlexAttention has no backward pass on a CPU.
-            change = functools.partial(_set_attention, backend, without_dropout=True)
-            case = with_change(f"ours, {backend}, no attention dropout", change)
-            yield case._replace(kind="compiled step") if backend == "flex" else case
     yield with_change("ours, activations again", _recompute)
 
 
@@ -276,13 +260,6 @@ def _run_by_reference(name: str, run: Callable[[], Rows]) -> Rows:
         return run()
     finally:
         setattr(kernel, resolver_name, original_resolver)
-
-
-def _set_attention(backend: str, module: ReplacedTokenDetection, without_dropout: bool = False) -> None:
-    module.attention = BACKENDS[backend]
-    for submodule in module.modules():
-        if without_dropout and isinstance(submodule, SelfAttention):
-            submodule.dropout = 0.0
 
 
 def _recompute(module: ReplacedTokenDetection) -> None:
@@ -326,61 +303,34 @@ def _time_engine(bench: StepBench, operation: str, batch: int) -> Rows:
 
 
 def rival_cases(bench: StepBench) -> Iterator[Case]:
-    """Yield the joint step of Hugging Face's modules from the same weights, in plain torch and under DeepSpeed.
+    """Yield the joint step of Hugging Face's modules from the same weights, which is skipped if they are missing.
 
-    In the cases named "gathered", the generator's head is computed at the masked positions only. What is not installed
-    is a row with `skipped`.
+    In the case named "gathered", the generator's head is computed at the masked positions only.
     """
     operation = f"step B={bench.batches[1]}"
     for gathered in (False, True):
-        for engine in ("torch", "DeepSpeed ZeRO-1"):
-            by = f"Hugging Face{', gathered' if gathered else ''} ({engine})"
-            under_deepspeed = engine != "torch"
-            run = functools.partial(_time_rival, bench, operation, by, gathered, under_deepspeed)
-            yield Case(operation, by, "engine step" if under_deepspeed else "step", run)
+        by = f"Hugging Face{', gathered' if gathered else ''}"
+        yield Case(operation, by, "step", functools.partial(_time_rival, bench, operation, by, gathered))
 
 
-def _time_rival(bench: StepBench, operation: str, by: str, gathered: bool, under_deepspeed: bool) -> Rows:
-    row: Row = {"operation": operation, "by": by}
+def _time_rival(bench: StepBench, operation: str, by: str, gathered: bool) -> Rows:
     if importlib.util.find_spec("transformers") is None:
-        return [row | {"skipped": "transformers is not installed; install it to compare with Hugging Face"}]
-    if under_deepspeed and (bench.smoke or importlib.util.find_spec("deepspeed") is None):
-        return [row | {"skipped": "deepspeed is not installed, or this is a smoke run"}]
+        skipped = "transformers is not installed; install it to compare with Hugging Face"
+        return [{"operation": operation, "by": by, "skipped": skipped}]
     from hugging_face import HuggingFace
 
     batch = bench.batches[1]
     ids_BS = bench.ids(batch)
     row_B = torch.arange(batch, device=bench.device)
     objective = bench.config.objective
-    model: Any = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered, packed=True)
+    model = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered, packed=True)
     model = model.to(bench.device, bench.dtype).train()
     optimizer = bench.adamw(model)
-    backward, update, zero_grad = torch.Tensor.backward, optimizer.step, optimizer.zero_grad
-    if under_deepspeed:
-        model = _under_deepspeed(model, optimizer, batch)
-        backward, update, zero_grad = model.backward, model.step, lambda: None  # DeepSpeed clears gradients in `step`.
 
     def step() -> None:
         losses = model(ids_BS, row_B, 0, 1)
-        backward(objective.mlm_weight * losses.mlm + objective.rtd_weight * losses.rtd)
-        update()
-        zero_grad()
+        (objective.mlm_weight * losses.mlm + objective.rtd_weight * losses.rtd).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return [bench.time(operation, by, batch, step)]
-
-
-def _under_deepspeed(module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:
-    """Return DeepSpeed's engine of a module, with ZeRO stage 1 in a group of one rank."""
-    import deepspeed
-
-    one_rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29555}
-    for name, value in one_rank.items():
-        os.environ.setdefault(name, str(value))
-    config = {
-        "train_batch_size": batch,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-    }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine

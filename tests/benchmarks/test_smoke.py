@@ -10,10 +10,8 @@ import loader
 import pytest
 import restart
 import run
-import step
 
 from electra_dist.corpus.builder.build_corpus import build_corpus
-from electra_dist.corpus.plan.corpus_rates import STEPS, read_rates
 
 
 def _run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -28,22 +26,9 @@ def _run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.sample
-def test_the_steps_of_both_architectures_and_of_modernbert_are_compared(tmp_path: Path) -> None:
-    sides = _run("step", tmp_path, "--parts", "modern")["modern"]["160"]
-    assert list(sides) == ["ours", "Hugging Face", "Hugging Face, gathered", "our bert"]
-    exact = sides["ours"]["losses_without_dropout"]
-    for name in ("Hugging Face", "Hugging Face, gathered"):
-        assert sides[name]["losses_without_dropout"] == pytest.approx(exact, rel=1e-4)
-    assert sides["our bert"]["parameters"] == pytest.approx(sides["ours"]["parameters"], rel=0.2)
-
-
-@pytest.mark.sample
 def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
-    ways = _run("step", tmp_path, "--parts", "small")["small"]
+    ways = _run("step", tmp_path)
     for precision, tolerance in (("fp32", 1e-4), ("bf16", 3e-2)):
-        products = ways[precision].pop(step.PRODUCTS)
-        assert products["share_of_ceiling"]["median"] > 0
-        assert products["products"] > 0
         ours, *rivals = ways[precision].values()
         assert len(rivals) == 2
         for kind in ("mlm", "rtd"):
@@ -61,6 +46,8 @@ def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     assert {"ours", "webdataset", "webdataset, blocks"} <= ways.keys()
     assert {(way["rows"], way["digest"]) for way in ways.values()} == {(2048, ways["ours"]["digest"])}
     assert set(record["packages"]) == {"electra-dist", "webdataset", "mosaicml-streaming", "litdata"}
+    assert [first["epochs"] for first in record["first_batches"]] == [0.0, 0.1, 0.5, 0.99, 1000.5]
+    assert all(first["seconds"] > 0 and 256 * 512 < first["memory_bytes"] < 100e6 for first in record["first_batches"])
 
 
 def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
@@ -83,8 +70,6 @@ def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     assert {"ours", "tokenizers", "datatrove"} <= record["workers"]["1"].keys()
     assert record["workers"]["1"]["ours"]["memory_bytes"] > 20e6
     assert len(one_only) == 2  # the count and one timed round
-    rates = read_rates(next(tmp_path.glob("corpus_builder-*.json")))
-    assert rates.tokens >= record["text_tokens"] and rates.cpu_s.keys() == set(STEPS)
 
 
 def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

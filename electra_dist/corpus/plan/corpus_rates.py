@@ -99,7 +99,7 @@ class CorpusRates(Section):
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Read rates (CPU times of a build's steps) from a file of this command or of benchmarks/run.py corpus_builder."""
+    """Read rates (CPU times of a build's steps) from a file of this command or from a record in benchmarks/results."""
     next_step = "give another --rates, or leave it out to measure"
     tree = read_json_object(path, next_step)
     try:
