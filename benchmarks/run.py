@@ -113,12 +113,12 @@ def newest(folder: Path) -> list[Json]:
     """Return the newest record of each benchmark in `folder`, sorted by the benchmark's name.
 
     Left out are records without rows for the table, such as those of `gpu.py`, those of smoke runs, and those of
-    benchmarks that are no longer in the tree. The name of a record begins with that of its benchmark.
+    benchmarks that are no longer in the tree.
     """
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     by_name: dict[str, Json] = {}
     for record in sorted(records, key=lambda record: record["date"]):
-        if record.get("lines") and not record["smoke"] and record["benchmark"].startswith(BENCHMARKS):
+        if record.get("lines") and not record["smoke"] and record["benchmark"] in BENCHMARKS:
             by_name[record["benchmark"]] = record  # A later record replaces an earlier one.
     return [by_name[name] for name in sorted(by_name)]
 

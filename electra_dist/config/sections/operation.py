@@ -31,8 +31,8 @@ class CheckpointConfig(Section):
     )
     targets: tuple[str, ...] = Field(
         default=(),
-        description="Local folders or s3://, az:// or gs:// prefixes, for nothing but checkpoints of this run. Every "
-        "checkpoint is written to all of them; a restart prefers the first. Empty: checkpoints/ in the run folder.",
+        description="Local folders or s3://, az:// or gs:// prefixes for checkpoints of this run. Every checkpoint is "
+        "written to all of them; a restart prefers the first. Empty: checkpoints/ in the run folder.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -152,9 +152,9 @@ class CorpusConfig(Section):
     )
     source_shares: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
-        description="Share of each source in the bytes of the corpus, such as {texts/wiki: 1, texts/web: 3}; only the "
-        "ratios count. No document is used twice: the source that is smallest for its share decides the size of the "
-        "corpus. Empty: source_epochs decides.",
+        description="Share of each source in the bytes of the corpus, such as {texts/wiki: 1, texts/web: 3}. No "
+        "document is used twice: the source that is smallest for its share decides the size of the corpus. Empty: "
+        "source_epochs decides.",
     )
     undecodable: Literal["skip", "replace"] = Field(
         default="skip",
@@ -235,9 +235,8 @@ class ClusterConfig(Section):
         default=None,
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
         "78) or makes no progress, with ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, unhealthy, error or "
-        "no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE in its environment. It is stopped after 30 s. "
-        "Set it in the YAML file, because all users of a machine see command lines, and it may hold a secret; "
-        "RUN/config.yaml, which holds it, can be read by its owner alone.",
+        "no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE in its environment. Set it in the YAML file, "
+        "because all users of a machine see command lines, and it may hold a secret.",
     )
 
     @field_validator("notify")

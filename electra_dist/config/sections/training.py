@@ -190,8 +190,7 @@ class GuardConfig(Section):
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         default=6.0,
         description="A step is a spike, and does not update the weights, if its loss exceeds the window's mean by "
-        "more than this many standard deviations. 0: none is. A loss or gradient that is not finite stops a step in "
-        "any case.",
+        "more than this many standard deviations. 0: none is.",
     )
     max_in_a_row: Positive = Field(
         default=3, description="Consecutive stopped steps after which the run goes back to a checkpoint."
