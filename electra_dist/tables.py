@@ -37,7 +37,6 @@ Column = str | int  # name in the header of a file, or index (from 0) in a file 
 
 TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 SAVED_STATE = "state.json"  # of a dataset that `datasets.save_to_disk` has written
-SAVED_SPLITS = "dataset_dict.json"  # of several such datasets
 _DELIMITERS = (",", ";", "\t", "|")
 
 _LINE_END = re.compile(r"(?<!\r)\r*\n|\r")  # a search begins at the first of several \r, so that it stays linear

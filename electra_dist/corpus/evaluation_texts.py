@@ -18,7 +18,6 @@ from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, read_table
 
-LEAST_WORDS = 8  # of a text that is looked for; from 8 words on, a match is not by chance (arXiv:2005.14165, C)
 _SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".json")
 
 

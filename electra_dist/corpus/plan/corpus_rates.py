@@ -88,10 +88,6 @@ class CorpusRates(Section):
             raise ValueError(f"must have the seconds of the steps {', '.join(STEPS)}")
         return value
 
-    def tokens_per_core_s(self, step: str) -> float:
-        """Return how many tokens of the corpus one core processes per second in a step of a build (one of `STEPS`)."""
-        return self.tokens / max(self.cpu_s[step], 1e-9)
-
     @property
     def tokens_per_core_s_of_build(self) -> float:
         """Return how many tokens of the corpus one core processes per second in all steps of a build together."""
@@ -99,7 +95,7 @@ class CorpusRates(Section):
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Read rates (CPU times of a build's steps) from a file of this command or from a record in benchmarks/results."""
+    """Read rates (CPU times of a build's steps) from a file of this command, also from its output by --json."""
     next_step = "give another --rates, or leave it out to measure"
     tree = read_json_object(path, next_step)
     try:

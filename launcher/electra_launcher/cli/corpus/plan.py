@@ -38,7 +38,7 @@ def plan(
         Path | None,
         typer.Option(
             "--rates",
-            help="JSON file with rates, also a record of benchmarks/run.py corpus_builder; nothing is measured",
+            help="JSON file with rates, also an output of --json; nothing is measured",
         ),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="measure again, even if rates were kept")] = False,
