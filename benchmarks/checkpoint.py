@@ -5,9 +5,8 @@
 
 It builds both towers under DeepSpeed ZeRO-1 in bf16 on one CPU rank and measures four ways in turn, in one process:
 
-    ours        CheckpointWriter.save until it returns; the write continues in the background and is timed separately,
-                until the checkpoint is committed
-    memcpy      libc's memmove of the same fp32 state into the same host buffer, the lower bound for a copying save
+    ours        CheckpointWriter.save until it returns; the write in the background is timed separately
+    memcpy      of the same fp32 state into the same host buffer, the lower bound for a copying save
     DeepSpeed   engine.save_checkpoint, which writes before it returns (without sync and without digests)
     torch.save  the same fp32 state in one file (without sync and without digests)
 
@@ -66,9 +65,7 @@ class CheckpointBench:
         self.fragments = owned_fragments(self.engine.deepspeed.module, self.engine.optimizer)
         self.views = [view for fragment in self.fragments for view in fragment.views.values()]
         for view in self.views:
-            # New moments are one shared page of zeros, which is faster to read than memory. Writing to them gives
-            # each its own pages.
-            view.add_(0.5)
+            view.add_(0.5)  # New moments are one shared page of zeros, which is faster to read than memory.
         self.num_bytes = sum(view.nbytes for view in self.views)  # master weights and both moments
         self.store = open_store(str(folder / "checkpoints"))
         self.writer = CheckpointWriter([self.store], 0, CheckpointConfig(keep_last=1))

@@ -3,13 +3,10 @@
 All ways read one folder. It holds the documents as parquet files in `inputs/`, `vocab.txt`, and the same vocabulary as
 `tokenizer.json` for the libraries.
 
-    ours          build_corpus, which `electra-dist corpus build` runs: read, shuffle all documents, tokenise, make
-                  examples, pack, check, and write shards with digests; includes the start of the worker processes
+    ours          what `electra-dist corpus build` runs, from files to shards, with the start of the worker processes
     tokenizers    encode_batch_fast on the same lines in memory, and nothing more; two workers are two of its threads
-    datatrove     its tokenizer step, DocumentTokenizer: reads the files, tokenises, and writes the ids of the
-                  documents of a task in a shuffled order, by its executor for one machine (extra `corpus`)
-    datasets      Hugging Face datasets: from_parquet, shuffle by an index through which map reads, map(tokenise), then
-                  map(group into rows of 512), like its run_mlm example (extra `bench`)
+    datatrove     DocumentTokenizer, which also shuffles the documents of a task (extra `corpus`)
+    datasets      from_parquet, shuffle, map(tokenise), map(group into rows), like its run_mlm example (extra `bench`)
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -145,8 +142,7 @@ def tokenise_by_datatrove(text: Text, num_workers: int) -> int:
         ParquetReader(str(text.folder / "inputs")),
         DocumentTokenizer(str(folder / "tokens"), tokenizer, seed=1, shuffle_documents=True),
     ]
-    with _quiet_stderr():
-        LocalPipelineExecutor(steps, num_workers, num_workers, logging_dir=str(folder / "logs")).run()
+    LocalPipelineExecutor(steps, num_workers, num_workers, logging_dir=str(folder / "logs")).run()
     id_bytes = 2 if text.vocabulary.size <= 1 << 16 else 4
     return sum(path.stat().st_size for path in (folder / "tokens").glob("*.ds")) // id_bytes
 
@@ -222,16 +218,3 @@ def _memory_of(root: psutil.Process) -> int:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
                 total += process.memory_full_info().pss
     return total
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Discard what this process and its children write to stderr, such as datatrove's messages."""
-    saved = os.dup(2)
-    with open(os.devnull, "w") as null_device:
-        os.dup2(null_device.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)

@@ -4,19 +4,7 @@
     python benchmarks/gpu.py --minutes 9     # ends by itself: cases that no longer fit are left out
     python benchmarks/gpu.py --smoke         # the same code at toy sizes on the CPU; its times mean nothing
 
-The parts, in the order in which their answers are needed:
-
-    ceilings    a copy, and the model's matrix products alone
-    profile     one eager step of 64 rows: time by part of the step, the attention kernel
-    attention   torch's attention kernels compared, each against float64
-    deepspeed   optimizer steps under DeepSpeed
-    steps       128 rows, eager and compiled
-    values, integers    correctness of every operation
-    heads, operations    each operation against eager torch, torch.compile, Liger, cut-cross-entropy
-    fusions     64 rows, one change at a time
-    rivals      Hugging Face's step
-    more_steps  the other micro-batches and the references
-    modern      training steps of `model.architecture: modern`, base size
+The parts run in the order in which their answers are needed; docs/gpu.md has the question of each.
 
 Guarantee: a case that fails is a row with the error, and the next one runs; the JSON is written after every case. The
 exit code is 1 at the end if one of our results was wrong or one of our operations failed, else 0. No time makes it
@@ -29,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import importlib.metadata
 import json
 import os

@@ -4,10 +4,7 @@
     python benchmarks/run.py head --width 64      # the same memory in a few seconds
 
 Guarantee: the exit code is 1 unless our peak is at most a third of eager torch's and the two losses agree to 1e-5
-(relative).
-
-How: each head runs forward, sample and backward once, in a process of its own. Its peak is the growth of the process's
-resident memory above the inputs.
+(relative). Each head runs once, in a process of its own; its peak is the growth of the resident memory.
 
 Shapes: M masked rows, D features, V padded vocabulary.
 """

@@ -29,7 +29,7 @@ from electra_dist.pretrained.hf import to_hf
 
 
 class Losses(NamedTuple):
-    """Both mean losses of one joint forward, as scalar tensors with gradients."""
+    """Both losses of one joint forward, as scalar tensors with gradients."""
 
     mlm: torch.Tensor  # Mean over the filled slots.
     rtd: torch.Tensor  # Mean over the real tokens.
@@ -45,13 +45,9 @@ class HuggingFace(torch.nn.Module):
         special: SpecialIds,
         *,
         gathered: bool,
-        packed: bool | None = None,
+        packed: bool = False,
     ) -> None:
-        """Build both modules with the weights of `towers`.
-
-        `packed` says whether rows hold several examples. None looks at the rows of every batch, for which the host
-        waits for the device.
-        """
+        """Build both modules with the weights of `towers`; `packed` says whether rows hold several examples."""
         super().__init__()
         model = towers.model
         self.objective = objective
@@ -69,11 +65,7 @@ class HuggingFace(torch.nn.Module):
     def forward(
         self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, sampled_M: torch.Tensor | None = None
     ) -> Losses:
-        """Return both losses of one batch.
-
-        `row_B`, the numbers of the rows in the global batch, `step` and `seed` key the masks. `sampled_M` replaces the
-        samples: two models that get the same tokens read the same corrupted text.
-        """
+        """Return both losses; `row_B`, `step` and `seed` key the masks, and `sampled_M` replaces the samples."""
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
         inputs = self._inputs(layout)
@@ -96,8 +88,7 @@ class HuggingFace(torch.nn.Module):
 
     def _inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
         """Return the arguments of both modules in addition to the token ids."""
-        packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
-        if not packed:
+        if not self.packed:
             return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
         # Examples of one row must not attend to each other. Attention kernels of a GPU refuse a mask of another type
         # than the queries'.

@@ -2,11 +2,10 @@
 
     python benchmarks/run.py loader
 
-It measures the rate of each reader of `loader_rivals.py` over one shuffled epoch of the same rows of 512 tokens, from
-opening the data to the last batch: CPU microseconds per row, over all threads of the process, and rows per second. The
-readers take turns. Then it measures the first batch of a rank at five positions of a corpus of 64 M rows (33 B
-tokens), from the open store on, and the memory of Python and NumPy that its loader then holds, without mapped shards.
-All files are in the page cache.
+It measures the rate of each reader of `loader_rivals.py` over one shuffled epoch of the same rows of 512 tokens, by
+the CPU time of all threads of the process. The readers take turns. Then it measures the first batch of a rank at five
+positions of a corpus of 64 M rows (33 B tokens), from the open store on, and the memory of Python and NumPy that its
+loader then holds, without mapped shards. All files are in the page cache.
 
 Guarantee: before anything is timed, all readers must give the same rows; otherwise the benchmark ends.
 
@@ -68,16 +67,13 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
             f"the readers do not give the same rows (number, digest): {read}; "
             "correct the reader that differs, in benchmarks/loader_rivals.py"
         )
-    wall_s: dict[str, list[float]] = {name: [] for name in readers}
 
     def timed_epoch(name: str, reader: Reader) -> Callable[[], float]:
         def read_epoch() -> float:
-            cpu_begin = time.process_time()
-            wall_begin = time.perf_counter()
+            begin = time.process_time()
             for _ in reader.read(store, folder / name):
                 pass
-            wall_s[name].append(time.perf_counter() - wall_begin)
-            return time.process_time() - cpu_begin
+            return time.process_time() - begin
 
         return read_epoch
 
@@ -86,10 +82,8 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
     return {
         name: {
             "cpu_s": cpu_s[name],
-            "wall_s": wall_s[name],
             "cpu_us_per_row": 1e6 * summary(cpu_s[name])["median"] / num_rows,
             "rows_per_core_s": num_rows / summary(cpu_s[name])["median"],
-            "rows_per_s": num_rows / summary(wall_s[name])["median"],
             "ratio": ratio(cpu_s[name], cpu_s["ours"]),
             "rows": read[name][0],
             "digest": read[name][1],
@@ -105,14 +99,13 @@ def report_rates(found: Json) -> ResultLine:
             name,
             f"{reader['rows_per_core_s']:,.0f}",
             f"{reader['cpu_us_per_row']:.1f}",
-            f"{reader['rows_per_s']:,.0f}",
             format_summary(reader["ratio"]),
         ]
         for name, reader in found.items()
     ]
     missing = [name for name in READERS if name not in found]
-    rows += [[name, "not importable", "", "", ""] for name in missing]
-    print_table(["", "rows / s core", "CPU us a row", "rows/s", "CPU / ours"], rows)
+    rows += [[name, "not importable", "", ""] for name in missing]
+    print_table(["", "rows / s core", "CPU us a row", "CPU / ours"], rows)
     rivals = [f"{reader['ratio']['median']:.1f} x {name}" for name, reader in found.items() if name != "ours"]
     rivals += [f"{name} not importable" for name in missing]
     value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"

@@ -9,8 +9,7 @@ arrays. All of its work happens in this process, without workers, so the process
     mosaicml-streaming   MDS files with one row per sample, shuffled by its default algorithm
     litdata              chunks of tokens and TokensLoader, shuffled
 
-Limits: only ours verifies the data that it reads. A library that is not installed or cannot be imported is not
-measured; the table names it.
+Limits: only ours verifies the data that it reads. A library that cannot be imported is not measured.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ all of them alike. A ratio is taken within each round; its median and its extrem
 
 A benchmark is a module of this folder with a function `measure(arguments) -> Found`, which `run.py` calls. It may have
 `add_options(parser)`, and `ROUNDS`, the default of `--rounds`.
-
-Limits: the tools measure wall-clock time; a benchmark that needs CPU time or GPU events measures them itself.
 """
 
 from __future__ import annotations
@@ -56,10 +54,9 @@ class Found:
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run the ways in turn, round after round; return the seconds of each timed round by name.
+    """Run the ways in turn; return the seconds of each round by name: the float that a way returns, or its wall time.
 
-    If a way returns a float, that is recorded as its seconds; otherwise its wall time is. `warm_up` more rounds run
-    first and are not recorded.
+    `warm_up` more rounds run first and are not recorded.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(-warm_up, rounds):
@@ -103,10 +100,7 @@ def in_new_process(module: str, function: str, *arguments: Any) -> Any:
 
 
 def peak_memory() -> int:
-    """Return the peak of this process's resident memory, in bytes.
-
-    `ru_maxrss` would include the memory of the process that started this one.
-    """
+    """Return the peak of this process's resident memory, in bytes; `ru_maxrss` would include its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

@@ -4,12 +4,7 @@
 
 How: our launcher and `restart_rival.py` are started by `deepspeed --num_gpus 1`, in turn, with the same model and
 settings. Ours reads a corpus, verifies shards and checkpoint by their digests, and writes ledger, metrics and report;
-the plain script does none of this. A start has four parts, in seconds (ours are setup_s and spent_s of the ledger):
-
-    launch and import    the launcher, the rank's interpreter and its imports
-    build                inputs, process group, model, engine
-    restore              the checkpoint (in a fresh start: the search for one)
-    first step           until its end, including the wait for data
+the plain script does none of this. The seconds of the parts of a start are ours from the ledger.
 
 Limits: one rank on one machine with a warm page cache. The smoke run starts toy models with plain Python.
 """

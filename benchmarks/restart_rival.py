@@ -2,10 +2,9 @@
 
     deepspeed --num_gpus 1 benchmarks/restart_rival.py --config FILE --folder DIR
 
-It builds the model, initialises DeepSpeed, loads a checkpoint with `load_checkpoint` if there is one, and takes two
-steps. Without a checkpoint it then saves one with `save_checkpoint`. Its module, optimizer and DeepSpeed settings are
-ours. It verifies nothing, reads no corpus (its rows are random) and writes no log. The last line of its output is
-JSON: when its imports and its first step were done, and the seconds of its parts.
+It loads a checkpoint if there is one, takes two steps, and else saves one. Its module, optimizer and DeepSpeed
+settings are ours. It verifies nothing, reads no corpus (its rows are random) and writes no log. Its last line is JSON:
+when its imports and its first step were done, and the seconds of its parts.
 """
 
 from __future__ import annotations

@@ -6,13 +6,11 @@
     python benchmarks/run.py step head --save     # also writes benchmarks/results/NAME-YYYYMMDD.json and the table
     python benchmarks/run.py step --smoke         # the same code at toy sizes in seconds; the times mean nothing
 
-Guarantee: a record names date, hardware, versions, commit and the command that repeats the run. The table has the rows
-of the newest record of each benchmark; smoke runs are left out. Of several benchmarks, each runs in a process of its
-own, and one that fails does not stop the next one.
+Guarantee: a record names date, hardware, versions, commit and the command that repeats the run. Of several benchmarks,
+each runs in a process of its own, and one that fails does not stop the next one.
 
-The exit code is 0, or 1 if a benchmark failed or found a limit exceeded that its module guarantees.
-
-`gpu.py`, the benchmark of a GPU, has a command of its own.
+The exit code is 0, or 1 if a benchmark failed or found a limit exceeded that its module guarantees. `gpu.py`, the
+benchmark of a GPU, has a command of its own.
 """
 
 from __future__ import annotations
@@ -110,11 +108,7 @@ def write_table(folder: Path = RESULTS, page: Path = PAGE) -> None:
 
 
 def newest(folder: Path) -> list[Json]:
-    """Return the newest record of each benchmark in `folder`, sorted by the benchmark's name.
-
-    Left out are records without rows for the table, such as those of `gpu.py`, those of smoke runs, and those of
-    benchmarks that are no longer in the tree.
-    """
+    """Return the newest record of each benchmark of this folder that has rows for the table and is no smoke run's."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     by_name: dict[str, Json] = {}
     for record in sorted(records, key=lambda record: record["date"]):

@@ -2,14 +2,11 @@
 
     python benchmarks/run.py shard_cache
 
-It measures the share of the corpus that one node fetches in each epoch after the first, with caches of 50, 75 and 90 %
-of the corpus. For comparison, a cache that deletes the least recently used shard is simulated on the same order of
-shards.
+It measures the share of the corpus that one node fetches in each epoch after the first, beside a simulated cache that
+deletes the least recently used shard.
 
 Guarantee: every batch is compared with the rows that the run's row order gives for it; the benchmark ends if a batch
-differs. Fetches are counted where they leave the store.
-
-Limits: the store is a local folder. `tests/data/test_sharing.py` counts what nodes fetch that share their shards.
+differs. Fetches are counted where they leave the store, a local folder.
 """
 
 from __future__ import annotations
@@ -78,8 +75,7 @@ def least_recently_used(order: RowOrder, num_shards: int, capacity: int, epochs:
 def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) -> list[Json]:
     """Read some epochs of a corpus with each size of the cache; the first epoch fills it.
 
-    Return one object for each size. `cache` is the size as a share of the corpus; `ours` and `least_recently_used` are
-    the shares of the corpus that each epoch after the first fetches.
+    `ours` and `least_recently_used` of a size are the shares of the corpus that each epoch after the first fetches.
     """
     batch = 64
     corpus = write_corpus(folder / "corpus", num_shards, batch, num_shards, seq_len=32)

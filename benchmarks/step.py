@@ -48,9 +48,6 @@ ROUNDS = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="precisions (both)"
-    )
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
 
 
@@ -62,12 +59,11 @@ def measure(arguments: argparse.Namespace) -> Found:
     config = load_config(REPOSITORY / "configs/small.yaml", toy)
     facts = f"{config.data.seq_len} tokens x {BATCH} rows, {threads} thread(s)"
     found: Json = {}
-    for precision in arguments.precision:
+    for precision in ("fp32", "bf16"):
         torch.manual_seed(0)
         # Without bf16 products in hardware, a Hugging Face step takes about a minute.
         is_slow = precision == "bf16" and not HAS_BF16_PRODUCTS and not arguments.smoke
-        rounds, warm_up = (1, 0) if is_slow else (arguments.rounds, 1)
-        found[precision] = compare(config, precision, rounds, warm_up)
+        found[precision] = compare(config, precision, 1 if is_slow else arguments.rounds, 0 if is_slow else 1)
     lines = [report(ways, precision, facts) for precision, ways in found.items()]
     return Found(lines, {"threads": threads, **found})
 

@@ -1,7 +1,7 @@
 """Training steps that the benchmarks of the step compare: ours and Hugging Face's.
 
-Our way is the module and the optimizer that the engine trains, without DeepSpeed around them. Hugging Face's
-(`hugging_face.py`) starts from the same weights and has torch's AdamW.
+Our way is the module and the optimizer that the engine trains. Hugging Face's starts from the same weights and has
+torch's AdamW.
 
 Shapes: B rows, S tokens.
 """
@@ -120,8 +120,7 @@ def stepper(
 def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, precision: str) -> dict[str, Json]:
     """Return the losses ("mlm" and "rtd") of every way without dropout; end the program if they differ from ours.
 
-    All ways use the tokens that our generator samples, so that the discriminators read the same text. The first of
-    `ways` is "ours".
+    All ways use the tokens that our generator, the first of `ways`, samples.
     """
     objective: CorruptingObjective = ways["ours"].module  # type: ignore[assignment]
     # This input is used for its masks and samples only, so its loss scales of 1.0 have no effect.

@@ -360,19 +360,12 @@ def _integers(sizes: Sizes, device: str, backend: str) -> Rows:
     )
     are_equal = all(torch.equal(tensor, expected_tensor) for tensor, expected_tensor in zip(replaced, expected))
     states_MD = torch.randn(sizes.exact_rows * 16, 4, device=device)
-    table_VD = torch.randn(1000, 4, device=device)
-    drawn, expected_drawn = (_sample(states_MD, table_VD, by) for by in (backend, "reference"))
+    given = [states_MD, torch.randn(1000, 4, device=device), torch.zeros(1000, device=device)]
+    target_M = torch.zeros(len(states_MD), dtype=torch.int64, device=device)
+    drawn, expected_drawn = (our_head(given, target_M, 1000, by)[1] for by in (backend, "reference"))
     share = (drawn == expected_drawn).double().mean().item()
     by = {"by": f"ours ({backend})"}
     return [
         {"operation": "replace + label", **by, "share_equal": float(are_equal), "right": are_equal},
         {"operation": "sample", **by, "share_equal": share, "right": share >= 0.999},
     ]
-
-
-def _sample(states_MD: torch.Tensor, table_VD: torch.Tensor, backend: str) -> torch.Tensor:
-    """Return the tokens that the generator's head draws for states and a token table, int64 [M]."""
-    vocab = len(table_VD)
-    bias_V = torch.zeros(vocab, device=states_MD.device)
-    target_M = torch.zeros(len(states_MD), dtype=torch.int64, device=states_MD.device)
-    return our_head([states_MD, table_VD, bias_V], target_M, vocab, backend)[1]

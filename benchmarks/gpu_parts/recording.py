@@ -69,10 +69,9 @@ class Recorder:
         return None if self._end is None else self._end - time.monotonic()
 
     def run_part(self, part: str, make_cases: Callable[[], Iterator[Case]]) -> None:
-        """Run all cases of a part, in order; rows are appended to `record[part]`.
+        """Run all cases of a part; rows are appended to `record[part]`, also one if `make_cases` itself fails.
 
-        If `make_cases` fails, for example because an import does, this is a row, too. Raises DeviceLost if a case left
-        the GPU unusable; its row is written.
+        Raises DeviceLost if a case left the GPU unusable; its row is written.
         """
         rows = self.record.setdefault(part, [])
         done = {(row.get("case_operation"), row.get("case_by")) for row in rows}
@@ -185,16 +184,14 @@ def print_row(row: Row) -> None:
     print(f"  {label:<44} {'  '.join(facts)}", flush=True)
 
 
-# The device sleeps for about 20 ms while the host queues the calls, so that the times of short calls do not include
-# gaps in which the device waits for the host.
+# The device sleeps for about 20 ms while the host queues the calls, so that short calls have no gaps between them.
 _AHEAD_CYCLES = 40_000_000
 
 
 def time_and_peak(run: Callable[[], object], repeats: int = REPEATS, warm_up: int = WARM_UP) -> dict[str, float]:
     """Time a call after a warm-up, and measure its peak memory above what was allocated before.
 
-    Return `ms`, the median, and `peak_bytes`. Without a GPU one call is timed by the wall clock, after one warm-up,
-    and the memory is 0.
+    Return `ms`, the median, and `peak_bytes`. Without a GPU one call is timed by the wall clock.
     """
     if not torch.cuda.is_available():
         run()

@@ -131,8 +131,7 @@ class StepBench:
     def time(self, operation: str, by: str, batch: int, step: Callable[[], object]) -> Row:
         """Time a training step of `batch` rows and return its row of the table.
 
-        The first calls, which may compile or build a model, are warm-up and not timed. `host_ms` is the time until the
-        host has queued the step, and `peak_bytes` is above weights and optimizer states.
+        `host_ms` is the time until the host has queued the step, and `peak_bytes` is beside weights and moments.
         """
         row: Row = {"operation": operation, "by": by, **time_and_peak(step, repeats=5, warm_up=3)}
         row["host_ms"] = host_ms(step, 1 if self.smoke else 3)
@@ -198,11 +197,7 @@ def profile_cases(bench: StepBench) -> Iterator[Case]:
 
 
 def _profile(bench: StepBench, batch: int) -> Rows:
-    """Sum the kernels of one step by part of the step, as `electra-dist speed` does.
-
-    There is a row for the step with the numbers of launches and of host operators, one for the attention kernels by
-    name, one for each part, and one for each of the ten kernels that take the longest.
-    """
+    """Sum the kernels of one step by part of the step, as `electra-dist speed` does; name the ten longest kernels."""
     module = bench.module(bench.backend)
     given = step_input(module, bench.ids(batch))
     optimizer = bench.adamw(module)
@@ -248,10 +243,7 @@ def fusion_cases(bench: StepBench) -> Iterator[Case]:
 
 
 def _run_by_reference(name: str, run: Callable[[], Rows]) -> Rows:
-    """Run a case while one fused operation uses its reference, whatever backend its callers pass.
-
-    It replaces the function by which the operation's module chooses a backend, so it affects the whole process.
-    """
+    """Run a case while one fused operation uses its reference, whatever backend its callers pass."""
     kernel = importlib.import_module(f"electra_kernels.{name}")
     resolver_name = "resolve" if hasattr(kernel, "resolve") else "resolve_without_cuda"
     original_resolver = getattr(kernel, resolver_name)

@@ -70,8 +70,8 @@ class LogConfig(Section):
     )
     eval_rows: Positive = Field(
         default=512,
-        description="Held-out rows in each evaluation. The context AUC uses more if these have fewer than 5,000 "
-        "masked tokens.",
+        description="Held-out rows in each evaluation; more for the context AUC if these have fewer than 5,000 masked "
+        "tokens.",
     )
     tensorboard: bool = Field(
         default=True, description="Whether TensorBoard event files are written into the run folder."
@@ -159,7 +159,7 @@ class CorpusConfig(Section):
     undecodable: Literal["skip", "replace"] = Field(
         default="skip",
         description="What happens to a document with bytes that are not UTF-8. skip: it is left out. replace: it is "
-        "used without these bytes. The report of the build counts both.",
+        "used without these bytes.",
     )
     max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5,
@@ -228,8 +228,7 @@ class ClusterConfig(Section):
     )
     strike_expires_h: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=24.0,
-        description="Hours for which a strike, the record that a node was unhealthy, excludes that node from new "
-        "submissions.",
+        description="Hours for which a strike excludes a node from new submissions.",
     )
     notify: str | None = Field(
         default=None,

@@ -130,8 +130,8 @@ class TrainConfig(Section):
     init_generator_from: str | None = Field(
         default=None,
         description="Hugging Face folder, or name on the Hub, with the generator's initial weights, for an init_from "
-        "that holds only the discriminator. With objective.generator: frozen, the folder of the generator itself, "
-        "also a run of objective mlm.",
+        "that holds only the discriminator. With objective.generator: frozen, the generator itself, also a run of "
+        "objective mlm.",
     )
 
     @model_validator(mode="before")
@@ -289,8 +289,8 @@ class OptimizerConfig(Section):
     )
     decay_power: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power, "
-        "or with trapezoid the remaining share of decay_steps ** decay_power. 1: linear. 0: no decay.",
+        description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power. 1: "
+        "linear. 0: no decay.",
     )
     beta1: Probability = Field(
         default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
