@@ -66,6 +66,7 @@ class LayerMask(ABC):
     name: ClassVar[str]  # in `engine.attention`
     title: ClassVar[str]  # in log lines
     advantage: ClassVar[str]  # why `engine.attention: auto` takes it
+    sums_bias: ClassVar[bool] = False  # whether the backward pass can compute the gradient of the bias of `qkv`, too
 
     @classmethod
     def limit(cls, config: Config) -> str:
@@ -85,11 +86,19 @@ class LayerMask(ABC):
         """Return the mask of rows; with `reach`, a token sees only that many tokens to each side."""
 
     @abstractmethod
-    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        dropout: float,
+        dropout_keys: LayerDropout,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, contiguous [T, H].
 
         `qkv`, contiguous [T, 3 H], has query, key and value of each token. `dropout` is the probability of dropping an
-        attention probability.
+        attention probability. `bias` is that of the product that made `qkv`; a backend with `sums_bias` computes its
+        gradient.
         """
 
     @classmethod
@@ -136,7 +145,14 @@ class SdpaMask(LayerMask):
         return cls(bias_B1SS, reach)
 
     @override
-    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        dropout: float,
+        dropout_keys: LayerDropout,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
         num_tokens = query.shape[2]
         bias = self.bias_B1SS
@@ -166,6 +182,7 @@ class FlashMask(LayerMask):
     name = "flash"
     title = "FlashAttention"
     advantage = "its kernels have dropout and windows and compute no pairs of tokens from different examples"
+    sums_bias = True
 
     examples: ExampleBounds
     reach: int | None = None
@@ -203,8 +220,17 @@ class FlashMask(LayerMask):
         return cls(bounds, reach)
 
     @override
-    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
-        return flash_attention(qkv, num_heads, self.examples, dropout, self.reach)
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        dropout: float,
+        dropout_keys: LayerDropout,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return flash_attention(
+            qkv, num_heads, self.examples, dropout, self.reach, bias=bias, backend=dropout_keys.backend
+        )
 
     @classmethod
     @override
@@ -244,7 +270,14 @@ class FlexMask(LayerMask):
         return cls(_blocks_of_rows(layout.example_BS, reach))
 
     @override
-    def attend(self, qkv: torch.Tensor, num_heads: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        dropout: float,
+        dropout_keys: LayerDropout,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if dropout:
             raise ValueError(
                 f"FlexAttention cannot drop attention probabilities (asked for {dropout}); set "

@@ -209,14 +209,20 @@ class SelfAttention(nn.Module):
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
-    def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        attention_mask: LayerMask,
+        dropout_keys: LayerDropout,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the output of attention before the output projection, contiguous [T, H].
 
         `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
-        either.
+        either. `LayerMask.attend` explains `bias`.
         """
         dropout = self.dropout if self.training else 0.0
-        return attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys)
+        return attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys, bias)
 
 
 class EncoderLayer(nn.Module):
@@ -236,8 +242,11 @@ class EncoderLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
-        qkv, residual_TH = QkvProduct.apply(hidden_TH, attention.qkv.weight, attention.qkv.bias)
-        context_TH = attention.attend(qkv, attention_mask, dropout_keys)
+        bias = attention.qkv.bias
+        # Where attention joins the gradients of query, key and value by a pass, that pass also sums them for the bias.
+        sums_bias = attention_mask.sums_bias
+        qkv, residual_TH = QkvProduct.apply(hidden_TH, attention.qkv.weight, bias, not sums_bias)
+        context_TH = attention.attend(qkv, attention_mask, dropout_keys, bias if sums_bias else None)
         parameters = Parameters(
             out_weight=attention.out.weight,
             out_bias=attention.out.bias,

@@ -4,9 +4,9 @@ Guarantee: dropout draws from torch's generator. The forward pass returns that g
 backward pass drops the same probabilities. In torch's deterministic mode the backward pass adds in a fixed order.
 
 How: query, key and value are views of one tensor [T, 3, N, D], the result of the matrix product that computes them, so
-nothing is copied before the kernel. The three gradients are copied into one tensor by one `stack`, because torch's
-operator allocates them itself. Under torch.compile two custom operators take the place of the autograd function,
-because the backward pass has to switch a mode of torch while it runs.
+nothing is copied before the kernel. The three gradients are copied into one tensor, because torch's operator allocates
+them itself; the same pass sums them for the bias of that product. Under torch.compile two custom operators take the
+place of the autograd function, because the backward pass has to switch a mode of torch while it runs.
 
 Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
 The operator is private in torch, and is called with the arguments that versions 2.11 to 2.13 have in common.
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from electra_kernels.layer_passes import join_gradients
 from torch.autograd.function import once_differentiable
 
 from electra_dist.model.row_layout import ExampleBounds
@@ -31,17 +32,27 @@ _backward_operator = torch.ops.aten._flash_attention_backward
 
 
 def flash_attention(
-    qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0, reach: int | None = None
+    qkv: torch.Tensor,
+    num_heads: int,
+    bounds: ExampleBounds,
+    dropout: float = 0.0,
+    reach: int | None = None,
+    bias: torch.Tensor | None = None,
+    backend: str = "reference",
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(D)) v within each sequence of `bounds`, [T, H], for `qkv` of [T, 3 H].
 
-    Both are contiguous. With `reach`, a token sees only that many tokens to each side.
+    Both are contiguous. With `reach`, a token sees only that many tokens to each side. `bias`, [3 H], is one that
+    `qkv` contains already and whose gradient is computed here, by `backend` ("triton" or "reference"). In eager mode
+    only.
     """
     if torch.compiler.is_compiling():
         qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
         out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout, reach)[0]
         return out_TND.view(len(qkv), -1)
-    context_TH: torch.Tensor = _FlashAttention.apply(qkv, num_heads, bounds.cu_seqlens, bounds.longest, dropout, reach)
+    context_TH: torch.Tensor = _FlashAttention.apply(
+        qkv, bias, num_heads, bounds.cu_seqlens, bounds.longest, dropout, reach, backend
+    )
     return context_TH
 
 
@@ -61,17 +72,21 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         qkv: torch.Tensor,
+        bias: torch.Tensor | None,
         num_heads: int,
         cu_seqlens: torch.Tensor,
         longest: int,
         dropout: float,
         reach: int | None,
+        backend: str,
     ) -> torch.Tensor:
         num_tokens = len(qkv)
         query, key, value = qkv.view(num_tokens, 3, num_heads, -1).unbind(1)
         saved = _run_forward(query, key, value, cu_seqlens, longest, dropout, reach)
         ctx.save_for_backward(query, key, value, cu_seqlens, *saved)
         ctx.settings = (longest, dropout, reach)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.backend = backend
         return saved.out_TND.view(num_tokens, -1)
 
     @staticmethod
@@ -79,8 +94,12 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, cu_seqlens, *saved = ctx.saved_tensors
         grad_TND = grad_TH.view(query.shape)
-        grad_T3ND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), *ctx.settings)
-        return grad_T3ND.view(len(grad_TH), -1), None, None, None, None, None
+        grads_TND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), *ctx.settings)
+        if ctx.bias_dtype is None:
+            grad_T3ND, grad_bias = torch.stack(grads_TND, 1), None
+        else:
+            grad_T3ND, grad_bias = join_gradients(*grads_TND, ctx.bias_dtype, ctx.backend)
+        return grad_T3ND.view(len(grad_TH), -1), grad_bias, *[None] * 6
 
 
 def _run_forward(
@@ -122,11 +141,11 @@ def _run_backward(
     longest: int,
     dropout: float,
     reach: int | None,
-) -> torch.Tensor:
-    """Return the gradients of queries, keys and values by torch's operator, in one contiguous tensor [T, 3, N, D]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values by torch's operator, [T, N, D] each."""
     is_causal = False
     with _in_fixed_order():
-        grads_TND = _backward_operator(
+        query_grad, key_grad, value_grad = _backward_operator(
             grad_TND,
             query,
             key,
@@ -144,7 +163,7 @@ def _run_backward(
             window_size_left=reach,
             window_size_right=reach,
         )
-    return torch.stack(tuple(grads_TND), 1)
+    return query_grad, key_grad, value_grad
 
 
 @contextlib.contextmanager
@@ -202,7 +221,7 @@ def _compiled_backward(
     """Run `_run_backward` as a custom operator for torch.compile; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
-    return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout, reach)
+    return torch.stack(_run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout, reach), 1)
 
 
 @_compiled_backward.register_fake

@@ -156,25 +156,28 @@ class QkvProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sums_bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], in the product's dtype."""
+        """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], in the product's dtype.
+
+        Without `sums_bias` the backward pass leaves the gradient of the bias to attention.
+        """
         dtype = product_dtype(hidden_TH)
         # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
         residual_TH = hidden_TH.to(dtype)
         ctx.save_for_backward(residual_TH, weight)
         (ctx.weight_sum,) = gradient_sums(weight)
+        ctx.sums_bias = sums_bias
         return linear(residual_TH, weight.to(dtype), bias.to(dtype)), residual_TH
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return the gradients of the three arguments of `forward`."""
+    def backward(ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the arguments of `forward`."""
         hidden_TH, weight = ctx.saved_tensors
         grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
-        return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH, ctx.weight_sum), grad_qkv.sum(0)
+        grad_weight = weight_gradient(grad_qkv, hidden_TH, ctx.weight_sum)
+        return grad_hidden_TH, grad_weight, grad_qkv.sum(0) if ctx.sums_bias else None, None
 
 
 class Parameters(NamedTuple):

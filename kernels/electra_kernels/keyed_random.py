@@ -116,7 +116,7 @@ def bits_grid(
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
     block_word = blocks[None, :].expand(num_rows, num_blocks)
     row_word = rows[:, None].expand_as(block_word)
-    step_word = torch.full_like(block_word, step)
+    step_word = _step_in_row(step, rows.device)[1].expand_as(block_word)
     purpose_word = torch.full_like(block_word, int(purpose))
     words = philox4x32((block_word, row_word, step_word, purpose_word), seed)
     # The four words of a block are the bits of its four positions, next to each other.

@@ -1,4 +1,4 @@
-"""Fuse what a layer computes between its matrix products: dropout + residual + LayerNorm, and the gradient of GELU.
+"""Fuse what a layer computes between its matrix products: dropout + residual + LayerNorm, and gradients with sums.
 
 A layer's own autograd function (`electra_dist/model/fused_layer.py`) calls `norm_forward`, `norm_backward` and
 `gelu_gradient`, outside autograd. The two backward passes also sum over all tokens, for the gradients of parameters.
@@ -47,7 +47,7 @@ import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
-from electra_kernels.operation_types import SITES, LayerDropout, sum_of_strips
+from electra_kernels.operation_types import SITES, LayerDropout
 
 
 class TokenSums:
@@ -70,7 +70,9 @@ class TokenSums:
         if backend == "triton":
             from electra_kernels.triton.layer_passes import num_strips
 
-            self.partials_PC = torch.empty(num_strips(grad), sum(widths), device=grad.device)
+            hidden = grad.shape[-1]
+            strips = num_strips(grad.numel() // hidden, hidden, grad.device)
+            self.partials_PC = torch.empty(strips, sum(widths), device=grad.device)
 
     def add(self, *sums: torch.Tensor) -> None:
         """Collect sums that the reference has computed."""
@@ -89,6 +91,8 @@ class TokenSums:
         assert self._next_column == sum(self._widths), (
             f"{self._next_column} of {sum(self._widths)} columns are written"
         )
+        from electra_kernels.triton.strip_sums import sum_of_strips
+
         return sum_of_strips(self.partials_PC, dtype).split(self._widths)
 
 
@@ -376,3 +380,21 @@ def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[
     compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
     grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
     return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)
+
+
+def join_gradients(
+    query_TND: torch.Tensor, key_TND: torch.Tensor, value_TND: torch.Tensor, sum_dtype: torch.dtype, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value in one tensor, [T, 3, N, D], and its sum over the tokens, [3 H].
+
+    The sum, in `sum_dtype`, is the gradient of the bias of the product that made them. `backend` is "triton" or
+    "reference"; under Triton one kernel reads the gradients once, and the sum is not rounded before its end.
+    """
+    if backend == "triton":
+        from electra_kernels.triton import qkv_gradient
+
+        return qkv_gradient.join_gradients(
+            query_TND.contiguous(), key_TND.contiguous(), value_TND.contiguous(), sum_dtype
+        )
+    joined_T3ND = torch.stack((query_TND, key_TND, value_TND), 1)
+    return joined_T3ND, joined_T3ND.flatten(1).sum(0).to(sum_dtype)

@@ -1,4 +1,4 @@
-"""Types of arguments and results that the plain-PyTorch operations and their kernels share, and the sum of strips.
+"""Types of arguments and results that the plain-PyTorch operations and their kernels share.
 
 They are in a file of their own so that both sides can import them: a kernel's file is not imported without Triton.
 """
@@ -67,12 +67,3 @@ class LayerDropout(NamedTuple):
     backend: str  # "triton" or "reference"
     probability: float = 0.0  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
     site: int = 0  # number of the place within the layer, in [0, SITES)
-
-
-def sum_of_strips(partials: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Add up the partial sums of P strips, fp32 [P, ...], in fp64, by two launches; return the total in `dtype`.
-
-    A strip is the tokens of one program (thread block) of a backward kernel. Without atomic additions the order of
-    additions, and with it the result, is the same in every run.
-    """
-    return partials.sum(0, dtype=torch.float64).to(dtype)

@@ -16,15 +16,15 @@ import pytest
 from electra_kernels.triton import compile_without_gpu
 
 SNAPSHOT = Path(__file__).with_name("compiled_kernels.txt")
-NUM_KERNELS = 19  # two of them are compiled in bf16 and in fp32
+NUM_KERNELS = 23  # three of them are compiled in bf16 and in fp32
 # Kernels whose rows are aligned: each must move 16 bytes at a time. Those of STORES_ROWS store rows, too.
 NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
     *("norm_bwd_256", "norm_bwd_256_p0", "norm_bwd_1024", "norm_bwd_1024_p0"),
 }
 STORES_ROWS = {"head_train", "tail_backward", "gather_backward"} | NORMS
-STORES_ROWS |= {"keyed_dropout", "gelu_gradient"}
-LOADS_ROWS = {"head_evaluate", "tail_forward"} | STORES_ROWS
+STORES_ROWS |= {"keyed_dropout", "gelu_gradient", "join_256", "join_1024"}
+LOADS_ROWS = {"head_evaluate", "tail_forward", "sum_strips"} | STORES_ROWS
 
 
 @dataclasses.dataclass(frozen=True)

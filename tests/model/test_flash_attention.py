@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from electra_kernels.layer_passes import join_gradients
 from electra_kernels.operation_types import LayerDropout, SpecialIds
 from support import flash_definition
 from torch._dynamo.utils import counters
@@ -17,7 +18,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import flash_attention as flash
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
 from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.encoder import SelfAttention
+from electra_dist.model.encoder import DropoutKeys, SelfAttention
 from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.row_layout import ExampleBounds, derive, example_bounds
 from electra_dist.objectives.base import Objective, StepInput
@@ -135,6 +136,33 @@ def test_an_objective_has_the_loss_and_gradients_of_sdpa(name: str, definition: 
         loss = module(step_input(ids, bounds)).loss
         found[backend.name] = [loss, *torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)]
     torch.testing.assert_close(found["flash"], found["sdpa"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_layer_sums_the_gradient_of_the_bias_of_query_key_and_value_where_it_joins_their_gradients(
+    definition: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against autograd through the definition of the layer, in float64; the product's own sum is not computed."""
+    ids = random_rows(3, 64, 5, 40)
+    mask = FlashMask(example_bounds(ids, SPECIAL))
+    layer = small_objective().double().towers.discriminator.layers[0]
+    keys = DropoutKeys.off(torch.from_numpy(ids)).of_layers(1)[0]
+    hidden_TH = torch.randn(ids.size, 16, dtype=torch.float64)
+    upstream_TH = torch.randn(ids.size, 16, dtype=torch.float64)
+    parameters = list(layer.parameters())
+    out_TH = layer.compose(hidden_TH, mask, keys)
+    expected = torch.autograd.grad(out_TH, parameters, upstream_TH)
+    joined: list[tuple[torch.Tensor, ...]] = []
+
+    def record(*arguments: Any) -> Any:
+        joined.append(join_gradients(*arguments))
+        return joined[-1]
+
+    monkeypatch.setattr(flash, "join_gradients", record)
+    found = torch.autograd.grad(layer(hidden_TH, mask, keys), parameters, upstream_TH)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    names = [name for name, _ in layer.named_parameters()]
+    ((_, sum_of_bias),) = joined
+    assert found[names.index("attention.qkv.bias")] is sum_of_bias
 
 
 def test_an_input_without_bounds_is_refused() -> None:

@@ -69,6 +69,14 @@ _NAME_OF_PRODUCT = re.compile(r" m(\d+) n(\d+) k(\d+) in(\w+) out(\w+)")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Kernels that move more than their arguments once: the row kernel reads the logits twice and writes their gradient.
 _PASSES = {"row_kernel": 3, "gelu_gradient_kernel": 1.5}
+# The part of a kernel, and the assumed speed of those like it.
+_PART_OF_KERNEL = {
+    "norm_forward_kernel": ("dropout + add + norm", "norms"),
+    "norm_backward_kernel": ("dropout + add + norm", "norms"),
+    "gelu_gradient_kernel": ("GELU", "elementwise"),
+    "join_gradients_kernel": ("bias sums, gradients of qkv", "elementwise"),
+    "sum_strips_kernel": ("bias sums, gradients of qkv", "elementwise"),
+}
 # Columns that a kernel writes of the partial sums that the kernels of a layer share: an argument, how often it counts.
 _SUMMED_COLUMNS = {"norm_backward_kernel": ("hidden", 3), "gelu_gradient_kernel": ("width", 1)}
 
@@ -95,10 +103,8 @@ def predict(
         if not call.name.startswith(_PRODUCTS):
             _add_call(parts, call, config, speeds)
     for launch in figures.launches:
-        is_gelu = "gelu" in launch.kernel
-        part = "GELU" if is_gelu else "dropout + add + norm" if "norm" in launch.kernel else "kernels of the heads"
-        share = speeds["elementwise" if is_gelu else "norms"]
-        parts[part] += _moved_bytes(launch) / (bytes_per_ms * share)
+        part, speed = _PART_OF_KERNEL.get(launch.kernel, ("kernels of the heads", "norms"))
+        parts[part] += _moved_bytes(launch) / (bytes_per_ms * speeds[speed])
     num_parameters = parameter_counts(config.model, config.objective).total
     parts["other gradient sums"] = _SUM_BYTES * max(0, num_parameters - summed) / bytes_per_ms
     micro_batch = recorded["micro_batch"]

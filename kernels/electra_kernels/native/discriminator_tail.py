@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from electra_kernels import BackendUnavailable
-from electra_kernels.operation_types import sum_of_strips
 
 SOURCE = Path(__file__).with_name("discriminator_tail.cu")
 NUM_BLOCKS = 1024
@@ -153,9 +152,8 @@ def backward_pass(
     inputs = (dense_TH, _as_fp32(bias_H), _as_fp32(out_weight_H), label_T, mask_T, logits_T, upstream_T)
     outputs = (grad_dense_TH, partial_bias_PH, partial_weight_PH, partial_out_bias_P)
     _call(library().electra_tail_backward, dense_TH, inputs + outputs, num_blocks)
-    grad_bias_H = sum_of_strips(partial_bias_PH)
-    grad_out_weight_H = sum_of_strips(partial_weight_PH)
-    grad_out_bias = sum_of_strips(partial_out_bias_P)
+    partials = (partial_bias_PH, partial_weight_PH, partial_out_bias_P)
+    grad_bias_H, grad_out_weight_H, grad_out_bias = (each.sum(0, dtype=torch.float64).float() for each in partials)
     return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias
 
 

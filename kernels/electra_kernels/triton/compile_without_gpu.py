@@ -36,7 +36,9 @@ from electra_kernels.triton import (
     keyed_dropout,
     layer_passes,
     mlm_head,
+    qkv_gradient,
     slots,
+    strip_sums,
 )
 
 ARCHITECTURES = (80, 90, 100)  # compute capabilities of A100, H100 and H200, B200
@@ -97,18 +99,19 @@ _SHARED_TYPES = {
 }
 # Arguments that are multiples of 16 in ELECTRA-Large.
 _SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_column", "layer_quads")
+_ALSO_FP32 = ("head_train", "tail_forward", "sum_strips")
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
     """Return the kernels to compile, in the order of the printed table, in bf16 or in all of `DTYPES`.
 
-    Two kernels whose code differs in fp32 are always compiled in fp32, too: the training variant of the generator's
-    head and the forward kernel of the discriminator tail.
+    Three kernels are always compiled in fp32, too: the training variant of the generator's head and the forward kernel
+    of the discriminator tail, whose code differs, and the sum of strips, whose result may be fp32 in a bf16 model.
     """
     in_bf16 = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
-    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case()]
+    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case()]
     if not all_dtypes:
-        return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in ("head_train", "tail_forward")]
+        return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in _ALSO_FP32]
     return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
 
 
@@ -153,9 +156,8 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
         "out_bias_ptr": "*bf16",
         "upstream_ptr": "*fp32",
         "grad_dense_ptr": "*bf16",
-        **dict.fromkeys(("grad_bias_ptr", "grad_out_weight_ptr", "grad_out_bias_ptr"), "*fp32"),
-        "num_tokens": "i32",
-        "hidden": "i32",
+        "partials_ptr": "*fp32",
+        **dict.fromkeys(("num_tokens", "hidden", "num_columns"), "i32"),
     }
     tile = {"BLOCK_T": 2, "BLOCK_H": 1024}
     forward = KernelCase(
@@ -273,6 +275,37 @@ def _gelu_case() -> KernelCase:
         constants={"BLOCK": layer_passes.GELU_BLOCK},
         divisible=_SIZES,
         num_warps=layer_passes.NUM_WARPS,
+    )
+
+
+def _qkv_cases() -> list[KernelCase]:
+    """Return the kernel that joins the gradients of query, key and value, for hidden sizes 256 and 1024."""
+    types = {
+        **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "joined_ptr"), "*bf16"),
+        "partials_ptr": "*fp32",
+        **dict.fromkeys(("num_tokens", "hidden"), "i32"),
+    }
+    return [
+        KernelCase(
+            name=f"join_{hidden}",
+            kernel=qkv_gradient.join_gradients_kernel,
+            types=types,
+            constants={"BLOCK": hidden},
+            divisible=_SIZES,
+            num_warps=num_warps,
+        )
+        for hidden, num_warps in ((256, 1), (qkv_gradient.BLOCK, layer_passes.NUM_WARPS))
+    ]
+
+
+def _strips_case() -> KernelCase:
+    return KernelCase(
+        name="sum_strips",
+        kernel=strip_sums.sum_strips_kernel,
+        types={"partials_ptr": "*fp32", "total_ptr": "*bf16", "num_strips": "i32", "num_columns": "i32"},
+        constants=dict(strip_sums.BLOCK),
+        divisible=_SIZES,
+        num_warps=strip_sums.NUM_WARPS,
     )
 
 

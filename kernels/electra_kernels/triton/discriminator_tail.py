@@ -18,7 +18,7 @@ for each token, not for each of its H elements.
 Limits: H up to 8192, because all H elements of a token are held in registers; fp64 is computed in fp32. All tensors
 are contiguous; labels, masks, logits and upstream gradients are fp32.
 
-Shapes: T tokens, H hidden, P programs.
+Shapes: T tokens, H hidden, P programs, C columns of the partial sums.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -32,12 +32,13 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.operation_types import sum_of_strips
 from electra_kernels.triton.compensated_arithmetic import fits_fp32, precise_log, precise_ratio, scaled_exp, two_sum
+from electra_kernels.triton.strip_sums import sum_of_strips
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors
 NUM_WARPS = 4
 _ELEMENTS_PER_TILE = 2048  # 16 for each thread
+_OUT_BIAS_COLUMNS = 16  # of the partial sums; the first is used, the others keep the rows aligned
 _MAX_ROWS_PER_TILE = 8  # they are added one after another, so few rows keep rounding errors small
 _ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal distribution
@@ -157,18 +158,17 @@ def tail_backward_kernel(
     logits_ptr,  # [T] fp32
     upstream_ptr,  # [T] fp32
     grad_dense_ptr,  # [T, H]
-    grad_bias_ptr,  # [P, H] fp32
-    grad_out_weight_ptr,  # [P, H] fp32
-    grad_out_bias_ptr,  # [P] fp32
+    partials_ptr,  # [P, C] fp32
     num_tokens,
     hidden,
+    num_columns,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Write the dense output's gradient for one program's tokens, and the sums over them for the parameters.
 
-    Program p handles every P-th tile of BLOCK_T tokens and writes row p of the partial sums of the parameters'
-    gradients. `upstream_ptr` has the gradient of each token's masked loss.
+    Program p handles every P-th tile of BLOCK_T tokens and writes row p of the partial sums: H columns for the bias, H
+    for the output weight and one for the output bias. `upstream_ptr` has the gradient of each token's masked loss.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -197,10 +197,10 @@ def tail_backward_kernel(
         grad_bias += tl.sum(grad_a, 0)
         grad_out_weight += tl.sum(gelu_times(a, erf, grad_logit[:, None]), 0)
         grad_out_bias += tl.sum(grad_logit, 0)
-    partial_row = program.to(tl.int64) * hidden + column
-    tl.store(grad_bias_ptr + partial_row, grad_bias, mask=column < hidden)
-    tl.store(grad_out_weight_ptr + partial_row, grad_out_weight, mask=column < hidden)
-    tl.store(grad_out_bias_ptr + program, grad_out_bias)
+    partial_row_ptr = partials_ptr + program.to(tl.int64) * num_columns
+    tl.store(partial_row_ptr + column, grad_bias, mask=column < hidden)
+    tl.store(partial_row_ptr + hidden + column, grad_out_weight, mask=column < hidden)
+    tl.store(partial_row_ptr + 2 * hidden, grad_out_bias)
 
 
 def forward_pass(
@@ -254,8 +254,7 @@ def backward_pass(
     num_programs, tile_options = _launch_shape(num_tokens, hidden)
     grad_dense_TH = torch.empty_like(dense_TH)
     # Each program writes one row of partial sums; they are added afterwards, in a fixed order.
-    partial_bias_PH, partial_weight_PH = torch.empty(2, num_programs, hidden, device=dense_TH.device)
-    partial_out_bias_P = torch.empty(num_programs, device=dense_TH.device)
+    partials_PC = torch.empty(num_programs, 2 * hidden + _OUT_BIAS_COLUMNS, device=dense_TH.device)
     grid: Any = (num_programs,)
     tail_backward_kernel[grid](
         dense_TH,
@@ -266,17 +265,16 @@ def backward_pass(
         logits_T,
         upstream_T,
         grad_dense_TH,
-        partial_bias_PH,
-        partial_weight_PH,
-        partial_out_bias_P,
+        partials_PC,
         num_tokens=num_tokens,
         hidden=hidden,
+        num_columns=partials_PC.shape[1],
         **tile_options,
     )
-    grad_bias_H = sum_of_strips(partial_bias_PH)
-    grad_out_weight_H = sum_of_strips(partial_weight_PH)
-    grad_out_bias = sum_of_strips(partial_out_bias_P)
-    return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias
+    grad_bias_H, grad_out_weight_H, grad_out_bias = sum_of_strips(partials_PC).split(
+        [hidden, hidden, _OUT_BIAS_COLUMNS]
+    )
+    return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias[0]
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:

@@ -259,14 +259,12 @@ def forward_pass(
     return out, statistics_2T
 
 
-def num_strips(grad: torch.Tensor) -> int:
-    """Return the number of programs (thread blocks) P of the backward kernel for a gradient [B, S, H] or [T, H].
+def num_strips(num_tokens: int, hidden: int, device: torch.device) -> int:
+    """Return the number of programs (thread blocks) P of a backward kernel for a gradient of T x H elements.
 
     Each program sums over about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
     """
-    hidden = grad.shape[-1]
-    num_tokens = grad.numel() // hidden
-    most_programs = resident_programs(grad.device, _launch_options(hidden)["num_warps"])
+    most_programs = resident_programs(device, _launch_options(hidden)["num_warps"])
     return min(most_programs, triton.cdiv(num_tokens, _TOKENS_PER_STRIP))
 
 

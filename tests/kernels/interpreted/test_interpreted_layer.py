@@ -1,10 +1,11 @@
-"""Backward passes of a layer's norms and GELU in Triton's interpreter, with the sums over tokens that they collect."""
+"""Backward passes of a layer's norms, GELU and attention in Triton's interpreter, with their sums over tokens."""
 
 import pytest
 import torch
-from electra_kernels.layer_passes import TokenSums, gelu_gradient, norm_backward, norm_forward
+from electra_kernels.layer_passes import TokenSums, gelu_gradient, join_gradients, norm_backward, norm_forward
 from electra_kernels.operation_types import LayerDropout
 from electra_kernels.triton import layer_passes as norm_kernels
+from electra_kernels.triton.strip_sums import sum_of_strips
 
 EPS = 1e-12
 NUM_STRIPS = 3
@@ -81,3 +82,32 @@ def test_gelu_overwrites_its_gradient_and_nothing_beyond_the_columns():
     torch.testing.assert_close(partials[:, 4:1034].sum(0).double(), expected.sum(0), rtol=1e-5, atol=1e-5)
     assert (partials[:, :4] == 7).all()
     assert (partials[:, 1034:] == 7).all()
+
+
+@pytest.mark.parametrize("width", [12, 36, 1040])
+def test_gradients_of_query_key_and_value_are_joined_bit_for_bit_and_summed_as_well_as_in_float64(
+    monkeypatch, assert_no_worse, dtype, width
+):
+    """Widths that are no multiple of a block, and one of two blocks; the strips have three tokens or two."""
+    monkeypatch.setattr(norm_kernels, "resident_programs", lambda device, num_warps: NUM_STRIPS)
+    grads = [torch.randn(8, 4, width // 4).to(dtype) for _ in range(3)]
+    exact = torch.stack([grad.double() for grad in grads], 1).flatten(1).sum(0)
+    joined, total = join_gradients(*grads, torch.float32, "triton")
+    reference, _ = join_gradients(*grads, torch.float32, "reference")
+    _, total_in_fp32 = join_gradients(*(grad.float() for grad in grads), torch.float32, "reference")
+
+    assert torch.equal(joined, reference)
+    assert_no_worse([(total, total_in_fp32, exact)])
+
+
+@pytest.mark.parametrize(("num_strips", "num_columns"), [(1, 5), (257, 35)])
+def test_strips_are_added_up_in_float64_and_rounded_once(assert_rounded, dtype, num_strips, num_columns):
+    """Large terms that cancel: in fp32 their sum would lose the small ones."""
+    partials = torch.randn(num_strips, num_columns)
+    if num_strips > 2:
+        partials[0] += 1e6
+        partials[-1] -= 1e6
+    total = sum_of_strips(partials, dtype)
+
+    assert total.dtype == dtype
+    assert_rounded(total, partials.sum(0, dtype=torch.float64).float())
