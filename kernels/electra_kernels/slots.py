@@ -56,19 +56,10 @@ def mask_positions(
     """Draw the masked positions of each row without replacement, and build rows that show [MASK] there.
 
     The results are the slots' positions, int64 [B, N], their weights (1 if used, else 0), fp32 [B, N], and the masked
-    rows, int64 [B, S]. A slot is the place of one masked position.
-
-    Args:
-        ids_BS: int64 token ids.
-        row_B: int64 row numbers within the global batch.
-        wanted_R: int64 [S + 1] on the device of the ids. Element r is the number of positions to mask in a row with r
-            tokens that are not [PAD], at most `num_slots`. A row with fewer candidates masks all of them.
-        special: Ids of the special tokens.
-        num_slots: N, at most S.
-        mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
-        seed: Seed of the run.
-        step: Global step, in [0, 2**32).
-        backend: See `backend_choice`.
+    rows, int64 [B, S]. `row_B` are the row numbers within the global batch. Element r of `wanted_R`, int64 [S + 1] on
+    the device of the ids, is the number of positions to mask in a row with r tokens that are not [PAD], at most
+    `num_slots`; a row with fewer candidates masks all of them. Of the used slots, the share `mask_token_prob` shows
+    [MASK], and the others show the original token. `step` is in [0, 2**32).
     """
     shown = round(mask_token_prob * 2**32)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
@@ -117,8 +108,7 @@ def show_masks(
 ) -> torch.Tensor:
     """Return the rows with [MASK] at a random share `shown` / 2**32 of the masked positions, int64 [B, S].
 
-    A used slot (place for one masked position) shows [MASK] if its 32 random bits are below `shown`. Several slots may
-    share a position.
+    A used slot shows [MASK] if its 32 random bits are below `shown`. Several slots may share a position.
     """
     keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, position_BN.shape[1])
     shows_mask_BN = is_used_BN & (keep_bits_BN < shown)
