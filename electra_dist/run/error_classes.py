@@ -301,6 +301,11 @@ def class_of(name: str) -> ErrorClass:
     return _BY_NAME.get(name, _UNKNOWN)
 
 
+def class_of_stop_for_storage(why: str) -> ErrorClass:
+    """Return the class of a stop for storage by its recorded reason: only a user can raise a quota that is used up."""
+    return class_of("disk-quota") if re.search(r"\(\w*quota\w*\)", why, re.IGNORECASE) else _AWAY
+
+
 def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
     """Return why a rank ended, judged by its exit code (-N for signal N) and its last lines on stderr, `output`.
 

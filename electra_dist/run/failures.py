@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_dist.run.error_classes import ErrorClass, Finding, class_of, is_same_fault
+from electra_dist.run.error_classes import ErrorClass, Finding, class_of, class_of_stop_for_storage, is_same_fault
 from electra_dist.run.folder import FAILURES_DIR, STRIKES_FILE
 from electra_dist.run.history import ENDINGS, STARTS
 from electra_dist.run.ledger import LedgerEvent
@@ -136,14 +136,14 @@ def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[
         what = f"{newest.event} at step {newest.step:,}" + (f": {newest.why}" if newest.why else "")
         account = {**known, "time": newest.time, "state": state, "what": what, "step": newest.step}
         if newest.event == "storage":
-            kind = class_of("storage-away")
+            kind = class_of_stop_for_storage(newest.why)
             account |= {"class": kind.name, "fault": kind.fault, "restart": kind.restart, "next": [kind.next_step]}
         return account
     if failure is None:
         return known
     kind = failure.kind
     next_steps = [kind.next_step]
-    if failure.repeated and failure.step is not None:
+    if failure.repeated and failure.step is not None and kind.fault == "code":
         next_steps.append(
             f"if the rows are at fault: start again with --set train.skip_steps=[{failure.step}]; nothing else changes"
         )

@@ -39,9 +39,9 @@ SlurmdLogFile={folder}/%n/slurmd.log
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/{proctrack}
-TaskPlugin=task/none
+TaskPlugin=task/{task}
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters={resources}
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,bf_interval=2
 ReturnToService=2
@@ -53,16 +53,20 @@ JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 NodeName=DEFAULT CPUs=4 RealMemory=8000
 {nodes}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=batch Nodes=ALL Default=YES State=UP OverSubscribe=NO
+PartitionName=urgent Nodes=ALL State=UP OverSubscribe=NO PriorityTier=10
 """
 
 
 # As on real clusters, a job's processes are known by their cgroup: killed to the last one, whoever their parent is.
 _FREEZER = Path("/sys/fs/cgroup/freezer")
-_OWN_FREEZER = f"""
-if [ -d {_FREEZER} ]; then
-    mkdir -p "{_FREEZER}/$cgroup" && mount --bind "{_FREEZER}/$cgroup" {_FREEZER}
-fi
+_MEMORY = Path("/sys/fs/cgroup/memory")
+_OWN_GROUPS = f"""
+for groups in {_FREEZER} {_MEMORY}; do
+    [ ! -d $groups ] || {{ mkdir -p "$groups/$cgroup" && mount --bind "$groups/$cgroup" $groups; }}
+done
 """
 
 
@@ -74,9 +78,13 @@ def slurm_missing() -> str:
 class SlurmCluster(Machines):
     """Machines with Slurm. `environment` holds SLURM_CONF, for sbatch and friends on the host."""
 
-    def __init__(self, folder: Path, count: int, *, network: int = 78, timeout_s: int = 5) -> None:
-        super().__init__(folder, count, network=network, on_boot=_OWN_FREEZER + 'slurmd -N "$name"')
+    def __init__(
+        self, folder: Path, count: int, *, network: int = 78, timeout_s: int = 5, limits_memory: bool = False
+    ) -> None:
+        """`limits_memory`: jobs have the memory of `--mem` only, which the kernel enforces."""
+        super().__init__(folder, count, network=network, on_boot=_OWN_GROUPS + 'slurmd -N "$name"')
         self.timeout_s = timeout_s
+        self.limits_memory = limits_memory
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> SlurmCluster:
@@ -91,10 +99,14 @@ class SlurmCluster(Machines):
                 folder=folder,
                 timeout=self.timeout_s,
                 proctrack="cgroup" if _FREEZER.is_dir() else "linuxproc",
+                task="cgroup" if self.limits_memory else "none",
+                resources="CR_Core_Memory" if self.limits_memory else "CR_Core",
                 nodes="\n".join(f"NodeName={name} NodeAddr={self.address(name)}" for name in self.names),
             )
         )
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named: 22.05 has no other without systemd
+        # The plugin is named: 22.05 has no other without systemd.
+        limit = "ConstrainRAMSpace=yes\n" if self.limits_memory else ""
+        (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\n{limit}")
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         for name in self.names:
@@ -112,7 +124,8 @@ class SlurmCluster(Machines):
     def __exit__(self, *exc: object) -> None:
         super().__exit__()
         for name in self.names:
-            _remove_cgroup(_FREEZER / self.cgroup(name))
+            for groups in (_FREEZER, _MEMORY):
+                _remove_cgroup(groups / self.cgroup(name))
         for daemon in ("slurmctld", "munged"):
             self.stop_daemon(daemon)
         os.environ.pop("SLURM_CONF", None)
@@ -139,7 +152,7 @@ class SlurmCluster(Machines):
 
     def node_state(self, name: str) -> str:
         """idle, allocated, down, drained, ..., with a `*` when it is silent."""
-        return self.slurm("sinfo", "--noheader", f"--nodes={name}", "--format=%T")
+        return self.slurm("sinfo", "--noheader", "--partition=batch", f"--nodes={name}", "--format=%T")
 
     def job_state(self, job: str) -> str:
         """PENDING, RUNNING, COMPLETING, FAILED, TIMEOUT, NODE_FAIL, ...; UNKNOWN when Slurm has forgotten it."""
@@ -147,7 +160,9 @@ class SlurmCluster(Machines):
         return words.get("JobState", "UNKNOWN")
 
     def _all_idle(self) -> bool:
-        return self.slurm("sinfo", "--noheader", "-N", "--format=%T").split() == ["idle"] * len(self.names)
+        return self.slurm("sinfo", "--noheader", "--partition=batch", "-N", "--format=%T").split() == ["idle"] * len(
+            self.names
+        )
 
 
 def _remove_cgroup(folder: Path) -> None:

@@ -78,9 +78,14 @@ def submit(cluster: SlurmCluster, config: Path, *options: str) -> SubmittedRun:
 
 def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **fields: Any) -> SubmittedRun:
     """Submit with fake_ranks.py in the place of the training."""
+    return submit_with(cluster, config, FAKE_PYTHON, num_nodes, **fields)
+
+
+def submit_with(cluster: SlurmCluster, config: Path, python: Path, num_nodes: int = 2, **fields: Any) -> SubmittedRun:
+    """Submit a run whose jobs have another interpreter, which may replace the training."""
     settings = {"gpus_per_node": 0, "num_nodes": num_nodes, **fields}
     (submission,) = check(config, (), (), JobOptions(**settings), ["test"])
-    submit_jobs(replace(submission, python=str(FAKE_PYTHON)))
+    submit_jobs(replace(submission, python=str(python)))
     return _run(cluster, config)
 
 

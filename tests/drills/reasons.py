@@ -5,7 +5,7 @@
 Each case is a supervised run of two ranks. In one of its steps rank 1 executes a few lines of Python, either in every
 start, as a mistake in the code does, or in the first start only. The drill compares the class that `why` names, what
 follows from it and the exit code of the supervisor with what is expected, prints them, and exits with 1 if a verdict
-is bad. It needs root, for a small disk and a memory limit of the kernel (cgroup version 1).
+is bad. It needs root, for small disks, a quota of btrfs and a memory limit of the kernel (cgroup version 1).
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from drill import Drill, chosen, command, judge, options
-from support.small_disks import can_mount, fill_command, small_disk
+from support.small_disks import can_mount, disk_with_quota, fill_command, small_disk
 from support.supervised_runs import supervised
 
 STEP = 7  # it lies between the saves after steps 5 and 10
@@ -41,11 +43,15 @@ class Case(NamedTuple):
     starts: int
     is_once: bool = False
     has_memory_limit: bool = False
-    has_small_disk: bool = False
+    disk: Callable[[Path, int], AbstractContextManager[Path]] | None = None
+    disk_name: str = "checkpoints"  # of the folder in the run's that is on the disk
     overrides: tuple[str, ...] = ()
 
 
 EXHAUST = f"held = bytearray({2 * MEMORY_LIMIT}); [held.__setitem__(place, 1) for place in range(0, len(held), 4096)]"
+FILL = "subprocess.run(os.environ['FILL'], shell=True, check=True)"
+WRITE = "open(os.environ['DISK'] + '/notes.txt', 'wb').write(bytes(8 << 20))"
+PATIENCE = ("cluster.storage_patience_s=4",)
 CASES = (
     Case("exception in every start", "raise ValueError('row 3 has the label 7')", "exception", 78, 2),
     Case("exception in one start", "raise ValueError('row 3 has the label 7')", None, 0, 2, is_once=True),
@@ -56,13 +62,23 @@ CASES = (
     Case("memory limit of the kernel", EXHAUST, "host-out-of-memory", 78, 2, has_memory_limit=True),
     Case(
         "checkpoints full for too long",
-        "subprocess.run(os.environ['FILL'], shell=True, check=True)",
+        FILL,
         "storage-away",
         75,
         1,
-        has_small_disk=True,
-        overrides=("cluster.storage_patience_s=4",),
+        disk=small_disk,
+        overrides=PATIENCE,
     ),
+    Case(
+        "quota of the checkpoints used up for too long",
+        FILL,
+        "disk-quota",
+        75,
+        1,
+        disk=disk_with_quota,
+        overrides=PATIENCE,
+    ),
+    Case("quota used up in user code", WRITE, "disk-quota", 1, 4, disk=disk_with_quota, disk_name="notes"),
 )
 
 
@@ -117,8 +133,9 @@ def end_run(drill: Drill, case: Case) -> tuple[bool, str]:
         environment = {FAULT: case.fault}
         if case.is_once:
             environment[ONCE] = str(run.folder.with_suffix(".once"))
-        if case.has_small_disk:
-            environment["FILL"] = fill_command(stack.enter_context(small_disk(run.folder / "checkpoints", 6)))
+        if case.disk is not None:
+            disk = stack.enter_context(case.disk(run.folder / case.disk_name, 6))
+            environment |= {"DISK": str(disk), "FILL": fill_command(disk)}
         supervisor = [sys.executable, __file__, "supervise"]
         if case.has_memory_limit:
             enter_group = stack.enter_context(memory_limit(f"electra-dist-{os.getpid()}"))
@@ -148,9 +165,10 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="names or words of cases")
     arguments = parser.parse_args()
-    if not can_mount() or not MEMORY_GROUPS.is_dir():
+    if not can_mount() or not MEMORY_GROUPS.is_dir() or shutil.which("mkfs.btrfs") is None:
         parser.error(
-            "this drill mounts a disk and limits memory by cgroup version 1; run it as root on such a machine"
+            "this drill mounts disks and limits memory by cgroup version 1; install btrfs-progs, and run it as root "
+            "on such a machine"
         )
     by_name = {case.name: case for case in CASES}
     names = chosen(parser, "--only", arguments.only, by_name)

@@ -55,12 +55,18 @@ def test_the_account_of_the_last_end_is_that_of_the_newer_record(tmp_path: Path)
     )
     final = account_of_end(tmp_path, events, [failure(repeated=True)])
     assert final["restart"] == "never" and "train.skip_steps=[7]" in final["next"][-1]
+    missing = account_of_end(tmp_path, events, [failure(repeated=True, error="import")])
+    assert missing["restart"] == "never" and "skip_steps" not in missing["next"][-1]
     elsewhere = account_of_end(tmp_path, events, [failure(error="ecc")])
     assert elsewhere["restart"] == "elsewhere" and "strikes.jsonl" in elsewhere["next"][-1]
     stopped = account_of_end(tmp_path, [*events, ledger_event("stop", 9, why="SIGTERM")], [failure(time=EARLY)])
     assert (stopped["state"], stopped["what"]) == ("stopped", "stop at step 9: SIGTERM")
     full = account_of_end(tmp_path, [ledger_event("storage", 9, why="/runs/a: disk full")], [])
     assert (full["state"], full["class"], full["restart"]) == ("stopped", "storage-away", "as it is")
+    quota = account_of_end(tmp_path, [ledger_event("storage", 9, why="/runs/a: disk full (quota); free space")], [])
+    assert (quota["class"], quota["fault"], quota["restart"]) == ("disk-quota", "user", "as it is")
+    bucket_full = "s3://b/x: the storage is full or over its quota (QuotaExceeded); free space"
+    assert account_of_end(tmp_path, [ledger_event("storage", 9, why=bucket_full)], [])["class"] == "disk-quota"
     without_supervisor = account_of_end(tmp_path, events, [])
     assert (without_supervisor["state"], without_supervisor["what"]) == ("crash", "crash at step 7: RuntimeError")
     runs = account_of_end(tmp_path, [ledger_event("resume", 7)], [failure(time=EARLY)])

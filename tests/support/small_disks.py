@@ -66,6 +66,27 @@ def freezable_disk(folder: Path, megabytes: int = 16) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
+@contextlib.contextmanager
+def disk_with_quota(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount an empty btrfs file system on a folder during a `with` block, with a quota of so many MiB.
+
+    Its size is far more, so a write ends with EDQUOT. It needs root and mkfs.btrfs; every kernel with btrfs has its
+    quotas, while those of ext4, xfs and tmpfs are options of the kernel's build.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_name(f"{folder.name}.btrfs")
+    with image.open("wb") as file:
+        file.truncate(128 << 20)
+    subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
+    try:
+        subprocess.run(["btrfs", "quota", "enable", str(folder)], check=True)
+        subprocess.run(["btrfs", "qgroup", "limit", f"{megabytes}M", "0/5", str(folder)], check=True)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
 def fill_command(disk: Path) -> str:
     """Return the shell command that fills a disk to its last byte."""
     return f"cat /dev/zero > {shlex.quote(str(disk / BALLAST))} 2>/dev/null; true"
