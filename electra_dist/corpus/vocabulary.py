@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tokenizers
 import zstandard
+from tokenizers.implementations import BertWordPieceTokenizer
 
 from electra_dist.corpus.builder.shuffle import document_key
 from electra_dist.errors import UserError
@@ -42,15 +43,19 @@ _NUM_BYTES = 256
 _KEY_BITS = 64
 
 
-def train_vocabulary(texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Vocabulary:
+def train_vocabulary(
+    texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool, keep_accents: bool = False
+) -> Vocabulary:
     """Train a WordPiece vocabulary of at most `vocab_size` tokens, special tokens first; a small text may yield fewer.
 
     `texts` is called twice, and each call must yield all texts from the first one. `lowercase` also strips accents
-    (BERT uncased). The most frequent characters are kept (`_alphabet`); a word with any other one becomes [UNK].
+    (BERT uncased). With `keep_accents` it does not; the vocabulary is then a tokenizer.json, as no vocab.txt can
+    say so. The most frequent characters are kept (`_alphabet`); a word with any other one becomes [UNK].
     Raises UserError if the texts are empty, or if `vocab_size` is smaller than the special tokens and the
     alphabet together.
     """
-    normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    strip_accents = False if keep_accents else None  # None: as `lowercase`
+    normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     alphabet = _alphabet(texts(), normalizer, vocab_size)
     if not alphabet:
@@ -76,7 +81,11 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], vocab_size: int, lowerc
     tokenizer.train_from_iterator(_lines(texts()), trainer)
     id_of_token: dict[str, int] = tokenizer.get_vocab()
     tokens = sorted(id_of_token, key=id_of_token.__getitem__)
-    return Vocabulary("\n".join(tokens) + "\n", "trained vocabulary")
+    text = "\n".join(tokens) + "\n"
+    if keep_accents:
+        ids = {token: number for number, token in enumerate(tokens)}
+        text = BertWordPieceTokenizer(ids, lowercase=lowercase, strip_accents=False).to_str(pretty=True)
+    return Vocabulary(text, "trained vocabulary")
 
 
 def _continuations(
@@ -119,17 +128,21 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_kind(
-    kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
+    kind: TokenizerKind,
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    lowercase: bool,
+    keep_accents: bool = False,
 ) -> Vocabulary:
     """Train a WordPiece or a byte-level BPE vocabulary, as `kind` (the config key `corpus.tokenizer`) says.
 
     Each call of `texts` must yield all texts from the first one; WordPiece calls it twice. Few or short texts may give
-    fewer tokens than `vocab_size`. `lowercase` affects WordPiece only. Raises UserError if the texts are empty or
-    `vocab_size` is too small.
+    fewer tokens than `vocab_size`. `lowercase` and `keep_accents` affect WordPiece only. Raises UserError
+    if the texts are empty or `vocab_size` is too small.
     """
     if kind == "bpe":
         return train_byte_level_bpe(texts(), vocab_size)
-    return train_vocabulary(texts, vocab_size, lowercase)
+    return train_vocabulary(texts, vocab_size, lowercase, keep_accents)
 
 
 class TextFit(NamedTuple):

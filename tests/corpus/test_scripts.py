@@ -22,8 +22,9 @@ from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.export import export_towers
+from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 WORDS = {  # script -> (words, whether they are separated by spaces)
     "accents": ("Garçon élève naïve cœur Straße Übermut mañana Ångström Œuvre déjà", True),
@@ -71,34 +72,48 @@ def row_texts(corpus: Path, vocabulary: Vocabulary) -> Iterator[list[int]]:
         shard.close()
 
 
-@pytest.mark.parametrize("cased", [True, False])
+RULES = {  # options of `corpus vocab` -> rules of transformers' tokenizer
+    "--cased": {"do_lower_case": False, "strip_accents": None},
+    "": {"do_lower_case": True, "strip_accents": None},
+    "--keep-accents": {"do_lower_case": True, "strip_accents": False},
+}
+
+
+@pytest.mark.parametrize("option", RULES)
 @pytest.mark.parametrize("script", WORDS)
 def test_a_corpus_has_the_tokens_of_transformers_and_an_export_the_tokenizer(
-    tmp_path: Path, script: str, cased: bool
+    tmp_path: Path, script: str, option: str
 ) -> None:
+    rules = RULES[option]
+    is_json = option == "--keep-accents"
     texts = made_texts(script)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"corpus.lowercase": not cased, "corpus.heldout_fraction": 0.0, "model.vocab_size": 400}
+    settings = {
+        "corpus.lowercase": option != "--cased",
+        "corpus.tokenizer": "bpe" if is_json else "wordpiece",
+        "corpus.heldout_fraction": 0.0,
+        "model.vocab_size": 400,
+    }
     write_tiny_config(tmp_path / "c.yaml", tmp_path / "run", str(tmp_path / "corpus"), **settings)
-    vocab, corpus = tmp_path / "vocab.txt", tmp_path / "corpus"
+    vocab, corpus = tmp_path / "vocabulary", tmp_path / "corpus"
 
-    said = run(
-        *("corpus", "vocab", "--input", tmp_path / "text", "--output", vocab, "--size", 400, *["--cased"] * cased)
-    )
+    said = run("corpus", "vocab", "--input", tmp_path / "text", "--output", vocab, "--size", 400, *option.split())
     run(
         *("corpus", "build", "--input", tmp_path / "text", "--vocab", vocab, "--output", corpus),
         *("--config", tmp_path / "c.yaml"),
     )
 
-    theirs = BertTokenizerFast(vocab=str(vocab), do_lower_case=not cased)
+    tokens_file = tmp_path / "vocab.txt"
+    tokens_file.write_text("\n".join(Vocabulary.read(vocab).tokens) + "\n")
+    theirs = BertTokenizerFast(vocab=str(tokens_file), **rules)
     expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
     tokens = sum(map(len, expected))
     unknown = sum(ids.count(theirs.unk_token_id) for ids in expected)
     vocabulary = read_corpus_vocabulary(
         open_store(str(corpus), None), read_manifest(open_store(str(corpus), None)).tokenizer
     )
-    ours = WordPieceTokenizer(vocabulary, not cased)
+    ours = new_tokenizer(vocabulary, rules["do_lower_case"])
     assert ours.encode(texts) == expected
     report = read_report(open_store(str(corpus), None))
     assert report is not None
@@ -110,18 +125,26 @@ def test_a_corpus_has_the_tokens_of_transformers_and_an_export_the_tokenizer(
     num_words = sum(len(text.split()) for text in texts)
     (line,) = re.findall(r"text: ([\d.]+) pieces per word, ([\d.]+)% \[UNK\]", said)
     assert line == (f"{tokens / num_words:.2f}", f"{100 * unknown / tokens:.2f}")
-    assert ("lower-casing removes" in said) == (not cased and script in ("devanagari", "thai", "arabic"))
+    assert ("lower-casing removes" in said) == (option == "" and script in ("devanagari", "thai", "arabic"))
 
     tower = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "intermediate_size": 16}
     model = ModelConfig.model_validate(
         {"vocab_size": vocabulary.size, "embedding_size": 16, "discriminator": tower, "generator": tower}
     )
-    folders = export_towers(build_towers(model, 1).state_dict(), model, vocabulary, not cased, tmp_path / "export")
+    weights = build_towers(model, 1).state_dict()
+    folders = export_towers(weights, model, vocabulary, rules["do_lower_case"], tmp_path / "export")
     for folder in folders.values():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == expected
-        tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
-        assert tokenizer_config["do_lower_case"] is not cased
+        normalizer = json.loads((folder / "tokenizer.json").read_text())["normalizer"]
+        assert (normalizer["lowercase"], normalizer["strip_accents"]) == (
+            rules["do_lower_case"],
+            rules["strip_accents"],
+        )
+        if not is_json:
+            tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+            assert tokenizer_config["do_lower_case"] is rules["do_lower_case"]
+        assert read_hugging_face_vocabulary(folder)[0].tokens == vocabulary.tokens
 
 
 def test_characters_of_chinese_text_are_kept_until_they_cover_it() -> None:

@@ -34,6 +34,12 @@ def train_vocab(
     output: Annotated[Path, typer.Option(help="vocab.txt or tokenizer.json to write; an existing file is replaced")],
     size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
     cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
+    keep_accents: Annotated[
+        bool,
+        typer.Option(
+            "--keep-accents", help="lower-case text and keep accents and vowel signs; writes a tokenizer.json"
+        ),
+    ] = False,
     tokenizer: Annotated[
         Literal["wordpiece", "bpe"],
         typer.Option(help="wordpiece, or bpe for a tokenizer.json of byte-level BPE, which keeps case and accents"),
@@ -48,9 +54,12 @@ def train_vocab(
     from electra_dist.corpus.inputs.find_inputs import find_inputs
     from electra_dist.store.atomic_files import replacing
 
+    if keep_accents and (cased or tokenizer == "bpe"):
+        other = "--cased" if cased else "--tokenizer bpe"
+        raise UserError(f"--keep-accents: {other} keeps accents and case; leave one of the two options out")
     training = _Training(text_field, "skip", endpoint_url, sample_gb, open_console(soft_wrap=False))
     files = find_inputs(inputs, endpoint_url)
-    vocabulary = training.train(files, size, not cased, tokenizer)
+    vocabulary = training.train(files, size, not cased, tokenizer, keep_accents)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
     out_lines = open_console()
@@ -109,7 +118,14 @@ class _Training:
         self._limit_bytes = int(sample_gb * 1e9)
         self._console = console
 
-    def train(self, files: list[InputFile], size: int, lowercase: bool, kind: TokenizerKind) -> Vocabulary:
+    def train(
+        self,
+        files: list[InputFile],
+        size: int,
+        lowercase: bool,
+        kind: TokenizerKind,
+        keep_accents: bool = False,
+    ) -> Vocabulary:
         """Train a vocabulary on all files or, if the files are large, on a sample of their documents.
 
         The sample is kept in a temporary folder. The same files and settings always give the same vocabulary.
@@ -118,7 +134,8 @@ class _Training:
 
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
-            return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
+            texts = lambda: (text for _, _, text in self._texts(files))  # noqa: E731
+            return train_kind(kind, texts, size, lowercase, keep_accents)
         with tempfile.TemporaryDirectory(prefix="electra-sample-") as folder:
             sample = VocabularySample(Path(folder), self._limit_bytes, _SAMPLE_SEED)
             self._take(sample, files)
@@ -127,7 +144,7 @@ class _Training:
                     "a vocabulary cannot be trained: the input has no text; correct --input or --text-field"
                 )
             self._console.print(f"training on a sample of {sample.num_bytes / 1e9:.2f} GB")
-            return train_kind(kind, sample.texts, size, lowercase)
+            return train_kind(kind, sample.texts, size, lowercase, keep_accents)
 
     def remarks(self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
         """Return a line for each source on how the vocabulary divides its text, those with most [UNK] first."""
@@ -147,7 +164,8 @@ class _Training:
         if lowercase and vocabulary.kind == "wordpiece":
             lines += [
                 f"{source}: lower-casing removes {fit.lost_by_lowercase:.0%} of the characters, such as vowel signs; "
-                f"pass --cased, and set corpus.lowercase: false for the build"
+                f"pass --keep-accents, and set corpus.tokenizer: bpe for the build, or --cased and corpus.lowercase: "
+                f"false"
                 for source, fit in fits.items()
                 if fit.lost_by_lowercase >= _MANY_MARKS
             ]
