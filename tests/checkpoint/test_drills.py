@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.azurite import azurite_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DRILLS = REPOSITORY / "tests" / "drills"
@@ -27,8 +28,15 @@ def test_sampled_damages_are_found() -> None:
 
 
 @pytest.mark.sample
-def test_a_run_killed_at_sampled_operations_equals_the_uninterrupted_one() -> None:
-    printed = run_drill("kill_matrix", "--sample", "--server", "moto")
-    assert " 5 kills, 0 differences, 0 changes not intercepted" in printed
+@pytest.mark.parametrize("options", [("--server", "moto"), ("--store", "azure")], ids=["S3", "Azure"])
+def test_a_run_killed_at_sampled_operations_equals_the_uninterrupted_one(options: tuple[str, str]) -> None:
+    num_kills = 5
+    if "azure" in options:
+        num_kills = 3
+        pytest.importorskip("obstore", reason="needs obstore")
+        if azurite_program() is None:
+            pytest.skip("needs Azurite: npm install azurite")
+    printed = run_drill("kill_matrix", "--sample", *options)
+    assert f" {num_kills} kills, 0 differences, 0 changes not intercepted" in printed
     *_, totals, _, _ = printed.splitlines()  # the last line of the last table, an empty line, the summary
-    assert totals.split() == ["all", "5", "5", "0", "0"]  # operations, kills, not reached, differences
+    assert totals.split() == ["all", *2 * [str(num_kills)], "0", "0"]  # operations, kills, not reached, differences

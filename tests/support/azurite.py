@@ -15,9 +15,9 @@ import http.client
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 from support.s3_server import S3Server, _free_ports, _start, _wait_for
@@ -48,21 +48,33 @@ def running_azurite() -> Iterator[S3Server]:
 
 
 def make_container(endpoint_url: str, name: str) -> str:
-    """Create a container by a signed request and return its az:// URL.
+    """Create a container and return its az:// URL."""
+    signed_request(endpoint_url, "PUT", name, {"restype": "container"})
+    return f"az://{name}"
 
+
+def signed_request(
+    endpoint_url: str, method: str, path: str, query: Mapping[str, str] = {}, headers: Mapping[str, str] = {}
+) -> bytes:
+    """Send a request without a body, signed with the account's key, and return the body of its answer.
+
+    `path` is the container or the container and the quoted name of an object. Headers begin with `x-ms-`.
     Source: https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
     now = datetime.datetime.now(datetime.UTC)
-    headers = {"x-ms-date": now.strftime("%a, %d %b %Y %H:%M:%S GMT"), "x-ms-version": "2021-08-06"}
-    signed_headers = "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
-    text = f"PUT{12 * chr(10)}{signed_headers}/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+    sent = {"x-ms-date": now.strftime("%a, %d %b %Y %H:%M:%S GMT"), "x-ms-version": "2021-08-06", **headers}
+    lines = [f"{key}:{value}" for key, value in sorted(sent.items())]
+    lines += [f"/{ACCOUNT}/{ACCOUNT}/{path}", *(f"{key}:{value}" for key, value in sorted(query.items()))]
+    text = f"{method}{12 * chr(10)}{chr(10).join(lines)}"
     digest = hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256).digest()
-    headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
+    sent["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
     connection = http.client.HTTPConnection(urlsplit(endpoint_url).netloc)
-    connection.request("PUT", f"/{ACCOUNT}/{name}?restype=container", headers={**headers, "Content-Length": "0"})
+    connection.request(method, f"/{ACCOUNT}/{path}?{urlencode(query)}", headers={**sent, "Content-Length": "0"})
     answer = connection.getresponse()
-    assert answer.status == 201, answer.read()
-    return f"az://{name}"
+    body = answer.read()
+    connection.close()
+    assert answer.status < 300, (method, path, body)
+    return body
 
 
 @pytest.fixture(scope="session")

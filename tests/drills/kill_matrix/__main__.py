@@ -3,6 +3,7 @@
     python tests/drills/kill_matrix                     # all kills (make kill-matrix)
     python tests/drills/kill_matrix --sample            # the few kills of SAMPLE
     python tests/drills/kill_matrix --operations 17,33  # the kills at these operations
+    python tests/drills/kill_matrix --store azure       # corpus and second target on Azurite in place of an S3 server
 
 `short_run.py` describes the run, `durable_operations.py` what is numbered, `comparison.py` what must be equal. The
 process is killed before each operation, and after half of the bytes of each write. A kill after an operation leaves
@@ -31,22 +32,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from drills.kill_matrix.durable_operations import Kill
 from drills.kill_matrix.matrix import KillResult, Matrix, run_kills
 from rich.progress import Progress
-from support import s3_server
+from support import azurite, s3_server
 from support.fork_server import import_everything
 from support.small_disks import folder_in_memory
 
 # Kind of operation, file, which of those in the uninterrupted run, and moment.
-SAMPLE = (
-    ("create", "run/.skipped_steps.json.*", -1, "before"),  # a rollback is in the ledger and not yet carried out
-    ("rename", "run/skipped_steps.json", -1, "after"),  # it has been stored, and the checkpoint is not yet loaded
-    ("write", "run/metrics.jsonl", -1, "torn"),
-    ("link", "checkpoints/step-*/manifest.json", -1, "after"),  # the last checkpoint is in one of two targets
-    ("unlink", "checkpoints/step-*/manifest.json", -1, "after"),  # of an old checkpoint
-)
+SAMPLE = {
+    "s3": (
+        ("create", "run/.skipped_steps.json.*", -1, "before"),  # a rollback is in the ledger and not yet carried out
+        ("rename", "run/skipped_steps.json", -1, "after"),  # it has been stored, and the checkpoint is not yet loaded
+        ("write", "run/metrics.jsonl", -1, "torn"),
+        ("link", "checkpoints/step-*/manifest.json", -1, "after"),  # the last checkpoint is in one of two targets
+        ("unlink", "checkpoints/step-*/manifest.json", -1, "after"),  # of an old checkpoint
+    ),
+    "azure": (
+        ("part", "az:checkpoints/step-*", -1, "before"),  # an upload is unfinished
+        ("PUT", "az:checkpoints/step-*/manifest.json", 0, "after"),  # committed, but no answer came
+        ("DELETE", "az:checkpoints/step-*/manifest.json", -1, "after"),  # of an old checkpoint
+    ),
+}
+Sample = Sequence[tuple[str, str, int, str]]
 
 
 def chosen_kills(
-    matrix: Matrix, operations: Sequence[int], moments: Sequence[str], sample: bool
+    matrix: Matrix, operations: Sequence[int], moments: Sequence[str], sample: Sample
 ) -> list[tuple[int, Kill]]:
     """Return the kills that the command line asks for, each with the number of its operation."""
     kills = matrix.kills()
@@ -60,7 +69,7 @@ def chosen_kills(
             if kill.moment in moments or (kill.moment == "after" and kill.operation in last)
         ]
     chosen = []
-    for kind, file, place, moment in SAMPLE:
+    for kind, file, place, moment in sample:
         alike = [
             (number, kill)
             for number, kill in kills
@@ -96,6 +105,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=3, help="runs at a time (a run often waits; default: 3)")
     parser.add_argument("--list", action="store_true", help="print the numbered operations and kill nothing")
     parser.add_argument("--keep", type=Path, help="an empty folder to work in, which is kept afterwards")
+    parser.add_argument("--store", choices=["s3", "azure"], default="s3", help="service of the second target")
+    parser.add_argument("--objects", action="store_true", help="only the kills at changes of objects")
     parser.add_argument(
         "--server", choices=["radosgw", "moto"], help="S3 server (default: radosgw if it is installed, otherwise moto)"
     )
@@ -137,7 +148,7 @@ def print_summary(matrix: Matrix, results: Sequence[KillResult], seconds: float)
     print(
         f"\n{len(matrix.operations)} operations, {len(results)} kills, {num_different} differences, "
         f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {seconds:.0f} s in all, and "
-        f"{cpu_s:.0f} s of processor time without the S3 server"
+        f"{cpu_s:.0f} s of processor time without the server"
     )
 
 
@@ -148,10 +159,13 @@ def main() -> int:
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="kill-matrix-", dir=folder_in_memory()) as temporary,
-        s3_server.running_s3(args.server) as server,
+        azurite.running_azurite() if args.store == "azure" else s3_server.running_s3(args.server) as server,
     ):
         os.environ.update(server.env)
-        bucket = s3_server.make_bucket(*server, "kills")
+        if args.store == "azure":
+            bucket = azurite.make_container(server.endpoint_url, "kills")
+        else:
+            bucket = s3_server.make_bucket(*server, "kills")
         import_everything()
         matrix = Matrix((args.keep or Path(temporary)).resolve(), bucket, server)
         matrix.run_uninterrupted()
@@ -162,9 +176,11 @@ def main() -> int:
             for number, operation in enumerate(matrix.operations, start=1):
                 print(f"{number:5} {operation.phase} rank {operation.rank}: {operation.kind} {operation.file}")
             return 1 if matrix.missed else 0
-        results = run_and_show(
-            matrix, chosen_kills(matrix, operations, args.moments.split(","), args.sample), args.workers
-        )
+        sample = SAMPLE[args.store] if args.sample else ()
+        kills = chosen_kills(matrix, operations, args.moments.split(","), sample)
+        if args.objects:
+            kills = [(number, kill) for number, kill in kills if kill.operation.file.startswith(("az:", "s3:"))]
+        results = run_and_show(matrix, kills, args.workers)
     print_summary(matrix, results, time.monotonic() - begin)
     has_killed = any(result.was_reached for result in results)
     is_good = has_killed and not matrix.missed and not any(result.differences for result in results)

@@ -1,6 +1,6 @@
 """Compares what a killed run has left with what the uninterrupted one has left.
 
-Files are read here with nothing but Python and boto3. Compared are, bit for bit, every train and evaluation record
+Files and objects are read here without the product. Compared are, bit for bit, every train and evaluation record
 without its times, the text samples, the list of skipped steps, the run's identity, and the digests of the tensor files
 of the last checkpoint in both targets. The ledger must have each stopped step and the rollback once, nothing that was
 set aside, and `done` at its end. The names of all files and objects must be those of the uninterrupted run, so that
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drills.kill_matrix.short_run import NUM_STEPS, SPIKES, Trial, object_keys
+from drills.kill_matrix.short_run import NUM_STEPS, SPIKES, Trial
 from support.checkpoints import committed, verify
 
 # Of a machine or a moment, or of the requests to a store that were repeated after a kill.
@@ -50,13 +50,8 @@ class Remains:
         return found
 
 
-def read_remains(trial: Trial, s3: Any) -> Remains:
-    """Read what a finished run has left.
-
-    Args:
-        trial: the run, of which no process is running.
-        s3: boto3 client.
-    """
+def read_remains(trial: Trial) -> Remains:
+    """Read what a finished run has left, of which no process is running."""
     run_dir = trial.run_dir
     records = read_lines(run_dir / "metrics.jsonl")
     contents = {
@@ -64,9 +59,9 @@ def read_remains(trial: Trial, s3: Any) -> Remains:
         "samples.jsonl": read_lines(run_dir / "samples.jsonl"),
         "skipped_steps.json": json.loads((run_dir / "skipped_steps.json").read_text()),
         "identity.json": json.loads((run_dir / "identity.json").read_text()),
-        "weights and moments": _digests_of_last_checkpoint(trial, s3),
+        "weights and moments": _digests_of_last_checkpoint(trial),
     }
-    return Remains(contents, Counter(_names(trial, s3)), tuple(_ledger_faults(run_dir)))
+    return Remains(contents, Counter(_names(trial)), tuple(_ledger_faults(run_dir)))
 
 
 def checkpoint_faults(trial: Trial) -> list[str]:
@@ -94,20 +89,19 @@ def _without_times(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in NOT_COMPARED}
 
 
-def _digests_of_last_checkpoint(trial: Trial, s3: Any) -> dict[str, set[tuple[str, str]]]:
+def _digests_of_last_checkpoint(trial: Trial) -> dict[str, set[tuple[str, str]]]:
     """Return the names and SHA-256 of the tensor files of the last step, by target."""
     last = f"checkpoints/step-{NUM_STEPS:08d}-"
-    digests: dict[str, set[tuple[str, str]]] = {"folder": set(), "S3": set()}
+    digests: dict[str, set[tuple[str, str]]] = {"folder": set(), "objects": set()}
     for file in trial.watched.glob(f"{last}*/*.safetensors"):
         digests["folder"].add((file.name, hashlib.sha256(file.read_bytes()).hexdigest()))
-    for key in object_keys(s3, trial):
+    for key in trial.object_keys():
         if key.startswith(f"{trial.name}/{last}") and key.endswith(".safetensors"):
-            body = s3.get_object(Bucket=trial.bucket.removeprefix("s3://"), Key=key)["Body"].read()
-            digests["S3"].add((Path(key).name, hashlib.sha256(body).hexdigest()))
+            digests["objects"].add((Path(key).name, hashlib.sha256(trial.objects.read(key)).hexdigest()))
     return digests
 
 
-def _names(trial: Trial, s3: Any) -> list[str]:
+def _names(trial: Trial) -> list[str]:
     """Return the names of everything that the run has left; checkpoints are named "last" and "older".
 
     Other numbers in names become N, because starts are counted. The files attempts/NNNN.json, one for each start, are
@@ -118,9 +112,8 @@ def _names(trial: Trial, s3: Any) -> list[str]:
         is_empty_folder = path.is_dir() and not any(path.iterdir())
         if path.is_file() or is_empty_folder:
             names.append(str(path.relative_to(trial.watched)) + ("/" if is_empty_folder else ""))
-    names += [f"s3:{key.removeprefix(trial.name + '/')}" for key in object_keys(s3, trial)]
-    uploads = s3.list_multipart_uploads(Bucket=trial.bucket.removeprefix("s3://"), Prefix=f"{trial.name}/")
-    names += [f"unfinished upload of {upload['Key']}" for upload in uploads.get("Uploads", [])]
+    names += [f"{trial.objects.scheme}:{key.removeprefix(trial.name + '/')}" for key in trial.object_keys()]
+    names += [f"unfinished upload of {key}" for key in trial.objects.unfinished(f"{trial.name}/")]
     names = [_CHECKPOINT.sub(_age, name) for name in names if "checkpoints/attempts/" not in name]
     names = [_TENSORS.sub(r"\1", name) for name in names]
     return [_NUMBER.sub("N", name) for name in names]

@@ -1,8 +1,8 @@
 """Numbers every durable operation of a process, and kills the process at one of them.
 
-A durable operation changes files below a folder, or objects of an S3 service: create, write, rename, link, unlink,
-mkdir, rmdir and truncate of files, and every request of S3 that stores or deletes something. The functions of
-`os`, `open`, and the events of boto3's clients are intercepted, so the code of the product is not changed.
+A durable operation changes files below a folder, or objects of S3 or Azure: create, write, rename, link, unlink,
+mkdir, rmdir and truncate of files, and every request that stores or deletes something. The functions of `os`, `open`,
+the events of boto3's clients and the requests of obstore's are intercepted, so the code of the product is not changed.
 
 An operation is named by its process, its kind, its file, and how often this process has done that before. The order
 of threads does not matter, so another run of the same code finds the same operation again. An attempt without an
@@ -16,6 +16,8 @@ which are not simulated.
 from __future__ import annotations
 
 import builtins
+import http.client
+import http.server
 import io
 import os
 import re
@@ -26,8 +28,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from typing_extensions import override
 
 import electra_dist.store.s3.requests
+from electra_dist.store.cloud_store import CloudStore
 
 Moment = Literal["before", "torn", "after"]
 
@@ -40,6 +46,13 @@ STORING_REQUESTS = {
     "CompleteMultipartUpload": "end of parts",
     "AbortMultipartUpload": "DELETE of parts",
 }
+BLOB_REQUESTS = {  # method and kind of component -> kind of operation
+    ("PUT", ""): "PUT",
+    ("PUT", "block"): "part",
+    ("PUT", "blocklist"): "end of parts",
+    ("DELETE", ""): "DELETE",
+    ("POST", "batch"): "DELETE",  # of one object; its key is in the body
+}
 _AUDITED_CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR
 _RANDOM = re.compile(r"(?<=[.-])([0-9a-f]{8}|[0-9a-f]{32})(?=$|\.)")  # the random part of a temporary name
@@ -51,7 +64,7 @@ class Operation(NamedTuple):
     phase: str  # part of the run, such as "start 1"
     rank: int
     kind: str
-    file: str  # below the run's folder; "s3:KEY" for an object
+    file: str  # below the run's folder; "s3:KEY" or "az:KEY" for an object
     occurrence: int  # from 1, among the operations of this kind on this file by this process
     num_bytes: int  # of a write; 0 for other kinds
 
@@ -94,6 +107,7 @@ class OperationLog:
         self._intercept_os()
         self._intercept_open()
         self._intercept_s3()
+        self._intercept_azure()
         sys.addaudithook(self._audit)
 
     def perform(
@@ -268,6 +282,76 @@ class OperationLog:
             return client
 
         electra_dist.store.s3.requests.make_client = make_watched_client
+
+    def _intercept_azure(self) -> None:
+        """Let the obstore clients that stores make from now on send their requests through a proxy in this process.
+
+        obstore is compiled: no function of Python sees its requests.
+        """
+        new_client = CloudStore._new_client
+
+        def make_watched_client(store: CloudStore) -> Any:
+            assert store._endpoint_url is not None
+            upstream = store._endpoint_url
+            proxy = _Proxy(("127.0.0.1", 0), type("Handler", (_ProxyHandler,), {"log": self, "upstream": upstream}))
+            threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
+            store._endpoint_url = f"http://127.0.0.1:{proxy.server_port}{urlsplit(upstream).path}"
+            try:
+                return new_client(store)
+            finally:
+                store._endpoint_url = upstream
+
+        CloudStore._new_client = make_watched_client  # type: ignore[method-assign]
+
+    def number_blob_request(self, method: str, path: str, body: bytes) -> Moment | None:
+        """Add a request for Azure to the log, if it stores or deletes something; return when to kill this process."""
+        url = urlsplit(path)
+        query = parse_qs(url.query)
+        kind = BLOB_REQUESTS.get((method, query.get("comp", [""])[0]))
+        if kind is None:
+            return None
+        named = body.decode().partition("DELETE ")[2].partition(" ")[0] if method == "POST" else url.path
+        key = _RANDOM.sub("*", unquote(named).partition(self._s3_prefix)[2])
+        return self._number(kind, f"az:{key}", 0)  # the names of parts are random
+
+
+class _Proxy(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+
+class _ProxyHandler(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to a server, and kills this process before or after the one that the log says."""
+
+    log: OperationLog
+    upstream: str
+    protocol_version = "HTTP/1.1"
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        moment = self.log.number_blob_request(self.command, self.path, body)
+        if moment == "before":
+            die()
+        connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc)
+        connection.request(self.command, self.path, body, dict(self.headers.items()))
+        answer = connection.getresponse()
+        data = answer.read()
+        if moment == "after":
+            die()
+        self.send_response_only(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "keep-alive", "content-length"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(data)
+        connection.close()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 class WatchedFile(io.FileIO):

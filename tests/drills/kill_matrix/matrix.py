@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import os
+import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-import boto3
+from drills.forks import run_in_fork
 from drills.kill_matrix.comparison import (
     Remains,
     checkpoint_faults,
@@ -24,6 +23,8 @@ from drills.kill_matrix.durable_operations import Kill, Operation
 from drills.kill_matrix.short_run import PHASES, SECOND_CORPUS, Trial, copy_run, delete_run, expected_codes, run_phase
 from support.real_runs import write_corpus
 from support.s3_server import S3Server
+
+Result = TypeVar("Result")
 
 _FORK = multiprocessing.get_context("fork")
 _MOST_ATTEMPTS = 3  # at one part of the run, the killed one included
@@ -52,8 +53,9 @@ class Matrix:
     seconds: float = 0.0  # of the uninterrupted run
 
     @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
+    def corpus(self) -> str:
+        """The URL of the corpus, which is in the container with Azurite, and in a folder with S3."""
+        return f"{self.bucket if self.bucket.startswith('az:') else self.folder}/corpus"
 
     def trial(self, name: str) -> Trial:
         """Return the place of a run."""
@@ -63,32 +65,27 @@ class Matrix:
         """Return the copy of the uninterrupted run before one of its parts."""
         return self.trial(f"before-{phase.replace(' ', '-')}")
 
-    @property
-    def s3(self) -> Any:
-        """The boto3 client of this process; credentials are in os.environ."""
-        return s3_client(self.server.endpoint_url, os.getpid())
-
     def run_uninterrupted(self) -> None:
         """Run all parts without a kill, number their operations, and keep a copy of the state before each part."""
-        write_corpus(str(self.corpus), [70, 33, 48])
-        write_corpus(str(self.corpus / "heldout"), [24], seed=9)
-        write_corpus(str(self.corpus / SECOND_CORPUS), [11, 19], seed=4)
+        run_in_fork(self._write_corpora, self.folder / "corpus.txt")
         trial = self.trial("uninterrupted")
         trial.watched.mkdir(parents=True)
         begin = time.monotonic()
         for phase in PHASES:
-            copy_run(
-                trial,
-                self.trial(f"before-{phase.replace(' ', '-')}"),
-                s3_client(self.server.endpoint_url, os.getpid()),
-            )
+            copy_run(trial, self.state_before(phase))
             end = run_phase(trial, self.corpus, phase, None)
             assert set(end.codes) == expected_codes(phase), output(trial, f"{phase} ended with {end.codes}")
             self.operations += end.operations
             self.missed += end.missed
         self.seconds = time.monotonic() - begin
-        self.expected = read_remains(trial, self.s3)
+        self.expected = read_remains(trial)
         assert not self.expected.faults, self.expected.faults
+
+    def _write_corpora(self) -> None:
+        url = self.server.endpoint_url
+        write_corpus(self.corpus, [70, 33, 48], endpoint_url=url)
+        write_corpus(f"{self.corpus}/heldout", [24], seed=9, endpoint_url=url)
+        write_corpus(f"{self.corpus}/{SECOND_CORPUS}", [11, 19], seed=4, endpoint_url=url)
 
     def kills(self) -> list[tuple[int, Kill]]:
         """Return all kills, each with the number of its operation, from 1."""
@@ -103,22 +100,22 @@ class Matrix:
         begin = time.monotonic()
         trial = self.trial(f"kill-{number}-{kill.moment}")
         first = kill.operation.phase
-        copy_run(self.state_before(first), trial, self.s3)
+        copy_run(self.state_before(first), trial)
         was_reached = False
         differences: list[str] = []
         for phase in PHASES[PHASES.index(first) :]:
             end = run_phase(trial, self.corpus, phase, kill if phase == first else None)
             if end.was_killed:
                 was_reached = True
-                differences += checkpoint_faults(trial)
+                differences += in_fork(checkpoint_faults, trial)
             differences += self._finish(trial, phase, end.codes if not end.was_killed else None)
             if differences:
                 break
         if not differences:
             assert self.expected is not None
-            differences = read_remains(trial, self.s3).differences(self.expected)
+            differences = read_remains(trial).differences(self.expected)
         if not differences:
-            delete_run(trial, self.s3)
+            delete_run(trial)
         return KillResult(number, kill, was_reached, differences, time.monotonic() - begin)
 
     def _finish(self, trial: Trial, phase: str, codes: list[int] | None) -> list[str]:
@@ -133,7 +130,7 @@ class Matrix:
         while codes is None or set(codes) != expected_codes(phase):
             if codes is not None or attempts == _MOST_ATTEMPTS:
                 return [output(trial, f"{phase} ended with {codes}")]
-            newest = newest_checkpoint(trial)
+            newest = in_fork(newest_checkpoint, trial)
             ledger = trial.run_dir / "ledger.jsonl"
             num_events = len(read_lines(ledger))
             codes = run_phase(trial, self.corpus, phase, None).codes
@@ -144,10 +141,11 @@ class Matrix:
         return []
 
 
-@functools.cache
-def s3_client(endpoint_url: str, process_id: int) -> Any:
-    """Return the boto3 client of this process, which a forked process must not share."""
-    return boto3.session.Session().client("s3", endpoint_url=endpoint_url)
+def in_fork(act: Callable[[Trial], Result], trial: Trial) -> Result:
+    """Return what a function says of a run. It opens stores, and obstore's threads do not survive a fork."""
+    file = trial.folder / "result.pickle"
+    run_in_fork(lambda: file.write_bytes(pickle.dumps(act(trial))), trial.folder / "output.txt")
+    return pickle.loads(file.read_bytes())
 
 
 def output(trial: Trial, reason: str) -> str:

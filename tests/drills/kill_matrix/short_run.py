@@ -1,7 +1,7 @@
 """A short real run of 2 ranks whose starts are forked from this process, with everything in it that changes files.
 
-The run has 12 steps and two checkpoint targets, a folder and an S3 service. The last steps read a second corpus, which
-start 1 begins and start 2 goes on with. Its parts, in order:
+The run has 12 steps and two checkpoint targets, a folder and an S3 service or Azurite. The last steps read a second
+corpus, which start 1 begins and start 2 goes on with. Its parts, in order:
 
     start 1         saves a checkpoint, meets two spikes in a row, goes back to a checkpoint, and is preempted by
                     SIGTERM: it saves and ends with 75
@@ -30,10 +30,12 @@ import electra_launcher.pretrain
 import torch
 from drills.forks import fork_ranks
 from drills.kill_matrix.durable_operations import Kill, Operation, OperationLog
+from drills.kill_matrix.remote_objects import Objects, objects_of
 from support import checkpoints as small
 from support.real_runs import write_tiny_config
 from support.s3_server import S3Server
 
+import electra_dist.store.cloud_store
 import electra_dist.store.s3.s3_store
 from electra_dist.checkpoint.commit import Fenced, retain
 from electra_dist.checkpoint.writer import CheckpointWriter
@@ -76,7 +78,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """The folder and the S3 prefix of one run."""
+    """The folder of one run, and the bucket with its objects."""
 
     folder: Path
     bucket: str
@@ -96,18 +98,28 @@ class Trial:
     def run_dir(self) -> Path:
         return self.watched / "run"
 
+    @property
+    def objects(self) -> Objects:
+        return objects_of(self.bucket, self.server)
+
+    def object_keys(self) -> list[str]:
+        """Return the keys of the run's objects, sorted."""
+        return self.objects.keys(f"{self.name}/")
+
     def targets(self) -> list[Store]:
         """Open the two checkpoint targets."""
         far = open_store(f"{self.bucket}/{self.name}/checkpoints", self.server.endpoint_url)
         return [open_store(str(self.watched / "checkpoints")), far]
 
-    def write_config(self, corpus: Path) -> Path:
+    def write_config(self, corpus: str) -> Path:
         """Write the config of the run and return its file."""
         targets = [str(self.watched / "checkpoints"), f"{self.bucket}/{self.name}/checkpoints"]
-        places = {"checkpoint.targets": targets, "checkpoint.endpoint_url": self.server.endpoint_url}
-        phase = {"corpus": str(corpus / SECOND_CORPUS), "from_step": SECOND_CORPUS_FROM_STEP}
+        places: dict[str, Any] = {"checkpoint.targets": targets, "checkpoint.endpoint_url": self.server.endpoint_url}
+        if "://" in corpus:
+            places |= {"data.endpoint_url": self.server.endpoint_url, "data.heldout": f"{corpus}/heldout"}
+        phase = {"corpus": f"{corpus}/{SECOND_CORPUS}", "from_step": SECOND_CORPUS_FROM_STEP}
         settings = {**SETTINGS, **places, "data.phases": [phase]}
-        return write_tiny_config(self.folder / "run.yaml", self.run_dir, str(corpus), **settings)
+        return write_tiny_config(self.folder / "run.yaml", self.run_dir, corpus, **settings)
 
 
 @dataclass
@@ -125,7 +137,7 @@ class PhaseEnd:
         return -signal.SIGKILL in self.codes
 
 
-def run_phase(trial: Trial, corpus: Path, phase: str, kill: Kill | None) -> PhaseEnd:
+def run_phase(trial: Trial, corpus: str, phase: str, kill: Kill | None) -> PhaseEnd:
     """Run one part of the run once, with a kill or without, and return how it ended.
 
     If one process is killed, the others are killed as soon as that is noticed, as a launcher does.
@@ -208,8 +220,8 @@ def save_as_older_attempt(trial: Trial) -> int:
 
 def use_small_parts() -> None:
     """Let uploads of the small files of this run consist of parts."""
-    electra_dist.store.s3.s3_store._MULTIPART_FROM = PART_BYTES
-    electra_dist.store.s3.s3_store.PART_BYTES = PART_BYTES
+    for store in (electra_dist.store.s3.s3_store, electra_dist.store.cloud_store):
+        store._MULTIPART_FROM = store.PART_BYTES = PART_BYTES
 
 
 def expected_codes(phase: str) -> set[int]:
@@ -217,31 +229,14 @@ def expected_codes(phase: str) -> set[int]:
     return {STOPPED} if phase == START_1 else {DONE}
 
 
-def copy_run(source: Trial, copy: Trial, s3: Any) -> None:
-    """Copy the files and the objects of a run to another place.
-
-    Args:
-        source: the run, of which no process is running.
-        copy: its folder must not exist.
-        s3: boto3 client.
-    """
+def copy_run(source: Trial, copy: Trial) -> None:
+    """Copy the files and objects of a run, of which no process is running; the folder of the copy must not exist."""
     shutil.copytree(source.folder, copy.folder)
-    bucket = source.bucket.removeprefix("s3://")
-    for key in object_keys(s3, source):
-        copied_key = copy.name + key.removeprefix(source.name)
-        s3.copy_object(Bucket=bucket, Key=copied_key, CopySource={"Bucket": bucket, "Key": key})
+    for key in source.object_keys():
+        source.objects.copy(key, copy.name + key.removeprefix(source.name))
 
 
-def delete_run(trial: Trial, s3: Any) -> None:
+def delete_run(trial: Trial) -> None:
     """Delete the files and the objects of a run, of which no process is running."""
     shutil.rmtree(trial.folder)
-    keys = [{"Key": key} for key in object_keys(s3, trial)]
-    if keys:
-        s3.delete_objects(Bucket=trial.bucket.removeprefix("s3://"), Delete={"Objects": keys, "Quiet": True})
-
-
-def object_keys(s3: Any, trial: Trial) -> list[str]:
-    """Return the keys of a run's objects, sorted."""
-    page = s3.list_objects_v2(Bucket=trial.bucket.removeprefix("s3://"), Prefix=f"{trial.name}/")
-    assert not page["IsTruncated"]
-    return [entry["Key"] for entry in page.get("Contents", [])]
+    trial.objects.delete(trial.object_keys())
