@@ -93,7 +93,7 @@ def test_a_cancelled_job_says_that_it_was_asked_to_stop(
 
     account = told(run)
     assert (account["class"], account["state"]) == (None, "stopped")
-    assert "SIGTERM" in account["what"]
+    assert "SIGUSR1" in account["what"]  # to which the batch script translates SIGTERM
     assert run.verdicts() == ["leave"], run.log()
 
 
@@ -109,7 +109,7 @@ def test_a_preempted_job_saves_and_goes_on_when_the_nodes_are_free_again(
 
     account = told(run)
     assert (account["class"], account["state"]) == (None, "stopped")
-    assert "SIGTERM" in account["what"]
+    assert "SIGUSR1" in account["what"]  # to which the batch script translates SIGTERM
     stopped_at = run.events("stop")[0].step
     slurm.slurm("scancel", urgent)
     wait_for(lambda: run.events("resume"), 120, run.log)
