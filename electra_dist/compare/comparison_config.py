@@ -94,8 +94,8 @@ class TaskEntry(Section):
 
     task: str | None = Field(
         default=None,
-        description="name of the GLUE task; default: the entry's name. With it, two entries can probe and fine-tune "
-        "the same task",
+        description="name of the GLUE task or, with how: finetune, tagging, ner or squad1, whose train and dev files "
+        "are in `data`; default: the entry's name. With it, two entries can probe and fine-tune the same task",
     )
     how: Literal["probe", "finetune", "tags", "heads"] = Field(
         default="probe",

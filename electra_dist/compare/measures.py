@@ -34,6 +34,9 @@ from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.scores import ItemResults, Measured, digest_of, summarize
+from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.tagging_task import TaggingTask
+from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress
@@ -76,15 +79,16 @@ class Measure(abc.ABC):
 
 
 class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts: with a linear probe of frozen states, or fine-tuned."""
+    """Measure of how well an encoder solves a task: with a linear probe of frozen states, or fine-tuned."""
 
-    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
+    def __init__(self, name: str, task: Task, entry: TaskEntry, settings: FinetuneConfig) -> None:
         """Store the task and how to score it; a linear probe uses only the settings that turn texts into examples."""
         self.name = name
         self.mode = entry.how
         self.metric = task.metric
         self.at = entry.at
         self._task = task
+        self._unit = 0.01 if isinstance(task, SquadTask) else 1.0  # SQuAD's scores are in per cent
         self._entry = entry
         self._settings = settings
         self.digest = digest_of(
@@ -94,7 +98,8 @@ class TaskMeasure(Measure):
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
-        The score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
+        The results on single items, and their error, are those of the seed whose score is next to the median. The
+        score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
         all examples.
         """
         device = device_of_choice()
@@ -105,12 +110,21 @@ class TaskMeasure(Measure):
             for seed in range(self._entry.seeds)
         ]
         summary = summarize(results)
+        median = summary.median
+        if median is None:
+            return Measured(
+                task=self.name, mode=self.mode, metric=self.metric, score=None, failures=tuple(summary.failed.values())
+            )
+        score_of = {seed: result.score for seed, result in enumerate(results) if result.score is not None}
+        middle = results[min(score_of, key=lambda seed: abs(score_of[seed] - median))]
         return Measured(
             task=self.name,
             mode=self.mode,
             metric=self.metric,
-            score=summary.median,
+            score=self._unit * median,
             failures=tuple(summary.failed.values()),
+            standard_error=None if middle.standard_error is None else self._unit * middle.standard_error,
+            items=None if middle.items is None else middle.items.in_unit(self._unit),
         )
 
 
@@ -337,7 +351,7 @@ def _treebank_folder(entry: TaskEntry) -> Path:
     return Path(entry.data)
 
 
-def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
+def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> Task:
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
@@ -351,6 +365,13 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
         max_train=entry.max_train,
     )
     task = open_task(request)
-    if not isinstance(task, TextTask):
-        raise UserError(f"{task.name}: a comparison scores tasks on texts; use `electra-dist finetune` for this one")
+    if isinstance(task, TextTask):
+        return task
+    if not isinstance(task, (TaggingTask, SquadTask)) or entry.how == "probe":
+        raise UserError(
+            f"{task.name}: a comparison probes or fine-tunes tasks on texts, and fine-tunes tagging, ner and squad1; "
+            f"set `how: finetune`, or use `electra-dist finetune` for this task"
+        )
+    if entry.max_train is not None:
+        raise UserError(f"max_train: {task.name} uses all of its training data; remove the key")
     return task

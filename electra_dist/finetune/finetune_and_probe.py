@@ -89,6 +89,8 @@ def finetune_task(
         planned_steps=count_steps(len(examples.ids), settings),
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
+        standard_error=outcome.standard_error,
+        items=outcome.items,
     )
     if folder is not None and outcome.metrics:
         files = outcome.predictions + of_test_sets + task.model_files(encoder, settings)

@@ -49,6 +49,10 @@ class ItemResults:
         packed = base64.b64encode(np.packbits(bits).tobytes()).decode()
         return cls(hits=packed, kind_sizes=[len(hits) for hits in hits_by_kind])
 
+    def in_unit(self, factor: float) -> ItemResults:
+        """Return the results of the score times `factor`; single right and wrong answers stay what they are."""
+        return dataclasses.replace(self, resamples=[factor * value for value in self.resamples])
+
     def is_hit(self) -> np.ndarray:
         """Return whether the encoder is right on each item, bool [items]."""
         packed = np.frombuffer(base64.b64decode(self.hits), np.uint8)

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from typing_extensions import override
 
 from electra_dist.errors import UserError
@@ -369,7 +370,14 @@ def score_answers(version: int, file: SquadFile, answers: Answers) -> TaskOutcom
         failures = ("degenerate: no question has an answer",)
     files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
     if version == 1:
-        return TaskOutcome(squad1_metrics(predicted, gold), failures, files)
+        from electra_dist.finetune.scores import ItemResults
+        from electra_dist.finetune.task_metrics import resampled
+
+        score = partial(f1, version=1)
+        f1_N = 100.0 * np.array([_best_score(predicted[name], answers, score) for name, answers in gold.items()])
+        values = resampled(len(f1_N), lambda rows: float(f1_N[rows].mean()))
+        metrics = squad1_metrics(predicted, gold)
+        return TaskOutcome(metrics, failures, files, float(np.std(values)), ItemResults(resamples=values))
 
     no_answer = {question.id: answers.no_answer.get(number, 0.0) for number, question in enumerate(file.questions)}
     metrics = squad2_metrics(predicted, no_answer, gold)

@@ -233,8 +233,17 @@ class TaggingTask(Task):
 
     def score(self, predicted: Sequence[Sequence[str]]) -> TaskOutcome:
         """Score the predicted tags of all development sentences; the same tag for all words counts as a failure."""
-        metrics = tag_metrics([sentence.tags for sentence in self.dev], predicted, self.has_spans)
-        return TaskOutcome(metrics, _failures(predicted), (self._predictions_file(predicted),))
+        from electra_dist.finetune.task_metrics import sentence_errors
+
+        true = [sentence.tags for sentence in self.dev]
+        metrics = tag_metrics(true, predicted, self.has_spans)
+        outcome = TaskOutcome(metrics, _failures(predicted), (self._predictions_file(predicted),))
+        if self.metric != "accuracy":
+            return outcome
+        pairs = zip(true, predicted, strict=True)
+        counts = [(sum(map(str.__eq__, tags, guesses)), len(tags)) for tags, guesses in pairs]
+        standard_error, items = sentence_errors(counts)
+        return outcome._replace(standard_error=standard_error, items=items)
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:
         """Return a file with a word, its tag and its predicted tag per line, as the evaluation of CoNLL reads it."""

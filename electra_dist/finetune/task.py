@@ -15,6 +15,7 @@ from electra_dist.errors import UserError
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.models import TaskModel
+    from electra_dist.finetune.scores import ItemResults
     from electra_dist.finetune.training_loop import Examples, Progress
     from electra_dist.pretrained.encoder import Pretrained
 
@@ -38,6 +39,8 @@ class TaskOutcome(NamedTuple):
     metrics: dict[str, float]  # fractions; per cent for SQuAD
     failures: tuple[str, ...] = ()  # why the result counts as failed, one line each; empty for a good one
     predictions: tuple[TextFile, ...] = ()  # files with the predictions for the development data
+    standard_error: float | None = None  # of the score over the choice of the development data; None if not known
+    items: ItemResults | None = None  # results on single items, for the error of a difference; None if not kept
 
 
 class Task(abc.ABC):

@@ -8,6 +8,7 @@ describes the case.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -118,6 +119,26 @@ def resampled(num_items: int, metric: Callable[[np.ndarray], float]) -> list[flo
     """
     generator = np.random.default_rng(0)
     return [metric(generator.integers(num_items, size=num_items)) for _ in range(_NUM_RESAMPLES)]
+
+
+def sentence_errors(counts: Sequence[tuple[int, int]]) -> tuple[float | None, ItemResults]:
+    """Return the standard error of an accuracy of words over the choice of sentences, and its values on resamples.
+
+    `counts` has for each sentence (words that are right, words). Whole sentences are resampled, because the words of a
+    sentence are not independent. The error is None for a single sentence.
+    """
+    right_N, words_N = np.array(counts).T
+    items = ItemResults(
+        resamples=resampled(len(counts), lambda rows: float(right_N[rows].sum() / words_N[rows].sum()))
+    )
+    num_sentences = len(counts)
+    if num_sentences < 2:
+        return None, items
+    # A ratio estimator for n sentences: sqrt(n / (n - 1) * sum of (right_i - accuracy * words_i)^2), divided by all
+    # words (Cochran, Sampling Techniques, 1977, section 2.11).
+    accuracy = sum(right for right, _ in counts) / sum(words for _, words in counts)
+    squares = sum((right - accuracy * words) ** 2 for right, words in counts)
+    return math.sqrt(num_sentences / (num_sentences - 1) * squares) / sum(words for _, words in counts), items
 
 
 def metric_with_error(

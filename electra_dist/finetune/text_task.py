@@ -375,7 +375,10 @@ class TextTask(Task):
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
             outputs[prefix] = text_outputs(model, ids, self._label_targets, settings.batch, progress)
-        return self.score(outputs)._replace(predictions=self._dev_predictions(outputs))
+        standard_error, items = self.standard_error(outputs)
+        return self.score(outputs)._replace(
+            predictions=self._dev_predictions(outputs), standard_error=standard_error, items=items
+        )
 
     @override
     def predict_test_sets(

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.scores import ItemResults, Measured, best_layer
-from electra_dist.finetune.task_metrics import resampled
+from electra_dist.finetune.scores import Measured, best_layer
+from electra_dist.finetune.task_metrics import sentence_errors
 from electra_dist.finetune.training_loop import Progress, predict, quiet, row_sequence
 from electra_dist.finetune.word_files import Sentence, Treebank
 from electra_dist.pretrained.encoder import Pretrained
@@ -163,14 +163,15 @@ def probe_words(
         progress("fit layers", layer + 1, num_states)
 
     layer = best_layer(held_out_scores)
+    standard_error, items = sentence_errors(counts_of_layers[layer])
     return Measured(
         task=target,
         mode=target,
         metric="accuracy",
         score=_accuracy(counts_of_layers[layer]),
         examples=num_train,
-        standard_error=_standard_error(counts_of_layers[layer]),
-        items=_resampled_sentences(counts_of_layers[layer]),
+        standard_error=standard_error,
+        items=items,
         layer=layer,
         layer_scores=[_accuracy(counts) for counts in counts_of_layers],
         held_out_scores=held_out_scores,
@@ -300,21 +301,3 @@ def _counts(probe: nn.Module, batches: Sequence[_Batch]) -> list[tuple[int, int]
 
 def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
     return sum(right for right, _ in counts) / sum(words for _, words in counts)
-
-
-def _resampled_sentences(counts: Sequence[tuple[int, int]]) -> ItemResults:
-    """Return the accuracy on resamples of whole sentences, because the words of a sentence are not independent."""
-    right_N, words_N = np.array(counts).T
-    return ItemResults(resamples=resampled(len(counts), lambda rows: float(right_N[rows].sum() / words_N[rows].sum())))
-
-
-def _standard_error(counts: Sequence[tuple[int, int]]) -> float | None:
-    """Return the standard error of the accuracy over the choice of sentences (not of words); None for one sentence."""
-    num_sentences = len(counts)
-    if num_sentences < 2:
-        return None
-    # A ratio estimator for n sentences: sqrt(n / (n - 1) * sum of (right_i - accuracy * words_i)^2), divided by all
-    # words (Cochran, Sampling Techniques, 1977, section 2.11).
-    accuracy = _accuracy(counts)
-    squares = sum((right - accuracy * words) ** 2 for right, words in counts)
-    return math.sqrt(num_sentences / (num_sentences - 1) * squares) / sum(words for _, words in counts)

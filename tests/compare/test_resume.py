@@ -192,6 +192,9 @@ def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_wei
     first_of_mlm = probed_checkpoints[3]
     half_way = [("rtd", 4), ("mlm", first_of_mlm[1])]
     assert checkpoints_of["words-tuned"] == [point for point in probed_checkpoints if point not in half_way]
+    for score in tree["scores"]:
+        if score["task"] == "words-tuned":  # of 60 texts
+            assert score["standard_error"] == pytest.approx((score["score"] * (1 - score["score"]) / 60) ** 0.5)
     assert "average" not in tree["table"][0]["columns"]  # only one task is scored at all checkpoints
     assert pretraining.events.count("rtd-seed1 at 8 words-tuned") == 1
 

@@ -13,6 +13,7 @@ from transformers import ElectraModel
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune import word_probes
+from electra_dist.finetune.task_metrics import sentence_errors
 from electra_dist.finetune.word_files import Sentence, Treebank, read_conllu, read_treebank
 from electra_dist.finetune.word_probes import WordStates, compute_word_states, probe_words
 from electra_dist.model.towers import build_towers
@@ -199,4 +200,7 @@ def test_the_standard_error_is_that_of_a_bootstrap_over_sentences() -> None:
         rows = rng.integers(300, size=300)
         resampled.append(right[rows].sum() / words[rows].sum())
 
-    assert word_probes._standard_error(counts) == pytest.approx(np.std(resampled), rel=0.06)
+    standard_error, items = sentence_errors(counts)
+
+    assert standard_error == pytest.approx(np.std(resampled), rel=0.06)
+    assert np.std(items.resamples) == pytest.approx(np.std(resampled), rel=0.2)  # of 200 resamples
