@@ -104,9 +104,14 @@ class Config(AllSections):
         return {numerics: self.identity_sha256(numerics) for numerics in range(1, self.numerics)}
 
 
-# Keys of section `objective` that were added after runs had begun without them. A key with the value given here
-# changes nothing in a run.
-_NEW_DEFAULTS = (("discriminator_mlm_weight", 0.0), ("generator_sha256", None))
+# Keys of the sections `objective` and `model` that were added after runs had begun without them. A key with the value
+# given here changes nothing in a run.
+_NEW_DEFAULTS = (
+    ("discriminator_mlm_weight", 0.0),
+    ("generator_sha256", None),
+    ("rtd_balance", None),
+    ("generator_dropout", None),
+)
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +119,7 @@ def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
     If the architecture is `bert`, the keys that were added with `modern` are removed, so that old digests stay the
     same.
     """
+    section = {key: value for key, value in section.items() if (key, value) not in _NEW_DEFAULTS}
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}

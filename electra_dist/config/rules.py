@@ -91,6 +91,11 @@ def _within_model(model: ModelConfig) -> Iterator[str]:
             "sharing `all` needs two towers of the same shape; set model.generator to the values of "
             "model.discriminator, or set model.sharing: embeddings"
         )
+    if model.generator_dropout is not None and model.sharing == "all":
+        yield (
+            "generator_dropout does not go with sharing `all`, where the generator's layers are the discriminator's; "
+            "remove model.generator_dropout, or set model.sharing: embeddings"
+        )
     if model.generator_embedding_size and model.sharing != "none":
         yield (
             f"generator_embedding_size needs sharing `none`, but sharing is `{model.sharing}`; set "
@@ -123,6 +128,8 @@ def _within_objective(objective: ObjectiveConfig) -> Iterator[str]:
             "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
             "objective.discriminator_mlm_weight: 0, or choose another objective.name"
         )
+    if objective.rtd_balance is not None and name != "rtd":
+        yield f"rtd_balance needs objective `rtd`, not `{name}`; remove objective.rtd_balance"
     if facts.generator_estimates_reward and objective.disallow_correct:
         yield (
             "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; set "
@@ -224,10 +231,11 @@ def _attention(config: AllSections) -> Iterator[str]:
     """Yield contradictions between the attention backend and the architecture, objective or rows."""
     model, engine = config.model, config.engine
     is_one_way = config.objective.facts.has_cloze_generator
-    if engine.attention == "flex" and (model.attention_dropout or is_one_way):
+    if engine.attention == "flex" and (model.largest_attention_dropout or is_one_way):
         yield (
             "engine.attention: flex supports neither attention dropout nor the one-directional attention of objective "
-            "electric; set model.attention_dropout: 0 and another objective.name, or set engine.attention: auto"
+            "electric; set model.attention_dropout: 0, no model.generator_dropout and another objective.name, or set "
+            "engine.attention: auto"
         )
     if engine.attention == "flash" and is_one_way:
         yield (
@@ -246,10 +254,10 @@ def _attention(config: AllSections) -> Iterator[str]:
             "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
             "have; set model.architecture: bert or another objective.name"
         )
-    if engine.compile and model.hidden_dropout:
+    if engine.compile and (model.hidden_dropout or model.generator_dropout):
         yield (
             "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set "
-            "model.hidden_dropout: 0 or engine.compile: false"
+            "model.hidden_dropout: 0 and remove model.generator_dropout, or set engine.compile: false"
         )
 
 
@@ -441,6 +449,8 @@ def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
     else:
         for key in MODERN_KEYS:
             yield f"model.{key}", "only model.architecture: modern uses it"
+    if not objective.trains_generator:
+        yield "model.generator_dropout", "no generator is trained"
     if not objective.draws_at_random:
         yield "objective.random_from", "objective.random_share is 0"
     if config.optimizer.shape == "polynomial":

@@ -255,9 +255,10 @@ class FlexMask(LayerMask):
     @classmethod
     @override
     def limit(cls, config: Config) -> str:
-        dropout = config.model.attention_dropout
+        dropout = config.model.largest_attention_dropout
         if dropout:
-            return f"it has no dropout, and model.attention_dropout is {dropout:g}"
+            key = "attention_dropout" if config.model.attention_dropout else "generator_dropout"
+            return f"it has no dropout, and model.{key} is {dropout:g}"
         if importlib.util.find_spec("triton") is None:
             return "it needs the package triton, which is not installed"
         return ""

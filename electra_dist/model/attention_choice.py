@@ -112,7 +112,7 @@ def find_fault(backend: type[LayerMask], config: Config, device: str) -> str:
         reaches.append(min(config.model.local_window // 2, _TRIAL_MOST_REACH))
     for head_width in head_widths(config.model):
         for reach in reaches:
-            fault = find_trial_fault(backend, device, dtype, head_width, config.model.attention_dropout, reach)
+            fault = find_trial_fault(backend, device, dtype, head_width, config.model.largest_attention_dropout, reach)
             if fault:
                 windows = "" if reach is None else " in windows"
                 return f"it failed its trial with heads of width {head_width}{windows}: {fault}"

@@ -117,7 +117,7 @@ class ElectraTowers(nn.Module):
         separate_embeddings = model.sharing in ("none", "gdes") and objective.trains_generator
         generator_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
         self.is_difference = separate_embeddings and model.sharing == "gdes"
-        self.embeddings = new_embeddings(model, generator_width)
+        self.embeddings = new_embeddings(model.for_generator if separate_embeddings else model, generator_width)
         if separate_embeddings:
             self.discriminator_embeddings = new_embeddings(model, model.embedding_size)
         if objective.trains_generator:
@@ -129,7 +129,7 @@ class ElectraTowers(nn.Module):
             self.__dict__["generator"] = self.discriminator
 
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
-        model = self.model
+        model = self.model.for_generator
         hidden_size = model.generator.hidden_size
         if model.sharing != "all":
             self.generator = new_encoder(model, model.generator, embedding_width)

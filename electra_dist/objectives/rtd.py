@@ -15,6 +15,11 @@ matrix is the token table that the discriminator reads. The loss gets a third te
 
 [CLS], [SEP] and every unmasked token count in the RTD loss, as in Google's code. Pads do not.
 
+With `rtd_balance` b, each of the R replaced tokens of a row of N tokens has the weight b N / R in the RTD loss, and
+each other token (1 - b) N / (N - R). Both classes then have fixed shares, and the row still counts as N tokens. The
+weights of a row depend on that row alone, so the loss does not depend on how a batch is split. Metrics count tokens,
+not weights.
+
 ELECTRA 15 % (first ablation, section 3.4) detects at masked positions only. The discriminator reads the same corrupted
 text, but no other token contributes to its loss or to a gradient. With `masking: reference`, a position may be drawn
 twice. Its loss then counts twice, in the sum and in the number that the sum is divided by, as in the generator's loss.
@@ -61,11 +66,45 @@ class ReplacedTokenDetection(CorruptingObjective):
     def classify(self, batch: Batch, corruption: Corruption, hidden_BSH: torch.Tensor) -> RtdOutput:
         """Run the detection head on the discriminator's states; return loss sum, logits and counts for the metrics."""
         weight_BS = self.detection_weights(batch, corruption)
-        return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
+        rtd = self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
+        if self.objective.rtd_balance is None:
+            return rtd
+        return rtd._replace(**_token_counts(rtd.logits_T, corruption.label_BS, batch.layout.is_real_BS))
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
         """Return the weight of each token in the discriminator's loss, [B, S], bool or float; pads have weight 0."""
-        return batch.layout.is_real_BS
+        balance = self.objective.rtd_balance
+        if balance is None:
+            return batch.layout.is_real_BS
+        return balanced_weights(corruption.label_BS, batch.layout.is_real_BS, balance)
+
+
+def balanced_weights(label_BS: torch.Tensor, is_real_BS: torch.Tensor, balance: float) -> torch.Tensor:
+    """Return weights, fp32 [B, S], with which the replaced tokens of a row have the share `balance` of its weight.
+
+    The weights of a row add up to its number of real tokens. A row without tokens of one class has weights of 1.
+    """
+    num_real_B1 = is_real_BS.sum(1, keepdim=True)
+    num_replaced_B1 = (label_BS & is_real_BS).sum(1, keepdim=True)
+    num_original_B1 = num_real_B1 - num_replaced_B1
+    has_both_B1 = (num_replaced_B1 > 0) & (num_original_B1 > 0)
+    replaced_weight_B1 = balance * num_real_B1 / num_replaced_B1.clamp(min=1)
+    original_weight_B1 = (1.0 - balance) * num_real_B1 / num_original_B1.clamp(min=1)
+    weight_BS = torch.where(label_BS, replaced_weight_B1, original_weight_B1)
+    return torch.where(has_both_B1, weight_BS, 1.0) * is_real_BS
+
+
+def _token_counts(logits_T: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the confusion counts of an `RtdOutput` over tokens of equal weight."""
+    says_replaced_BS = logits_T.view_as(label_BS) > 0
+    is_replaced_BS = label_BS & is_real_BS
+    is_original_BS = ~label_BS & is_real_BS
+    return {
+        "replaced_count": is_replaced_BS.sum(),
+        "replaced_correct": (is_replaced_BS & says_replaced_BS).sum(),
+        "original_count": is_original_BS.sum(),
+        "original_correct": (is_original_BS & ~says_replaced_BS).sum(),
+    }
 
 
 class MaskedOnlyDetection(ReplacedTokenDetection):

@@ -36,7 +36,8 @@ def hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, archite
     config = shape_of(model, tower)
     if hf is MODERNBERT:
         del config["embedding_size"]  # there it is the hidden size
-    config |= {theirs: getattr(model, ours) for theirs, ours in hf.training.items()}
+    trained = model.for_generator if tower == "generator" else model
+    config |= {theirs: getattr(trained, ours) for theirs, ours in hf.training.items()}
     config |= {theirs: getattr(special, ours) for theirs, ours in hf.special.items()}
     return {**config, **hf.written, "architectures": [architecture], "torch_dtype": "float32"}
 

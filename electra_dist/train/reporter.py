@@ -131,7 +131,9 @@ class Reporter:
             self._note_restored(restored, attempt)
         if changed:
             listed = ", ".join(f"{name} from {change}" for name, change in changed.items())
-            dropout_clause = changed_draws(changed, self._config.model.attention_dropout, self._engine.device.type)
+            dropout_clause = changed_draws(
+                changed, self._config.model.largest_attention_dropout, self._engine.device.type
+            )
             if dropout_clause:
                 dropout_clause += ", and "
             self.note(

@@ -27,6 +27,12 @@ CONTRADICTIONS = [
     ([_MODERN, "model.generator.num_heads=32"], "model", "heads of an even width"),
     (["model.sharing=all"], "model", "two towers of the same shape"),
     (["model.generator_embedding_size=16"], "model", "needs sharing `none`"),
+    (["model.generator_dropout=0.1", "model.sharing=all", _SAME_TOWERS], "model", "does not go with sharing `all`"),
+    (
+        ["objective.rtd_balance=0.5", "objective.name=rtd_masked_only"],
+        "objective",
+        "rtd_balance needs objective `rtd`",
+    ),
     (
         ["objective.name=mlm", "objective.generator=uniform", _CONSTANT],
         "objective",
@@ -81,11 +87,13 @@ CONTRADICTIONS = [
     (["data.seq_len=129"], "", "exceeds model.max_positions 128"),
     (["train.micro_batch=3"], "", "train.micro_batch 3 does not divide"),
     (["engine.attention=flex", "model.attention_dropout=0.1"], "", "flex supports neither"),
+    (["engine.attention=flex", "model.generator_dropout=0.1"], "", "flex supports neither"),
     (["engine.attention=flex", "objective.name=electric"], "", "flex supports neither"),
     (["engine.attention=flash", "objective.name=electric"], "", "flash does not support the one-directional"),
     (["model.type_vocab_size=1"], "", "two segments"),
     ([_MODERN, "objective.name=electric"], "", "attention in one direction"),
     ([_MODERN, "engine.compile=true", "model.hidden_dropout=0.1"], "", "needs model.hidden_dropout: 0"),
+    ([_MODERN, "engine.compile=true", "model.generator_dropout=0.1"], "", "needs model.hidden_dropout: 0"),
     (["engine.attention=flash"], "", "flash computes in bf16 or fp16 only"),
     (["objective.generator_only_steps=5", "model.sharing=none"], "", "they must be of one size"),
     (["objective.generator_only_steps=5", _SAME_TOWERS], "", "model.sharing is embeddings"),
@@ -115,6 +123,7 @@ ACCEPTED = [
     ["train.init_from=x", "train.init_generator_from=y"],
     ["objective.random_share=0.5"],
     ["objective.discriminator_mlm_weight=1"],
+    ["objective.rtd_balance=0.5", "model.generator_dropout=0"],
 ]
 
 

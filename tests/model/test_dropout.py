@@ -7,11 +7,12 @@ import pytest
 import torch
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.config import ObjectiveConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
+from electra_dist.objectives.corruption import CorruptingObjective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 DROP = 0.3
@@ -91,3 +92,37 @@ def test_a_training_step_on_a_cpu_draws_nothing_from_torchs_generator_and_rows_d
     split = torch.cat([logits(slice(0, 1)), logits(slice(1, 3)), logits(slice(3, 6))])
     torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def tower_states(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the states of both towers in training on the same rows, which no generator has changed."""
+    module = build_objective(model, ObjectiveConfig(), SPECIAL, 3).train()
+    ids = torch.randint(5, model.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+    ids[:, 0] = SPECIAL.cls
+    batch = module.batch(StepInput(ids, torch.arange(4), 5, 7, 1.0, 1.0))
+    assert isinstance(module, CorruptingObjective)
+    return {
+        "generator": module.generator_states(batch, module.mask(batch)),
+        "discriminator": module.read(batch, ids),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modern"])
+@pytest.mark.parametrize("sharing", ["none", "gdes", "embeddings"])
+def test_dropout_of_the_generator_alone_is_that_of_a_run_in_which_both_towers_have_it(
+    make_config: Callable[..., Any], architecture: str, sharing: str
+) -> None:
+    shapes = make_config(32, 32, 16).model_copy(update={"architecture": architecture, "sharing": sharing})
+
+    def states(dropout: float, of_generator: float | None = None) -> dict[str, torch.Tensor]:
+        update = {"hidden_dropout": dropout, "attention_dropout": dropout, "generator_dropout": of_generator}
+        return tower_states(shapes.model_copy(update=update))
+
+    without, with_it = states(0.0), states(DROP)
+    for dropout, of_generator, alike in ((0.0, DROP, with_it), (DROP, 0.0, without)):
+        own = states(dropout, of_generator)
+        other = with_it if alike is without else without
+        assert torch.equal(own["discriminator"], other["discriminator"])
+        # Tables that both towers read have the dropout of the discriminator.
+        assert torch.equal(own["generator"], alike["generator"]) == (sharing != "embeddings")
+        assert not torch.equal(own["generator"], other["generator"])

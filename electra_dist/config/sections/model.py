@@ -107,6 +107,11 @@ class ModelConfig(Section):
         description="Dropout probability of the attention weights; must be 0 for engine.attention: flex. modern: 0 "
         "by default.",
     )
+    generator_dropout: Probability | None = Field(
+        default=None,
+        description="Dropout probability of the generator alone, in place of both values above: in its layers and, if "
+        "it has tables of its own (sharing none or gdes), of its embeddings. Unset: as in the discriminator.",
+    )
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-12,
         description="Epsilon that every LayerNorm adds to the variance. modern: 1e-5 by default.",
@@ -128,6 +133,19 @@ class ModelConfig(Section):
     def generator_embedding_width(self) -> int:
         """Return the width of the embedding tables that the generator reads, in features."""
         return self.generator_embedding_size or self.embedding_size
+
+    @property
+    def largest_attention_dropout(self) -> float:
+        """Return the dropout probability of the attention weights in the tower that drops more of them."""
+        return max(self.attention_dropout, self.generator_dropout or 0.0)
+
+    @property
+    def for_generator(self) -> ModelConfig:
+        """Return the section for the generator's modules, whose dropout may be their own."""
+        if self.generator_dropout is None:
+            return self
+        dropout = self.generator_dropout
+        return self.model_copy(update={"hidden_dropout": dropout, "attention_dropout": dropout})
 
     def is_global(self, layer: int) -> bool:
         """Return whether tokens in layer `layer` (from 0) attend to their whole example and not only to a window."""

@@ -91,6 +91,12 @@ class ObjectiveConfig(Section):
         default=50.0,
         description="Weight of the discriminator's loss in the total loss (the paper's lambda).",
     )
+    rtd_balance: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of the replaced tokens in a row's weight in the discriminator's loss, however many they "
+        "are; 0.5: both classes count alike. The sum of a row's weights does not change, and a row of one class has "
+        "equal weights. Needs objective rtd. Unset: every token counts alike.",
+    )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
         description="Weight of the loss with which the discriminator's tower predicts tokens (replace_mlm and "
