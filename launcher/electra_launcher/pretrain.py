@@ -47,28 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
-    def program() -> int:
-        config, patience = read_config(args.config, overrides)
-        if not is_run_folder(Path(config.run_dir), patience=None if args.dry_run else patience):
-            check_new_run(config)
-        if not args.dry_run:
-            return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
-        if is_first_rank:
-            # Imported only for a dry run, so that training starts sooner.
-            from electra_dist.planning.plan import make_plan
-            from electra_dist.planning.plan_page import print_plan
-
-            print_plan(make_plan(config))
-        return EXIT_DONE
-
     is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
     # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
     interrupted = "interrupted; the next start goes on from the newest checkpoint"
     return exit_code_of(
-        program,
+        lambda: _pretrain_or_plan(args, overrides, is_first_rank),
         shows=lambda error: is_first_rank or (isinstance(error, NodeError) and is_first_on_node),
         interrupted=interrupted if is_first_rank else "",
     )
+
+
+def _pretrain_or_plan(args: argparse.Namespace, overrides: Sequence[str], is_first_rank: bool) -> int:
+    """Train on this rank, or with `--dry-run` print the plan on the first rank; return the exit code."""
+    config, patience = read_config(args.config, overrides)
+    if not is_run_folder(Path(config.run_dir), patience=None if args.dry_run else patience):
+        check_new_run(config)
+    if not args.dry_run:
+        return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
+    if is_first_rank:
+        # Imported only for a dry run, so that training starts sooner.
+        from electra_dist.planning.plan import make_plan
+        from electra_dist.planning.plan_page import print_plan
+
+        print_plan(make_plan(config))
+    return EXIT_DONE
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
@@ -109,6 +111,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line `argv` of a rank; None stands for that of this process."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
     add_run_options(parser)
     parser.add_argument(

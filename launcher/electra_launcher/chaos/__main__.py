@@ -244,6 +244,7 @@ def _check_kinds(kinds: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line `argv` of the drill; None stands for that of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m electra_launcher.chaos",
         description=__doc__,

@@ -60,14 +60,18 @@ class Victim:
         """Return number -> pid for each rank that runs on this machine."""
         pids = {}
         for pid in self.pids():
-            with contextlib.suppress(OSError):  # The process may have ended.
-                process = Path(f"/proc/{pid}")
-                # Only the command line of a rank contains this option; processes that it starts have its variables.
-                if b"--state" not in (process / "cmdline").read_bytes():
-                    continue
-                for variable in (process / "environ").read_bytes().split(b"\0"):
-                    if variable.startswith(b"RANK="):
-                        pids[int(variable.removeprefix(b"RANK="))] = pid
+            process = Path(f"/proc/{pid}")
+            try:
+                command_line = (process / "cmdline").read_bytes()
+                environment = (process / "environ").read_bytes()
+            except OSError:  # The process has ended.
+                continue
+            # Only the command line of a rank contains this option; processes that it starts inherit its variables.
+            if b"--state" not in command_line:
+                continue
+            for variable in environment.split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    pids[int(variable.removeprefix(b"RANK="))] = pid
         return pids
 
 

@@ -143,7 +143,7 @@ def verify(
 
 
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
-    """Return the checkpoints below `path` that have a manifest, good or damaged; UserError if there is none."""
+    """Return the checkpoints below `path` that have a manifest, good or damaged; raise UserError if there is none."""
     from electra_dist.checkpoint.repair import survey
 
     owner = find_owner(path)
@@ -176,6 +176,7 @@ class Verified:
 
 
 def _verify(checkpoint: Checkpoint, advance: Callable[[int], None]) -> Verified:
+    """Read every byte of a checkpoint; `advance` is called with the number of bytes read since its last call."""
     from electra_dist.checkpoint.reader import verify as verify_files
 
     begin = time.perf_counter()
@@ -337,7 +338,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
-    """Find one of the two checkpoints to compare and read its manifest; UserError if a step of this fails."""
+    """Find one of the two checkpoints to compare and read its manifest; raise UserError if a step of this fails."""
     from electra_dist.checkpoint.reader import CheckpointReader
 
     checkpoint = find_checkpoint(path, endpoint_url)

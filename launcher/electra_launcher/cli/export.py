@@ -37,7 +37,7 @@ class Layout(StrEnum):
 
 
 class NameBy(StrEnum):
-    """What the folder of a revision is named by."""
+    """Choice of the names of revisions: by training step, or by the number of tokens read until then."""
 
     steps = "steps"
     tokens = "tokens"
@@ -93,6 +93,7 @@ def export(
 
 
 def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: int, license_id: str) -> None:
+    """Export one checkpoint, or the mean of `num_averaged` checkpoints, with model cards; print what was written."""
     from electra_dist.pretrained.export import export_run
     from electra_dist.report.model_card import write_model_cards
     from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
@@ -136,12 +137,12 @@ def _export_revisions(
     exported_names: list[str] = []
     with progress_bar(Console(stderr=True)) as report_progress:
         report_progress("checkpoints", 0, len(names))
-        for num_done, exported in enumerate(
-            _exports(run, folder, names, license_id, is_all=checkpoint in (None, "all")), 1
-        ):
+        exports = _exports(run, folder, names, license_id, is_all=checkpoint in (None, "all"))
+        for num_done, exported in enumerate(exports, 1):
             name = names[exported.state.step]
             exported_names.append(name)
-            out.print(f"  {name:<14} step {exported.state.step:,}: {', '.join(map(str, exported.folders.values()))}")
+            folders = ", ".join(map(str, exported.folders.values()))
+            out.print(f"  {name:<14} step {exported.state.step:,}: {folders}")
             report_progress("checkpoints", num_done, len(names))
     quoted = shlex.quote(str(folder))
     out.print("upload the discriminators as revisions of one model, the last one also as its main revision:")
@@ -155,7 +156,10 @@ def _export_revisions(
 
 
 def _exports(run: Path, folder: Path, names: dict[int, str], license_id: str, *, is_all: bool) -> Iterator[Export]:
-    """Export the checkpoints of `names`, oldest first. If all were asked for, a bad one is a line on stderr only."""
+    """Export the checkpoints of `names` (step -> name), oldest first.
+
+    If the user asked for all checkpoints (`is_all`), one that cannot be read gives a line on stderr and no error.
+    """
     from electra_dist.pretrained.export import export_run
     from electra_dist.report.model_card import write_model_cards
 
@@ -178,7 +182,22 @@ def _exports(run: Path, folder: Path, names: dict[int, str], license_id: str, *,
 
 
 def _revision_names(run: Path, checkpoint: str | None, name_by: NameBy) -> dict[int, str]:
-    """Return the name of each chosen checkpoint by its step, ascending; only manifests are read."""
+    """Return step -> name of the checkpoints that `--checkpoint` chooses, ascending; only manifests are read."""
+    rows_of_step = _rows_of_steps(run)
+    if not rows_of_step:
+        raise UserError(f"{run}: there is no checkpoint yet; train until the first one, or name another run")
+    steps = sorted(rows_of_step) if checkpoint in (None, "all") else _parse_steps(checkpoint)
+    for step in steps:
+        if step not in rows_of_step:
+            known = ", ".join(map(str, sorted(rows_of_step)))
+            raise UserError(f"--checkpoint {checkpoint}: {run} has no checkpoint of step {step}; choose among {known}")
+    if name_by is NameBy.steps:
+        return {step: f"step{step}" for step in steps}
+    return _names_by_tokens(run, {step: rows_of_step[step] for step in steps})
+
+
+def _rows_of_steps(run: Path) -> dict[int, int]:
+    """Return step -> number of rows trained on so far, for each checkpoint in all targets of a run."""
     from electra_dist.checkpoint.checkpoint import open_targets
     from electra_dist.checkpoint.repair import survey
     from electra_dist.run.folder import open_run
@@ -190,18 +209,10 @@ def _revision_names(run: Path, checkpoint: str | None, name_by: NameBy) -> dict[
             step = found.checkpoint.step
             if found.manifest is not None:
                 rows_of_step[step] = found.manifest.state.rows_seen
-            elif found.status == "damaged":  # named when it is exported, unless another target has a good copy
+            elif found.status == "damaged":
+                # The export names the damaged one as an error, unless another target has a good copy of this step.
                 rows_of_step.setdefault(step, step * config.train.global_batch)
-    if not rows_of_step:
-        raise UserError(f"{run}: there is no checkpoint yet; train until the first one, or name another run")
-    steps = sorted(rows_of_step) if checkpoint in (None, "all") else _parse_steps(checkpoint)
-    for step in steps:
-        if step not in rows_of_step:
-            known = ", ".join(map(str, sorted(rows_of_step)))
-            raise UserError(f"--checkpoint {checkpoint}: {run} has no checkpoint of step {step}; choose among {known}")
-    if name_by is NameBy.steps:
-        return {step: f"step{step}" for step in steps}
-    return _names_by_tokens(run, {step: rows_of_step[step] for step in steps})
+    return rows_of_step
 
 
 def _names_by_tokens(run: Path, rows_of_step: dict[int, int]) -> dict[int, str]:
@@ -239,6 +250,7 @@ def _parse_steps(text: str) -> list[int]:
 
 
 def _parse_checkpoint(text: str | None) -> Choice:
+    """Return the step, "best" or "newest" that `--checkpoint` names; without the option, "newest"."""
     if text in (None, "newest"):
         return "newest"
     if text == "best":

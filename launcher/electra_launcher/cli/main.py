@@ -77,7 +77,7 @@ COMMANDS = {name: place for group in GROUPS.values() for name, place in group.it
 
 
 class LazyGroup(TyperGroup):
-    """Group whose commands are those of `groups`, which a subclass sets."""
+    """Group of commands, listed in `groups` of a subclass, that imports a command only when it is called."""
 
     groups: Groups
 
@@ -184,7 +184,7 @@ corpus_app = typer.Typer(
 
 @corpus_app.callback()
 def _corpus_group() -> None:
-    """A group needs a function, which runs before each command."""
+    """Do nothing; typer needs a function that runs before each command of the group."""
 
 
 def main() -> None:

@@ -227,6 +227,7 @@ def score(
 
 
 def _read_lines(texts: str) -> list[TextLine]:
+    """Read the lines of the file `texts`, or of stdin if it is "-"; raise UserError if there is no such file."""
     from electra_dist.scoring.text_scores import read_text_lines
     from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 

@@ -134,7 +134,7 @@ class Gathered:
 
 
 def gather(run: Path) -> Gathered:
-    """Read the files of the run folder and, for a submitted run, Slurm's queue; UserError if it is no run folder."""
+    """Read a run folder's files and, for a submitted run, Slurm's queue; raise UserError if it is no run folder."""
     scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config = load_config(_config_file(run, newest_script))
@@ -181,7 +181,10 @@ def facts(seen: Gathered) -> dict[str, Any]:
     is_living = seen.state == "living"
     account = goodput(seen.ledger, seen.jobs)
     last, evaluation, checkpoint = seen.last, seen.last_eval, seen.newest_checkpoint
-    step = max([0, last.step if last else 0, *(event.step for event in seen.ledger if event.event == "done")])
+    step = last.step if last else 0
+    for event in seen.ledger:
+        if event.event == "done":
+            step = max(step, event.step)
     starts_by_jobs = links(seen.jobs)
     newest_nodes = starts_by_jobs[-1].begin.nodes.split(",") if starts_by_jobs else []
     nodes_out = [out for out in seen.queue.out if out.node in newest_nodes] if seen.queue else []
@@ -241,6 +244,7 @@ def _failure(seen: Gathered) -> dict[str, Any] | None:
 
 
 def _link(link: Link) -> dict[str, Any]:
+    """Return as a JSON object one start of the ranks by a Slurm job; "ended" is None while the job runs."""
     begin, end = link.begin, link.end
     return {
         "job": begin.job,
@@ -289,21 +293,27 @@ def _of_newest_attempt(beats: Sequence[Beat]) -> list[Beat]:
 def _reason(seen: Gathered) -> str:
     """Return why the run is in its state, such as "stop: SIGTERM, 50s ago"; "" if it is living or finished."""
     if seen.state in ("stopped", "dead"):
-        # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
-        newest_job = seen.jobs[-1] if seen.jobs else None
-        if isinstance(newest_job, JobEnded) and newest_job.why:
-            was_continued = bool(starts(seen.ledger[newest_job.ledger_events :]))
-            if not was_continued:
-                return newest_job.why
-        if seen.ledger:
-            event = seen.ledger[-1]
-            name = f"{event.event}: {event.why}" if event.why else event.event
-            return f"{name}, {seen.age(event)} ago"
+        return _why_ended(seen)
     if seen.state in ("held", "waiting"):
         return _why_waiting(seen)
     if seen.state == "not begun":
         return _why_not_begun(seen)
     return ""
+
+
+def _why_ended(seen: Gathered) -> str:
+    """Return why a run that was stopped or died has ended, or "" if it has recorded no event."""
+    # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
+    newest_job = seen.jobs[-1] if seen.jobs else None
+    if isinstance(newest_job, JobEnded) and newest_job.why:
+        was_continued = bool(starts(seen.ledger[newest_job.ledger_events :]))
+        if not was_continued:
+            return newest_job.why
+    if not seen.ledger:
+        return ""
+    event = seen.ledger[-1]
+    name = f"{event.event}: {event.why}" if event.why else event.event
+    return f"{name}, {seen.age(event)} ago"
 
 
 def _why_waiting(seen: Gathered) -> str:
@@ -319,12 +329,17 @@ def _why_waiting(seen: Gathered) -> str:
 
 def _why_not_begun(seen: Gathered) -> str:
     """Return the likely reason why a run without queued jobs has recorded nothing yet."""
-    submitted = [job for record in seen.jobs if isinstance(record, JobSubmitted) for job in record.jobs]
+    submitted: list[str] = []  # the ids of all submitted jobs
+    for record in seen.jobs:
+        if isinstance(record, JobSubmitted):
+            submitted += record.jobs
     if not submitted:
         return "it was never submitted, and no start has written a record"
     if seen.newest_links:
         newest = seen.newest_links[-1]
-        verdict = (newest.end.why if newest.end else "") or "it ended without a verdict"
+        verdict = "it ended without a verdict"
+        if newest.end is not None and newest.end.why:
+            verdict = newest.end.why
         return f"job {newest.begin.job} began, and no rank has written a record: {verdict}; see its log in slurm/"
     if seen.queue is None:
         return f"jobs {', '.join(submitted)} were submitted, and Slurm does not answer"

@@ -150,7 +150,7 @@ def _here(start: _Start, num_ranks: int) -> int:
 
 
 def _hosts(file: Path, most: int | None) -> list[Host]:
-    """Return the hosts of a hostfile, at most `most`; UserError for a line that names no host."""
+    """Return the hosts of a hostfile, at most `most`; raise UserError for a line that names no host."""
     from electra_dist.store.atomic_files import read_regular, readable
 
     with readable(file):
@@ -170,7 +170,7 @@ def _hosts(file: Path, most: int | None) -> list[Host]:
 
 
 def _slots(hosts: Sequence[Host]) -> int:
-    """Return the number of ranks that each line of the hostfile gives; UserError if they differ or are missing."""
+    """Return the ranks that each line of the hostfile gives; raise UserError if they differ or are missing."""
     numbers = {host.slots for host in hosts}
     (number, *others) = numbers
     if others or number is None:
@@ -207,19 +207,21 @@ def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> 
     """Wait for the supervisors and return their exit codes. Ctrl-C makes the ranks save; a second one ends them."""
     from electra_dist.run.folder import STOP_FILE
 
-    interrupts = 0
-    while None in (codes := [one.poll() for one in supervisors]):
+    num_interrupts = 0
+    while True:
+        codes = [one.poll() for one in supervisors]
+        if None not in codes:
+            return [one.wait() for one in supervisors]
         try:
-            if _SSH_FAILED in codes or interrupts > 1:
+            if _SSH_FAILED in codes or num_interrupts > 1:
                 for one in supervisors:
                     one.terminate()  # The end of the connection is a SIGHUP for the supervisor.
             time.sleep(0.2)
         except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts == 1:
+            num_interrupts += 1
+            if num_interrupts == 1:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 (run_dir / STOP_FILE).touch()
-    return [one.wait() for one in supervisors]
 
 
 def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
         bad = _read_all(parts)
-    counts = {kind: sum(part.kind == kind for part in parts) for kind in dict.fromkeys(part.kind for part in parts)}
+    counts = Counter(part.kind for part in parts)
     size_bytes = sum(part.size_bytes for part in parts)
     if as_json:
         bad_parts = [{"url": url, "faults": faults} for url, faults in bad]
@@ -86,7 +87,7 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
 
 
 def _read_all(parts: list[Part]) -> list[tuple[str, list[str]]]:
-    """Read all files and checkpoints, with a progress bar on stderr, and return (URL, faults) of the bad ones."""
+    """Read all files and checkpoints, with a progress bar on stderr; return the URL and the faults of each bad one."""
     bad = []
     with byte_progress(Console(stderr=True), sum(part.size_bytes for part in parts)) as advance:
         for part in parts:

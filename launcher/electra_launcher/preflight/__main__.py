@@ -25,7 +25,7 @@ from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.config.secrets import whole_overrides
 from electra_dist.data.cache_folder import choose_cache_folder
-from electra_dist.engine.rank_environment import rank_place, whole_number
+from electra_dist.engine.rank_environment import RankPlace, rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.processes import node_name
@@ -45,31 +45,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     work together, local rank 0 of each node prints its own.
     """
     args = _parse(argv)
-    node = node_name()
-    rank = 0
+    rank = 0  # so that an error is printed if this process does not know its rank
 
     def program() -> int:
         nonlocal rank
         place = rank_place()
         rank = place.rank
-        is_first_of_node = place.local_rank == 0
-        config = _with_cache_folder(load_config(args.config, whole_overrides(args.set)), args.nodes)
-        patience = Patience(args.storage_patience)
-        _record_waits(patience, Path(config.run_dir), rank if args.first_rank is None else args.first_rank)
-        findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=place.world_size)
-        code = exit_code(findings, node)
-        # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
-        if rank == 0 or (is_first_of_node and code == EXIT_CRASH):
-            if args.json:
-                print(as_json(findings, node), flush=True)
-            else:
-                print_findings(findings, sys.stdout)
-        strike = strike_of(findings, node, time.time())
-        if strike is not None and is_first_of_node:
-            add_strike(Path(config.run_dir), strike)
-        return code
+        return _check_and_report(args, place)
 
     return exit_code_of(program, shows=lambda error: rank == 0)
+
+
+def _check_and_report(args: argparse.Namespace, place: RankPlace) -> int:
+    """Make the checks of the rank at `place`, print the findings, record a strike; return the exit code."""
+    node = node_name()
+    is_first_of_node = place.local_rank == 0
+    config = _with_cache_folder(load_config(args.config, whole_overrides(args.set)), args.nodes)
+    patience = Patience(args.storage_patience)
+    _record_waits(patience, Path(config.run_dir), place.rank if args.first_rank is None else args.first_rank)
+    findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=place.world_size)
+    code = exit_code(findings, node)
+    # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
+    if place.rank == 0 or (is_first_of_node and code == EXIT_CRASH):
+        if args.json:
+            print(as_json(findings, node), flush=True)
+        else:
+            print_findings(findings, sys.stdout)
+    strike = strike_of(findings, node, time.time())
+    if strike is not None and is_first_of_node:
+        add_strike(Path(config.run_dir), strike)
+    return code
 
 
 def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
@@ -115,6 +120,7 @@ def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line `argv` of preflight; None stands for that of this process."""
     parser = argparse.ArgumentParser(
         prog="electra_launcher.preflight",
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "

@@ -63,10 +63,10 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
         patience = Patience(limit_s, pace=Pace(connect_timeout_s=5.0, read_timeout_s=10.0), key="")
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
-    training_urls = [corpus.url for corpus in config.data.training_corpora()]
-    for url in (*training_urls, config.data.heldout):
-        if not url:  # A run may have no held-out corpus.
-            continue
+    urls = [corpus.url for corpus in config.data.training_corpora()]
+    if config.data.heldout:
+        urls.append(config.data.heldout)
+    for url in urls:
         try:
             corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, patience))
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))

@@ -58,7 +58,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One run that is submitted: all from which its batch script is made. Every node sees the paths, all absolute."""
+    """One run that is submitted, with all that its batch script needs. Paths are absolute and valid on every node."""
 
     options: JobOptions
     config: Config  # with all overrides applied and absolute paths

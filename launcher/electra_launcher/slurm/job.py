@@ -298,8 +298,10 @@ def starts_without_progress(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRec
     that ended with a stop, with storage that stayed full or away, or with a rollback (a return to an older checkpoint)
     do not count.
     """
+    first_counted = events_at_newest_checkpoint(ledger)  # index in the ledger
     submitted = links(since_submission(jobs))
-    first_counted = max(submitted[0].begin.ledger_events if submitted else 0, events_at_newest_checkpoint(ledger))
+    if submitted:
+        first_counted = max(first_counted, submitted[0].begin.ledger_events)
     return sum(
         start.index >= first_counted and start.ended_by not in ("stop", "storage", "rollback")
         for start in starts(ledger)

@@ -161,7 +161,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _readable_file(name: str) -> str:
-    """Return the absolute path of the file that the user passed with --setup; UserError if it cannot be read."""
+    """Return the absolute path of the file passed with --setup; raise UserError if it cannot be read."""
     path = without_tilde(name).absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")

@@ -31,35 +31,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     in which another start trains) is printed to stderr as one line and returned as exit code 78.
     """
     args = _parse(argv)
+    # Ctrl-C comes before the supervisor handles signals, or while it waits for the run folder.
+    return exit_code_of(lambda: _supervise(args), interrupted="interrupted; no rank was started")
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    """Check this node if `--preflight` was given, then supervise its ranks; return the exit code."""
+    check_device()
     # Each rank, and preflight, loads the same config file with the same overrides.
     pretrain_arguments = ["--config", args.config]
     for override in hide_overrides(args.set):
         pretrain_arguments += ["--set", override]
     rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
-
-    def program() -> int:
-        check_device()
-        config, _ = read_config(args.config, args.set)
-        placement = Placement.from_options(
-            nodes=args.nodes,
-            node=args.node_rank,
-            ranks_per_node=args.gpus_per_node,
-            address=args.master_addr,
-            port=args.master_port,
-        )
-        supervisor = Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
-        with contextlib.closing(supervisor):
-            if args.preflight:
-                preflight_code = supervisor.check()
-                if preflight_code != EXIT_DONE:
-                    return preflight_code
-            return supervisor.run()
-
-    # Ctrl-C comes before the supervisor handles signals, or while it waits for the run folder.
-    return exit_code_of(program, interrupted="interrupted; no rank was started")
+    config, _ = read_config(args.config, args.set)
+    placement = Placement.from_options(
+        nodes=args.nodes,
+        node=args.node_rank,
+        ranks_per_node=args.gpus_per_node,
+        address=args.master_addr,
+        port=args.master_port,
+    )
+    supervisor = Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
+    with contextlib.closing(supervisor):
+        if args.preflight:
+            preflight_code = supervisor.check()
+            if preflight_code != EXIT_DONE:
+                return preflight_code
+        return supervisor.run()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line `argv` of a supervisor; None stands for that of this process."""
     parser = argparse.ArgumentParser(
         prog="electra_launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",

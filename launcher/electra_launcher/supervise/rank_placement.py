@@ -28,7 +28,7 @@ class Placement:
     def from_options(
         cls, *, nodes: int, node: int, ranks_per_node: int | None, address: str | None, port: int | None
     ) -> Placement:
-        """Build the placement from command-line options; UserError if they are wrong or contradict each other.
+        """Build the placement from command-line options; raise UserError if they are wrong or contradict each other.
 
         `ranks_per_node` None means one rank per visible GPU, at least one. A `port` of None means 29500 with several
         nodes, any free port with one. Several nodes also need an `address`.

@@ -131,6 +131,7 @@ class RankProcesses:
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
         files = {rank: _StackFile(self.state / f"stack-{rank}") for rank in pids}
+        # A thread of each rank answers a request in its pipe, unless another thread keeps the interpreter lock.
         for rank, pid in pids.items():
             write_to_pipe(self.state / f"ask-{rank}", b"1")
             with contextlib.suppress(ProcessLookupError):
@@ -138,7 +139,7 @@ class RankProcesses:
         deadline = time.monotonic() + _STACK_WAIT_S
         _await_stacks(files.values(), deadline - _STACK_WAIT_S / 2)
         for rank, pid in pids.items():
-            # A library call keeps the interpreter lock, so that no thread runs Python and the signal is safe.
+            # No answer: a library call keeps the lock, so no thread runs Python, and the signal is safe.
             if files[rank].growth() == 0 and _catches(pid, STACK_SIGNAL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)

@@ -76,21 +76,22 @@ class Rendezvous:
     def __init__(
         self, run_dir: Path, node: int, port: int | None, session: str = "", patience: Patience | None = None
     ) -> None:
-        """Take part in the rendezvous as node number `node`; no file is read or written yet.
+        """Prepare to agree on starts with the other nodes as node number `node`; no file is read or written yet.
 
-        The first start uses `port`, the next one the port after it, and after 64 ports `port` again. None, with one
-        node only, stands for any free port. `session`
-        is the job's name, or "". If the run folder is full or does not respond, `begin`, `start` and `end` wait for it
-        as long as `patience` says; None: not at all.
+        The first start uses `port`, the next one the port after it, and after 64 ports `port` again. If `port` is
+        None, which only a single node may pass, each start uses any free port. `session` is the job's name, or "". If
+        the run folder is full or does not respond, `begin`, `start` and `end` wait for it as long as `patience` says
+        (None: they raise an error at once).
         """
-        self._folder = Path(run_dir) / MEETING_DIR / session
-        self._hangs = Path(run_dir) / HANGS_DIR
+        self.patience = patience
         self._node = node
         self._port = port
         self._session = session
-        self.patience = patience
-        self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
-        self._own = NodeReport(start=0)  # this node's report; start 0: it has taken part in none yet
+        meeting_folder = Path(run_dir) / MEETING_DIR
+        self._sessions = meeting_folder / "sessions"  # file with the names of all jobs of the run, oldest first
+        self._folder = meeting_folder / session  # has one report, node-K.json, of each node of this job
+        self._hangs = Path(run_dir) / HANGS_DIR
+        self._own = NodeReport(start=0)  # this node's report; start 0: it has taken part in no start yet
         self._has_begun_session = False
         self._next_look = 0.0  # time.monotonic() from which `news` reads the files again
 

@@ -100,15 +100,17 @@ class FirstSeen:
         return [self._date(beat, now) for beat in beats]
 
     def _date(self, beat: Beat, now: float) -> Beat:
-        read, dated = self._seen.get(beat.rank, (None, None))
-        if dated is not None and beat == read:
-            return dated
+        """Return a heartbeat with times of this process's clock in place of those of the rank's clock."""
+        phase_since = now
         is_first_of_phase = beat.phase_since == beat.time
-        if dated is not None and read is not None and _is_same_phase(read, beat):
-            phase_since = dated.phase_since
-        else:
-            # Equal times would mean that the phase has just begun.
-            phase_since = now if is_first_of_phase else math.nextafter(now, -math.inf)
+        if not is_first_of_phase:
+            phase_since = math.nextafter(now, -math.inf)  # `now` would mean that the phase has just begun
+        if beat.rank in self._seen:
+            earlier, dated_earlier = self._seen[beat.rank]
+            if beat == earlier:
+                return dated_earlier
+            if _is_same_phase(earlier, beat):
+                phase_since = dated_earlier.phase_since
         dated = dataclasses.replace(beat, time=now, phase_since=phase_since)
         self._seen[beat.rank] = (beat, dated)
         return dated

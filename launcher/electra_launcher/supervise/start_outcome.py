@@ -134,6 +134,7 @@ def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure
     `beats` are the heartbeats of all ranks. `earlier` are the earlier failures with which this one is compared: those
     of the same submission.
     """
+    # The heartbeats of this node's ranks in this start; the others are of other nodes or of an earlier start.
     newest = {beat.rank: beat for beat in beats if start.pids.get(beat.rank) == beat.pid}
     findings = {
         rank: classify(code, start.outputs.get(rank, ""), start.num_killed_for_memory)
@@ -148,12 +149,14 @@ def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure
         return None
     rank, finding = found
     beat = newest.get(rank)
-    step = None if beat is None or beat.phase == "setup" else beat.step
-    positions = None
-    if step is not None and beat is not None and beat.phase == "step":
-        num_rows = start.global_batch // start.placement.num_ranks
-        first = step * start.global_batch + rank * num_rows
-        positions = [first, first + num_rows - 1]
+    step = None
+    positions = None  # first and last row of this rank in the step, in the order of the data
+    if beat is not None and beat.phase != "setup":
+        step = beat.step
+        if beat.phase == "step":
+            num_rows = start.global_batch // start.placement.num_ranks
+            first = step * start.global_batch + rank * num_rows
+            positions = [first, first + num_rows - 1]
     return Failure(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         start=start.name,

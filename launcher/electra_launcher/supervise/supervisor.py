@@ -388,7 +388,7 @@ class Log:
 
 @patient
 def lock_node(run_dir: Path, node: int, *, patience: Patience | None = None) -> int:
-    """Take the lock that prevents a second supervisor of this run and node number on this host; UserError if taken.
+    """Take the lock that prevents a second supervisor of this run and node number; raise UserError if it is taken.
 
     On node 0, the lease of the run folder does this. Returns the descriptor of the lock file. Keep it open: the kernel
     releases the lock when it is closed, or when this process ends in any way. On a file system without locks nothing

@@ -168,22 +168,27 @@ def _command(*arguments: str) -> str:
 
 
 def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
+    """Return the batch script `name`, which runs `command` once or, as "parts", once for each part of the corpus."""
+    is_array = name == "parts"
     log_folder = str(jobs.folder).replace("%", "%%")  # Slurm replaces %x, %j and the like in the name of a log.
-    own = {
+    log_name = "%x-%A_%a.log" if is_array else "%x-%j.log"
+    own = {  # None leaves an option out.
         "job-name": f"corpus-{name}",
         "nodes": 1,
         "ntasks": 1,
-        "cpus-per-task": jobs.cpus if name != "merge" else 1,
+        "cpus-per-task": 1 if name == "merge" else jobs.cpus,
         "mem": f"{jobs.memory_gb}G" if jobs.memory_gb else None,
         "partition": jobs.partition,
         "time": jobs.time_limit,
-        "array": f"1-{jobs.num_parts}" if name == "parts" else None,
-        "output": f"{log_folder}/{'%x-%A_%a' if name == 'parts' else '%x-%j'}.log",
+        "array": f"1-{jobs.num_parts}" if is_array else None,
+        "output": f"{log_folder}/{log_name}",
         "requeue": "",
         "open-mode": "append",
     }
     given = [(key, value) for key, value in own.items() if value is not None]
-    options = [*given, *user_options(jobs.sbatch, own)]
-    lines = [f"#SBATCH --{directive(key)}" + (f"={directive(value)}" if value else "") for key, value in options]
-    text = "\n".join(["#!/bin/bash", *lines, "export PYTHONUNBUFFERED=1", f"exec {command}", ""])
-    return CorpusScript(name, text)
+    lines = ["#!/bin/bash"]
+    for key, value in [*given, *user_options(jobs.sbatch, own)]:
+        option = f"#SBATCH --{directive(key)}"
+        lines.append(f"{option}={directive(value)}" if value else option)
+    lines += ["export PYTHONUNBUFFERED=1", f"exec {command}", ""]
+    return CorpusScript(name, "\n".join(lines))

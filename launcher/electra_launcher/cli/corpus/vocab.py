@@ -148,15 +148,15 @@ class _Training:
 
     def remarks(self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
         """Return a line for each source on how the vocabulary divides its text, those with most [UNK] first."""
-        from electra_dist.corpus.vocabulary import measure_fit
+        from electra_dist.corpus.vocabulary import TextFit, measure_fit
 
         files_of: dict[str, list[InputFile]] = {}
         for file in files:
             files_of.setdefault(file.source, []).append(file)
-        fits = {
-            source: measure_fit(vocabulary, lowercase, (text for _, _, text in self._texts(own)))
-            for source, own in itertools.islice(files_of.items(), _MOST_SOURCES)
-        }
+        fits: dict[str, TextFit] = {}
+        for source, files_of_source in itertools.islice(files_of.items(), _MOST_SOURCES):
+            texts = (text for _, _, text in self._texts(files_of_source))
+            fits[source] = measure_fit(vocabulary, lowercase, texts)
         ordered = sorted(fits.items(), key=lambda item: -item[1].unknown / max(1, item[1].tokens))
         lines = [f"{source}: {fit.remark}" for source, fit in ordered]
         if len(files_of) > _MOST_SOURCES:
