@@ -192,11 +192,12 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the table in a shard's origin file (`SCHEMA`); ManifestMismatch if it is damaged."""
+        """Return the table in a shard's origin file (`SCHEMA`); raise ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
         return self._store.verified(entry.name, lambda: self._read(entry))
 
     def _read(self, entry: OriginFile) -> pyarrow.Table:
+        """Return the table in an origin file; raise ManifestMismatch if its digest is not that of its entry."""
         data = self._store.read(entry.name)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ManifestMismatch(

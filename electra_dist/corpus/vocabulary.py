@@ -19,6 +19,7 @@ Source: Radford et al., "Language models are unsupervised multitask learners", 2
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -174,7 +175,8 @@ def measure_fit(vocabulary: Vocabulary, lowercase: bool, texts: Iterable[str]) -
     words = tokens = unknown = letters = marks = 0
     for text in texts:
         text = text[: _MEASURED_CHARS - letters]
-        ids = [number for line in tokenizer.encode(tokenizer.split_lines(text)) for number in line]
+        ids_of_lines = tokenizer.encode(tokenizer.split_lines(text))
+        ids = list(itertools.chain.from_iterable(ids_of_lines))
         words += len(text.split())
         tokens += len(ids)
         unknown += ids.count(unknown_id)

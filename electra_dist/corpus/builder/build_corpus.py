@@ -233,13 +233,16 @@ class _PartOfBuild:
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
         """Yield tasks for the `missing` groups, this part's first; skip a group that another part has read by then."""
-        for distance in range(self._part.count):
-            owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
+        num_parts = self._part.count
+        for distance in range(num_parts):
+            # The groups of this part, then those of the next one, and so on; part 1 follows the last part.
+            owner = Part((self._part.number - 1 + distance) % num_parts + 1, num_parts)
             recorded = set(self._records.group_numbers())
             for group in missing:
                 if not owner.owns(group.number):
                     continue
-                if group.number not in changed and (group.number in recorded or self._records.has_group(group.number)):
+                is_unchanged = group.number not in changed
+                if is_unchanged and (group.number in recorded or self._records.has_group(group.number)):
                     continue
                 yield ReadTask(group, is_check=False)
 
@@ -289,7 +292,9 @@ class _PartOfBuild:
             self._console.say(f"{self._store.url}: resuming the build after {resumed_shards} finished shards")
         document_bytes = sum(record.counts.all_sources()["read_bytes"] for record in records)
         own_bytes = document_bytes * len(own) // order.num_buckets
-        self._console.begin("rows", own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
+        num_finished = len(own) - len(missing)
+        finished_bytes = document_bytes * num_finished // order.num_buckets
+        self._console.begin("rows", own_bytes, finished_bytes)
         spills = [spill for record in records for spill in record.spills]
         num_workers = min(request.num_workers, max(len(missing), 1))
         with WorkerPool(partial(RowMaker, request, order, spills), num_workers, preload=__name__) as pool:
@@ -312,6 +317,7 @@ def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int
     every bucket reads a piece of every intermediate file, and more buckets would make these pieces smaller. A worker
     holds the documents of a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096, with
     fewer shards in each.
+
     `total_bytes` is the size of all documents; a document that the corpus uses twice counts twice.
     """
     most_shards = math.ceil(num_shards / _MANY_BUCKETS) or 1

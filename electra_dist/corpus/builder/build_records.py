@@ -299,7 +299,7 @@ class BuildRecords:
         return self._read_named(key, bucket.heldout_origins_sha256, table_from_bytes)
 
     def _read_named(self, key: str, sha256: str | None, parse: Callable[[bytes], _Content]) -> _Content:
-        """Return `parse(content)` of a file whose digest a record names; ManifestMismatch if it is damaged.
+        """Return `parse(content)` of a file whose digest a record names; raise ManifestMismatch if it is damaged.
 
         `parse` raises ValueError for damage.
         """
@@ -346,6 +346,8 @@ class BuildRecords:
         self._store.write(key, _with_digest(record.model_dump_json()))
 
     def _read(self, key: str, kind: type[_Record]) -> _Record:
+        """Return the record in the object `key`; raise ManifestMismatch if it is damaged or of another version."""
+
         def parse(data: bytes) -> _Record:
             try:
                 return validate_json(TypeAdapter(kind), parse_json_object(_without_digest(data)))

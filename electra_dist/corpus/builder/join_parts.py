@@ -149,6 +149,7 @@ class _Join:
         return order
 
     def _find_buckets(self) -> list[FinishedBucket]:
+        """Return the records of all buckets (ranges of the documents) in order; raise UserError if one is missing."""
         finished = self._records.buckets()
         missing = [number for number in range(self._order.num_buckets) if number not in finished]
         if missing:
@@ -235,6 +236,7 @@ class _Join:
         }
 
     def _nothing_usable(self) -> UserError:
+        """Return, not raise, the error that no document of the inputs gave a row, with all that was left out."""
         totals = self._totals("train")
         left_out = self._counts.summary_of_skipped()
         reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]

@@ -130,15 +130,7 @@ def write_spill(store: Store, name: str, documents: list[RawDocument]) -> int:
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     cells: list[list[bytes]] = [[] for _ in range(NUM_CELLS)]
     for document in documents:
-        length = -1 if document.data is None else len(document.data)
-        flags = _IS_JSON if document.is_json else 0
-        packed_id = b""
-        if document.id is not None:
-            flags |= _HAS_ID
-            id_bytes = document.id.encode()
-            packed_id = _ID_LENGTH.pack(len(id_bytes)) + id_bytes
-        head = _HEAD.pack(document.key, document.file, document.number, length, flags)
-        cells[cell_of(document.key)] += [head, document.data or b"", packed_id]
+        cells[cell_of(document.key)] += _pack_document(document)
     frames = [compressor.compress(b"".join(cell)) if cell else b"" for cell in cells]
     offsets = np.zeros(NUM_CELLS + 1, np.uint64)
     offsets[1:] = np.cumsum([len(frame) for frame in frames])
@@ -146,6 +138,19 @@ def write_spill(store: Store, name: str, documents: list[RawDocument]) -> int:
     content = b"".join([offsets.astype("<u8").tobytes(), *frames])
     store.write(name, content)
     return len(content)
+
+
+def _pack_document(document: RawDocument) -> list[bytes]:
+    """Return a document without its fields as pieces of bytes, which `_split_documents` reads."""
+    length = -1 if document.data is None else len(document.data)
+    flags = _IS_JSON if document.is_json else 0
+    packed_id = b""
+    if document.id is not None:
+        flags |= _HAS_ID
+        id_bytes = document.id.encode()
+        packed_id = _ID_LENGTH.pack(len(id_bytes)) + id_bytes
+    head = _HEAD.pack(document.key, document.file, document.number, length, flags)
+    return [head, document.data or b"", packed_id]
 
 
 class SpillFile:
@@ -191,14 +196,15 @@ class SpillFile:
         for cell in cells:
             first = int(self._offsets[cell]) - start
             end = int(self._offsets[cell + 1]) - start
-            if end > first:
-                frame = content[first:end]
-                try:
-                    if zstandard.frame_content_size(frame) > _LARGEST_CELL:
-                        raise self._damaged()
-                    decompressed.append(decompressor.decompress(frame))
-                except zstandard.ZstdError:
-                    raise self._damaged() from None
+            if first == end:
+                continue  # a cell without documents
+            frame = content[first:end]
+            try:
+                if zstandard.frame_content_size(frame) > _LARGEST_CELL:
+                    raise self._damaged()
+                decompressed.append(decompressor.decompress(frame))
+            except zstandard.ZstdError:
+                raise self._damaged() from None
         return decompressed
 
     def _damaged(self) -> ManifestMismatch:
@@ -228,6 +234,7 @@ def documents_of_spills(spills: Sequence[SpillFile], cells: range) -> Iterator[R
 
 
 def _split_documents(data: bytes) -> Iterator[RawDocument]:
+    """Yield the documents of a decompressed cell, as `_pack_document` has packed them one after another."""
     position = 0
     while position < len(data):
         key, file, number, length, flags = _HEAD.unpack_from(data, position)

@@ -172,10 +172,9 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
         if size >= group_bytes or position == len(files) - 1:
             group_files = [files[index] for index in range(first, position + 1)]
             digest = _digest([[file.name, file.size] for file in group_files])
-            modified = _digest(
-                [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
-                + [file.version for file in group_files if file.version]
-            )
+            times = [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
+            versions = [file.version for file in group_files if file.version]
+            modified = _digest([*times, *versions])
             groups.append(InputGroup(len(groups), range(first, position + 1), size, digest, modified))
             first = position + 1
             size = 0

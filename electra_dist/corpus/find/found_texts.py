@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,17 +62,7 @@ def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: 
     """Return the result as a JSON object; without a run, `uses` and `steps` are null."""
     trees = []
     for one in texts:
-        assert one.rows.num_tokens is not None
-        lines = zip(one.rows.shards.tolist(), one.rows.rows.tolist(), one.rows.num_tokens.tolist(), strict=True)
-        rows = [
-            {
-                "shard": corpora.shard_name(shard),
-                "row": row,
-                "tokens": num_tokens,
-                "uses": None if one.uses is None else [use._asdict() for use in one.uses[index]],
-            }
-            for index, (shard, row, num_tokens) in enumerate(lines)
-        ]
+        rows = _rows_as_json(one, corpora)
         trees.append({"place": one.text.place, "text": one.text.text, "tokens": one.num_tokens, "rows": rows})
     return {
         "corpus": corpora.fingerprint,
@@ -83,18 +74,27 @@ def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: 
     }
 
 
+def _rows_as_json(one: FoundText, corpora: Corpora) -> list[dict[str, Any]]:
+    """Return a JSON object for each row with the text; its `uses` are None without a run."""
+    assert one.rows.num_tokens is not None  # a search for texts counts them
+    trees = []
+    lines = zip(one.rows.shards.tolist(), one.rows.rows.tolist(), one.rows.num_tokens.tolist(), strict=True)
+    for index, (shard, row, num_tokens) in enumerate(lines):
+        uses = None if one.uses is None else [use._asdict() for use in one.uses[index]]
+        trees.append({"shard": corpora.shard_name(shard), "row": row, "tokens": num_tokens, "uses": uses})
+    return trees
+
+
 def print_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora, out: Console) -> None:
     """Print a table of the found texts, and their share of all sought texts."""
     has_run = bool(texts) and texts[0].uses is not None
-    table = Table("text", "begins with", "rows", *(["steps that use them"] if has_run else []))
-    for one in texts[:MAX_SHOWN]:
-        shown = one.text.text if len(one.text.text) <= _SHOWN_CHARS else f"{one.text.text[:_SHOWN_CHARS]}..."
-        table.add_row(one.text.place, shown, f"{len(one.rows.rows):,}", *([_steps_text(one)] if has_run else []))
     if texts:
-        out.print(table)
+        out.print(_table_of_texts(texts[:MAX_SHOWN], has_run))
     if len(texts) > MAX_SHOWN:
         out.print(f"and {len(texts) - MAX_SHOWN:,} more texts; --json lists all")
-    rows = {place for one in texts for place in zip(one.rows.shards.tolist(), one.rows.rows.tolist(), strict=True)}
+    rows: set[tuple[int, int]] = set()  # (shard, row) of all texts, because a row may have several of them
+    for one in texts:
+        rows.update(zip(one.rows.shards.tolist(), one.rows.rows.tolist(), strict=True))
     short = f"; {sought.num_short:,} texts have fewer words than --min-words" if sought.num_short else ""
     out.print(
         f"{len(texts):,} of {len(sought.texts):,} texts are in the corpus, in {len(rows):,} of {corpora.num_rows:,} "
@@ -102,11 +102,34 @@ def print_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Co
     )
     if has_run:
         counts = _steps(texts).counts()
-        seen = sum(any(use.is_done and not use.is_skipped for uses in one.uses or () for use in uses) for one in texts)
+        num_read = sum(_is_read(one) for one in texts)
         out.print(
-            f"the run has read {seen:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps to "
-            f"come will read one, and {counts['skipped']:,} are skipped"
+            f"the run has read {num_read:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps "
+            f"to come will read one, and {counts['skipped']:,} are skipped"
         )
+
+
+def _table_of_texts(texts: Sequence[FoundText], has_run: bool) -> Table:
+    """Return a table with a line for each text; if there is a run, with the first steps that use the text."""
+    columns = ["text", "begins with", "rows"]
+    if has_run:
+        columns.append("steps that use them")
+    table = Table(*columns)
+    for one in texts:
+        beginning = one.text.text
+        if len(beginning) > _SHOWN_CHARS:
+            beginning = f"{beginning[:_SHOWN_CHARS]}..."
+        cells = [one.text.place, beginning, f"{len(one.rows.rows):,}"]
+        if has_run:
+            cells.append(_steps_text(one))
+        table.add_row(*cells)
+    return table
+
+
+def _is_read(one: FoundText) -> bool:
+    """Return whether a step that is done, and was not skipped, has read a row with the text."""
+    uses = itertools.chain.from_iterable(one.uses or ())
+    return any(use.is_done and not use.is_skipped for use in uses)
 
 
 def _steps(texts: Sequence[FoundText]) -> StepsOfRows:

@@ -11,6 +11,7 @@ lists. A text that is divided between rows is found by its longer part only. Tex
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ class RowSearch:
         return [FoundRows(shards=one[:, 0], rows=one[:, 1], num_tokens=one[:, 2]) for one in found]
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows with text of the query's document or source; UserError if a corpus has no origin files."""
+        """Return the rows of the query's document or source; raise UserError if a corpus has no origin files."""
         if not self.has_origin_files:
             without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
@@ -193,7 +194,8 @@ def tokens_of_texts(texts: Sequence[str], corpora: Corpora) -> list[list[list[in
             raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
         forms: list[list[int]] = []
         for beginning in ("", "\n"):  # with a line end before it, a text stands after other text
-            tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]
+            ids_of_lines = tokenizer.encode(tokenizer.split_lines(beginning + text))
+            tokens = list(itertools.chain.from_iterable(ids_of_lines))
             if tokens and tokens not in forms:
                 forms.append(tokens)
         if not forms:

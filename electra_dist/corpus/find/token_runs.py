@@ -23,7 +23,7 @@ _TABLE_BITS = np.uint64(20)  # of a hash that are looked up first, in a table
 
 
 class _Form(NamedTuple):
-    """One way in which a text is tokenized: its token ids, and how many in a row must have."""
+    """One way in which a text is tokenized: its token ids, and how many of them a row must contain."""
 
     text: int  # index of the text
     tokens: list[int]
@@ -36,12 +36,13 @@ class TokenRuns:
     def __init__(self, texts: Sequence[Sequence[list[int]]], least: int, special_ids: Sequence[int]) -> None:
         """Take the forms of each text, lists of at least one token, and the ids that are ignored in rows."""
         self._special_ids = special_ids
-        self._forms = [
-            _Form(text, tokens, min(least, len(tokens))) for text, forms in enumerate(texts) for tokens in forms
-        ]
-        self._forms_of_hash: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # by length
+        self._forms: list[_Form] = []
+        for text, forms in enumerate(texts):
+            self._forms += [_Form(text, tokens, least=min(least, len(tokens))) for tokens in forms]
+        # Length of a run -> hash of a run -> indices of the forms with such a run.
+        self._forms_of_hash: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, form in enumerate(self._forms):
-            *_, (length, hashes) = _hashes(np.array(form.tokens), form.least)
+            *_, (length, hashes) = _hashes(np.array(form.tokens), form.least)  # the last ones: of `form.least` tokens
             for one in set(hashes.tolist()):
                 self._forms_of_hash[length][one].append(index)
         self._tables: dict[int, NDArray[np.bool_]] = {}
@@ -95,6 +96,7 @@ def _first_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _longest_common_run(row: list[int], tokens: list[int]) -> int:
+    """Return the length of the longest run of consecutive tokens that is in both lists."""
     longest = 0
     previous = [0] * (len(tokens) + 1)  # length of the common run that ends at each token, for the last row token
     for row_token in row:

@@ -137,6 +137,7 @@ class DocumentStream:
                 yield from self._read(kind.format, stream)
 
     def _documents_of_archive(self, name: str, stream: io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
+        """Yield the documents of all members with texts; count tables without the text column as left out."""
         archive = ArchiveReader(name, self._text_field, self.counts)
         for member in archive.members(stream, file_format):
             try:

@@ -193,6 +193,7 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
 
 
 def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _Counts:
+    """Estimate how many files and processes of each kind a build has, from the sizes measured on the sample."""
     row_bytes = rates.shard_bytes * (work.text_bytes / rates.text_bytes)
     file_bytes = work.input_bytes / work.num_files
     num_groups = _num_groups(work.num_files, file_bytes, request.group_bytes)
@@ -215,6 +216,7 @@ def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _
 
 
 def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list[PlannedStep]:
+    """Plan the steps that all machines do in parallel: their costs grow with the text, compared with the sample."""
     scale = work.text_bytes / rates.text_bytes
     spill_bytes = rates.spill_bytes * scale
     core_hours = {step: seconds * scale / 3600 for step, seconds in rates.cpu_s.items()}

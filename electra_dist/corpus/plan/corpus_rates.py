@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter, field_validator
@@ -49,6 +49,9 @@ from electra_dist.corpus.prepare.prepare_config import (
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
+
+if TYPE_CHECKING:
+    from electra_dist.corpus.prepare.stages import Stage  # imports datatrove
 
 READ, SPILL, COLLECT, TOKENIZE, WRITE = "read", "spill", "collect", "tokenize", "write"
 STEPS = (READ, SPILL, COLLECT, TOKENIZE, WRITE)  # in the order in which a build does them
@@ -125,6 +128,7 @@ class _Measurement:
         self._cpu_s: dict[str, float] = {}
 
     def run(self, sample: str, hardware: str, prepare: Sequence[PrepareRate]) -> CorpusRates:
+        """Do all steps of a build on the sample, and return their CPU times and the sizes of their results."""
         request = self._request
         documents, text_bytes, share = self._read()
         spill_bytes = self._spill(documents)
@@ -287,19 +291,23 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
     rates: list[PrepareRate] = []
     sizes: list[int] = []
     for stage in preparation.stages[:-1]:
-        is_first = not rates
         begin = _cpu_seconds()
-        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of datatrove
-            for task in range(stage.num_tasks):
-                documents = None
-                for number, step in enumerate(stage.steps):
-                    documents = step.run(documents, task, stage.num_tasks)
-                    if is_first and number == 0:  # the reader of the sources
-                        documents = _noting_sizes(documents, sizes)
-                deque(documents or (), maxlen=0)  # The steps are generators, which run when they are read.
+        _run_stage(stage, sizes if stage is preparation.stages[0] else None)
         cpu_s = _cpu_seconds() - begin
         rates.append(PrepareRate(stage=stage.name, cpu_s=cpu_s, text_bytes=max(1, sum(sizes))))
     return rates
+
+
+def _run_stage(stage: Stage, sizes: list[int] | None) -> None:
+    """Run all tasks of a stage; `sizes`, if given, gets the bytes of text of each document that the stage reads."""
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of datatrove
+        for task in range(stage.num_tasks):
+            documents = None
+            for number, step in enumerate(stage.steps):
+                documents = step.run(documents, task, stage.num_tasks)
+                if sizes is not None and number == 0:  # the first step reads the sources
+                    documents = _noting_sizes(documents, sizes)
+            deque(documents or (), maxlen=0)  # The steps are generators, which run when they are read.
 
 
 def _noting_sizes(documents: Iterable[Any], sizes: list[int]) -> Iterator[Any]:

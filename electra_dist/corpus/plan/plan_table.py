@@ -70,11 +70,11 @@ def remarks(
 def plan_as_json(
     plan: CorpusPlan, rates: CorpusRates, prices: Prices, hours: float | None, num_machines_needed: int | None
 ) -> dict[str, Any]:
-    """Return the plan as a JSON object; `num_machines_needed` is in it only if `hours` are wanted."""
+    """Return the plan as a JSON object; `num_machines_needed` is in it only if the user wants certain `hours`."""
     steps = [asdict(step) | {"cost": step.cost(prices)} for step in plan.steps]
-    tree = asdict(plan) | {"steps": steps, "hours": plan.hours, "rates": rates.model_dump()}
-    for key in ("prepare", "parallel", "merge"):  # `steps` has them all
-        del tree[key]
+    fields_with_steps = ("prepare", "parallel", "merge")
+    tree = {name: value for name, value in asdict(plan).items() if name not in fields_with_steps}
+    tree |= {"steps": steps, "hours": plan.hours, "rates": rates.model_dump()}
     if hours is not None:
         tree["machines_for_wanted_hours"] = num_machines_needed
     return tree

@@ -140,13 +140,14 @@ def _begin(preparation: Preparation) -> bool:
     """
     work = Path(preparation.config.work)
     output = open_store(preparation.config.output, preparation.config.endpoint_url)
-    if not (work / PLAN_FILE).exists():
-        _refuse_documents_of_others(output, preparation.stages[-1].num_tasks)
-    make_folder(work)
+    last_stage = preparation.stages[-1]
     is_new = not (work / PLAN_FILE).exists()
-    write_plan(preparation.plan, work)
+    if is_new:
+        _refuse_documents_of_others(output, last_stage.num_tasks)
+    make_folder(work)
+    write_plan(preparation.plan, work)  # raises an error if the work folder has another plan
     if not output.exists(REPORT_FILE):
-        forget_completed(preparation.config, preparation.stages[-1])
+        forget_completed(preparation.config, last_stage)
     return is_new
 
 

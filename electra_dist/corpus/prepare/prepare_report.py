@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,10 @@ class WriteReport(PipelineStep):
         """Add up the counts of all stages, and write the samples and prepare.json; yield nothing."""
         config = self._config
         work = Path(config.work)
-        records = [
-            [
-                read_json_object(work / name / RECORDS_DIR / record_of_task(task), f"delete {work} and prepare again")
-                for task in range(config.executor.tasks)
-            ]
-            for name in self._stage_names
-        ]
+        records = []
+        for name in self._stage_names:
+            files = [work / name / RECORDS_DIR / record_of_task(task) for task in range(config.executor.tasks)]
+            records.append([read_json_object(file, f"delete {work} and prepare again") for file in files])
         store = open_store(config.output, config.endpoint_url)
         for step, lines in _samples(records).items():
             store.write(f"{SAMPLES_DIR}/{step}.jsonl", "".join(lines).encode())
@@ -112,20 +109,13 @@ class WriteReport(PipelineStep):
 
 
 def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
-    """Return the content of prepare.json; AssertionError if the counts do not add up.
+    """Return the content of prepare.json; raise AssertionError if the counts do not add up.
 
     `records` holds, for each stage that writes documents, in order, the records with the counts of its tasks.
     """
     documents_in = _sum(records[0], "documents_in")
     documents_out = _sum(records[-1], "documents_out")
-    dropped: Tree = {}
-    num_dropped: Counter[str] = Counter()
-    for stage_records in records:
-        for record in stage_records:
-            for step, reason, source, number in record["dropped"]:
-                by_source = dropped.setdefault(step, {}).setdefault(reason, {})
-                by_source[source] = by_source.get(source, 0) + number
-                num_dropped[source] += number
+    dropped, num_dropped = _sum_dropped(records)
     for earlier, later in pairwise(records):
         assert _sum(earlier, "documents_out") == _sum(later, "documents_in")
     sources = {}
@@ -163,6 +153,18 @@ def _sum(records: Sequence[Tree], key: str) -> Counter[str]:
     return total
 
 
+def _sum_dropped(records: Sequence[Sequence[Tree]]) -> tuple[Tree, Counter[str]]:
+    """Return the dropped documents as step -> reason -> source -> number, and as source -> number."""
+    dropped: Tree = {}
+    num_dropped: Counter[str] = Counter()
+    for record in chain.from_iterable(records):
+        for step, reason, source, number in record["dropped"]:
+            by_source = dropped.setdefault(step, {}).setdefault(reason, {})
+            by_source[source] = by_source.get(source, 0) + number
+            num_dropped[source] += number
+    return dropped, num_dropped
+
+
 def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
     """Return samples of dropped documents as JSON lines: step -> its samples, in the order of stages and tasks."""
     lines: dict[str, list[str]] = {}
@@ -185,7 +187,8 @@ def refuse_nothing_kept(report: PrepareReport, output: str) -> list[str]:
         if source["documents_out"] == 0 and source["documents_in"]:
             drops: Counter[str] = Counter()
             for step, reasons in report["dropped"].items():
-                drops.update({f"{step} ({reason})": number.get(name, 0) for reason, number in reasons.items()})
+                for reason, number_of_source in reasons.items():
+                    drops[f"{step} ({reason})"] = number_of_source.get(name, 0)
             steps = ", ".join(f"{step} {number:,}" for step, number in drops.most_common(_NAMED_DROPS) if number)
             lines.append(f"source {name}: none of {source['documents_in']:,} documents is kept; dropped by {steps}")
     if report["documents_out"] == 0:

@@ -88,6 +88,7 @@ class ReadSources(PipelineStep):
                 yield document
 
     def _pages(self, file: InputFile, source: SourceSection) -> Iterator[Read]:
+        """Yield every page or document of a file, decoded; an unusable one has the reason in `dropped`."""
         if file.format in PAGE_FORMATS:
             yield from read_pages(file, self._endpoint_url)
             return
@@ -150,8 +151,11 @@ def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], r
     inner_hidden = {key: value for key, value in inner.items() if key in reserved or key in values}
     if inner_hidden:
         hidden["metadata"] = inner_hidden
-    beside = {key: value for key, value in {**inner, **values}.items() if key not in reserved}
-    return {**beside, **({RECORD: hidden} if hidden else {}), **set_here}
+    metadata = {key: value for key, value in {**inner, **values}.items() if key not in reserved}
+    if hidden:
+        metadata[RECORD] = hidden
+    metadata.update(set_here)
+    return metadata
 
 
 def _json_value(value: Any, depth: int = 0) -> Any:

@@ -106,6 +106,7 @@ class _StageList:
         self._add_documents("filter", steps)
 
     def _add_exact(self) -> None:
+        """Add the stages that keep one of all documents with the same text."""
         settings = self._config.deduplication.exact
         assert settings is not None
         dedup = ExactDedupConfig(content_getter=whole_text, hash_config=_HASH)
@@ -122,6 +123,7 @@ class _StageList:
         )
 
     def _add_minhash(self) -> None:
+        """Add the stages that keep one document of each cluster of near-duplicates."""
         settings = self._config.deduplication.minhash
         assert settings is not None
         dedup = MinhashConfig(

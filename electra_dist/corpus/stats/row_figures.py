@@ -40,6 +40,7 @@ class RowSample:
 @dataclass
 class RowFigures:
     """Counts over all rows of a corpus, and some sample rows.
+
     The histograms have `NUM_BINS` bins each; a length in tokens falls into bin length * NUM_BINS // (seq_len + 1).
     """
 
@@ -62,6 +63,7 @@ def read_row_figures(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
+
     `origins` reads each shard's origin file, which names the documents of its rows; None if there are none. `progress`
     wraps the indices of the shards, for a progress bar. Raises ManifestMismatch for a damaged shard or origin file.
     """
@@ -119,6 +121,7 @@ def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
     """Return the length of each example in tokens, [examples].
+
     An example begins in row `rows[i]` (ascending) at position `starts[i]`.
     """
     ends = num_tokens[rows].astype(np.int64)

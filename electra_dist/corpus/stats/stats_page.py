@@ -49,6 +49,7 @@ def write_stats_page(
     store: Store, name: str, path: Path, progress: Callable[[Iterable[int]], Iterable[int]] = iter
 ) -> Path:
     """Write the HTML page about a corpus to `path`, create missing folders, and return `path`.
+
     `progress` wraps the indices of the shards, so that it can show a progress bar. Raises UserError if a file of
     the corpus is missing or damaged, or the page cannot be written.
     """
@@ -87,6 +88,7 @@ def _build_tables(report: BuildReport, short_names: Mapping[str, str]) -> dict[s
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
+    """Return the tiles at the top of the page, each as (title, figure, remark)."""
     num_positions = manifest.num_rows * manifest.seq_len
     num_examples = sum(number * rows for number, rows in figures.rows_by_examples.items())
     tiles = [
@@ -116,6 +118,7 @@ def _short_names(report: BuildReport | None) -> dict[str, str]:
 
 
 def _sources(report: BuildReport, short_names: Mapping[str, str]) -> list[list[str]]:
+    """Return the rows of the table of sources, with licence, documents, tokens and share of [UNK] of each."""
     return [
         [
             short_names[source],
@@ -135,6 +138,7 @@ def _record_sources(
     figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]
 ) -> list[list[str]]:
     """Return the tokens of each source that documents name in their records (`metadata.source`); [] if none does.
+
     A licence is shown only for text that `corpus prepare` made.
     """
     prepared = {} if report is None else report.prepared
@@ -151,6 +155,7 @@ def _record_sources(
 
 
 def _charts(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[BarChart]:
+    """Return the histograms: lengths of documents (if there is a report), padding, examples and their lengths."""
     # Bin b holds the lengths from ceil(b * (seq_len + 1) / NUM_BINS) to before that of the next bin.
     firsts = [-(-number * (manifest.seq_len + 1) // NUM_BINS) for number in range(NUM_BINS + 1)]
     bins = [_range(first, after) for first, after in pairwise(firsts)]
@@ -177,6 +182,7 @@ def _range(first: int, after: int) -> str:
 
 def bar_chart(title: str, labels: Sequence[str], numbers: Sequence[int]) -> BarChart:
     """Return a chart without the bars of 0 at both ends, so without any bar if all numbers are 0.
+
     The lengths of the bars are logarithmic if one bar would otherwise hide the others.
     """
     filled = [place for place, number in enumerate(numbers) if number]
