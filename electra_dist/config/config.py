@@ -33,7 +33,7 @@ class Config(AllSections):
 
     @model_validator(mode="after")
     def _obeys_the_rules(self) -> Config:
-        """Raise the first contradiction as an error of the section that it is within."""
+        """Refuse a config that contradicts itself; the error names the section with the first contradiction."""
         for section, message in contradictions(self):
             fault = PydanticCustomError("value_error", "{message}", {"message": message})
             place = (section,) if section else ()
@@ -57,6 +57,7 @@ class Config(AllSections):
 
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
         """Return the values that determine a run's results, as a JSON tree; a run resumes only if none has changed.
+
         Other values, such as micro-batch, ZeRO stage and logging, may change at a restart. `numerics` is the version
         of random draws and rounding; None stands for `self.numerics`. For an older version, the result is what a
         program of that version has recorded.
@@ -116,8 +117,8 @@ _NEW_DEFAULTS = (
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
     """Return the section `model` for the identity.
-    If the architecture is `bert`, the keys that were added with `modern` are removed, so that old digests stay the
-    same.
+
+    If the architecture is `bert`, the keys that only `modern` uses are removed, so that old digests stay the same.
     """
     section = {key: value for key, value in section.items() if (key, value) not in _NEW_DEFAULTS}
     if section["architecture"] != "bert":

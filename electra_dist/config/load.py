@@ -54,6 +54,7 @@ _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
 @patient
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, patience: Patience | None = None) -> Config:
     """Read and validate the config file `path`, changed by overrides such as "train.micro_batch=32" (values are YAML).
+
     A path configs/NAME that does not exist is taken from the files that come with the package. A later override
     replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.
     """
@@ -117,6 +118,7 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
+    """Return the message about an unknown key, with the key of a similar name or all keys of its section."""
     unknown = ".".join(location)
     section, _, name = _general_key(root, location).rpartition(".")
     valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
@@ -220,6 +222,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def find_config_file(path: Path) -> Path:
     """Return `path`, or the packaged config file if `path` is configs/NAME and does not exist.
+
     Packaged files are found from every working directory, so that `--config configs/small.yaml` needs no
     checkout.
     """
@@ -329,6 +332,7 @@ def _load_yaml(text: str) -> Any:
 
 def _check_nodes(root: yaml.Node) -> None:
     """Raise YAMLError for too many levels, too many values, or a value that cannot be used.
+
     A node counts again for each alias (`*name`) or merge key (`<<`) that names it. A short text that would expand to
     a huge value is thus refused before it is expanded.
     """
@@ -337,12 +341,9 @@ def _check_nodes(root: yaml.Node) -> None:
     for _ in range(_MAX_YAML_LEVELS):
         next_level: list[yaml.Node] = []
         for node in level:
-            if isinstance(node, yaml.MappingNode):
-                next_level.extend(child for pair in node.value for child in pair)
-            elif isinstance(node, yaml.SequenceNode):
-                next_level.extend(node.value)
-            else:
+            if isinstance(node, yaml.ScalarNode):
                 _check_scalar(node)
+            next_level += _children(node)
             if num_values + len(next_level) > _MAX_YAML_VALUES:
                 raise yaml.YAMLError(f"it has more than {_MAX_YAML_VALUES:,} values")
         num_values += len(next_level)
@@ -350,6 +351,15 @@ def _check_nodes(root: yaml.Node) -> None:
         if not level:
             return
     raise yaml.YAMLError("it is nested too deeply")
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    """Return the nodes within a node: keys and values of a mapping, or elements of a list; [] for a scalar."""
+    if isinstance(node, yaml.MappingNode):
+        return [key_or_value for pair in node.value for key_or_value in pair]
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    return []
 
 
 def _check_scalar(node: yaml.Node) -> None:
@@ -390,6 +400,7 @@ def parse_override(text: str) -> Tree:
 
 def merge(below: Tree, above: Tree) -> Tree:
     """Merge two trees into a new one, section by section; a value in `above` replaces the value in `below`.
+
     A complete schedule replaces the value in `below` as a whole, because a schedule's keys depend on its shape.
     """
     merged = dict(below)

@@ -33,7 +33,7 @@ whole on the command line, or in a file that extends another, replaces the one t
 
 
 def reference() -> str:
-    """Return the text of docs/config.md."""
+    """Return the text of docs/config.md: for each section, a table of keys with type, default and description."""
     schedules = _table("Schedules", [_row(key, field) for key, field in fields(Schedule).items()], _SCHEDULES)
     return "\n".join([_INTRODUCTION, *_tables(Config, "The run"), schedules])
 

@@ -64,7 +64,7 @@ def contradictions(config: AllSections) -> Iterator[tuple[str, str]]:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise ValueError if a section `model` that is part of no config contradicts itself."""
+    """Raise ValueError if a section `model` that stands alone, without a config, contradicts itself."""
     for message in _within_model(model):
         raise ValueError(message)
 
@@ -99,11 +99,12 @@ def _within_model(model: ModelConfig) -> Iterator[str]:
     if model.generator_embedding_size and model.sharing != "none":
         yield (
             f"generator_embedding_size needs sharing `none`, but sharing is `{model.sharing}`; set "
-            f"model.sharing: none, or leave generator_embedding_size out"
+            "model.sharing: none, or leave generator_embedding_size out"
         )
 
 
 def _within_objective(objective: ObjectiveConfig) -> Iterator[str]:
+    """Yield a line for each contradiction within the section `objective`."""
     name = objective.name
     generator = objective.generator
     facts = objective.facts
@@ -150,6 +151,7 @@ def _within_objective(objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _within_data(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each contradiction within the section `data`."""
     for earlier, later in itertools.pairwise(data.phases):
         if later.from_step <= earlier.from_step:
             yield (
@@ -163,6 +165,7 @@ def _within_data(data: DataConfig) -> Iterator[str]:
 
 
 def _within_engine(engine: EngineConfig) -> Iterator[str]:
+    """Yield a line for each contradiction within the section `engine`."""
     if engine.overlap_communication and engine.zero_stage != 1:
         yield (
             f"overlap_communication works at zero_stage 1, not at {engine.zero_stage}; set "
@@ -178,6 +181,7 @@ def _within_engine(engine: EngineConfig) -> Iterator[str]:
 
 
 def _between_sections(config: AllSections) -> Iterator[str]:
+    """Yield a line for each contradiction between keys of different sections."""
     model, data, train, engine = config.model, config.data, config.train, config.engine
     if data.seq_len > model.max_positions:
         yield (
@@ -294,6 +298,7 @@ def _sharing(model: ModelConfig, objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
+    """Yield contradictions between the optimizer and its implementation or the ZeRO stage."""
     facts = optimizer.facts
     if facts.needs_whole_parameters and zero_stage > 0:
         yield (
@@ -317,6 +322,7 @@ def check_new_run(config: AllSections) -> None:
 
 
 def _mistakes(config: AllSections) -> Iterator[str]:
+    """Yield a line for each setting that is valid but almost certainly a mistake."""
     num_steps = config.train.num_steps
     optimizer = config.optimizer
     warmups = {"optimizer.warmup_steps": optimizer.warmup_steps}
@@ -363,6 +369,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 def check_targets_are_separate(config: AllSections) -> None:
     """Raise UserError if two checkpoint targets overlap, or if a target holds other files of the run.
+
     Links are followed. Each start of the run reserves its number in every target; in a place that is named twice, the
     second reservation would always fail. Call it at every start, because targets may change at a restart.
     """
@@ -373,19 +380,23 @@ def check_targets_are_separate(config: AllSections) -> None:
                 f"checkpoint.targets: {url} and {other_url} are the same place; name each place once, because every "
                 f"checkpoint is written to each of them"
             )
-        depth = min(len(place), len(other_place))
-        if place[:depth] == other_place[:depth]:
-            inner, outer = (url, other_url) if len(place) > depth else (other_url, url)
+    for (inner, inner_place), (outer, outer_place) in itertools.permutations(targets, 2):
+        if _is_within(inner_place, outer_place):
             raise UserError(
                 f"checkpoint.targets: {inner} lies in {outer}; name places of which none lies in another one"
             )
     for url, place in targets:
         for use, used_place, covers_all in _used_places(config):
-            if place == used_place or (covers_all and place[: len(used_place)] == used_place):
+            if place == used_place or (covers_all and _is_within(place, used_place)):
                 raise UserError(
                     f"checkpoint.targets: {url} is used as {use}; set checkpoint.targets to places that hold nothing "
                     f"but checkpoints"
                 )
+
+
+def _is_within(place: tuple[str, ...], folder: tuple[str, ...]) -> bool:
+    """Return whether a place, split into its parts by `_place`, is `folder` or lies in it."""
+    return place[: len(folder)] == folder
 
 
 def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bool]]:
@@ -425,6 +436,7 @@ def keys_without_effect(config: AllSections) -> dict[str, str]:
 
 
 def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, reason) for each key that does nothing in this run, whatever its value."""
     objective = config.objective
     facts = objective.facts
     name = objective.name

@@ -32,6 +32,7 @@ SCHEDULE_TAG = "a schedule"
 
 class Schedule(Section, Generic[Number]):
     """Value that changes over a run from one number to another, along an exponential, a line, a half cosine or a step.
+
     The type parameter is the type, with limits, of both numbers.
     """
 
@@ -126,6 +127,7 @@ def value_at(value: NumberOrSchedule, progress: float) -> float:
 
 def mean_value(value: NumberOrSchedule) -> float:
     """Return the mean of a plain or scheduled value over a run: its integral over progress = t / num_steps in [0, 1].
+
     The mean over the single steps differs from this integral by at most |from - to| / num_steps.
     """
     if not isinstance(value, Schedule):

@@ -149,9 +149,10 @@ def find_split(data: Path, split: str) -> Path | None:
     if data.is_file() or (data / SAVED_STATE).is_file():
         return data if split == "train" else None
     names = _NAMES_OF_SPLIT[split]
-    found = [data / f"{name}{suffix}" for name in names for suffix in TABLE_SUFFIXES]
-    found = [file for file in found if file.is_file()]
-    found += [data / name for name in names if (data / name / SAVED_STATE).is_file()]
+    files = [data / f"{name}{suffix}" for name in names for suffix in TABLE_SUFFIXES]
+    saved_datasets = [data / name for name in names]  # folders of `datasets.save_to_disk`
+    found = [file for file in files if file.is_file()]
+    found += [folder for folder in saved_datasets if (folder / SAVED_STATE).is_file()]
     if len(found) > 1:
         raise UserError(f"{data}: {' and '.join(file.name for file in found)} are all {split} files; keep one of them")
     return found[0] if found else None
@@ -170,22 +171,27 @@ def find_columns(
     if len(table.columns) == 1:
         raise UserError(
             f"{table.file}: only one column, `{table.columns[0][:40]}`, where texts and labels are needed; if another "
-            f"character separates the columns, pass it as --delimiter"
+            "character separates the columns, pass it as --delimiter"
         )
     if label == "":
         free = [column for column in table.columns if column not in taken]
-        found = [column for column in free if column.lower() in _LABEL_TITLES]
-        if not found:
-            fits = _are_numbers if is_regression else _repeat
-            free = [column for column in free if column.lower() not in _TEXT_TITLES]
-            found = [column for column in free if fits(_sample(table, column))]
-            if len(found) == 1 and found[0] in _sample(table, found[0]):
-                raise UserError(
-                    f"{table.file}: the first line seems to hold an example, `{found[0]}` being a label further down; "
-                    f"put a line before it with the names of the columns, such as text and label"
-                )
-        label = _only_candidate(table, found, "label", "--label")
+        label = _find_label_column(table, free, is_regression)
     return text_a or find_text_column(table, [*taken, label]), label
+
+
+def _find_label_column(table: Table, free: Sequence[str], is_regression: bool) -> str:
+    """Return the column of the label among the columns `free`, by its title or else by its values."""
+    found = [column for column in free if column.lower() in _LABEL_TITLES]
+    if not found:
+        fits = _are_numbers if is_regression else _repeat
+        others = [column for column in free if column.lower() not in _TEXT_TITLES]
+        found = [column for column in others if fits(_sample(table, column))]
+        if len(found) == 1 and found[0] in _sample(table, found[0]):
+            raise UserError(
+                f"{table.file}: the first line seems to hold an example, `{found[0]}` being a label further down; "
+                "put a line before it with the names of the columns, such as text and label"
+            )
+    return _only_candidate(table, found, "label", "--label")
 
 
 def find_text_column(table: Table, taken: Collection[Column | None]) -> str:
@@ -390,6 +396,7 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
 
 
 def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
+    """Read the texts of a test set without labels, and the index under which each prediction is written."""
     # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
     texts = read_texts(file, spec.text_a, spec.text_b, label=index_column)

@@ -61,7 +61,7 @@ class Network(nn.Module):
 
 
 class HuggingFaceNetwork(Network):
-    """Model of transformers for a task. Its dropout needs no keys."""
+    """Model of the library transformers for a task; its dropout takes no random keys."""
 
     def __init__(self, model: nn.Module, special: SpecialIds, family: Family) -> None:
         """Take a model of a Hugging Face class that belongs to `family`."""
@@ -90,7 +90,7 @@ class HuggingFaceNetwork(Network):
 
 
 class StockNetwork(HuggingFaceNetwork):
-    """Class of transformers for a task, such as ElectraForSequenceClassification, with a pretrained encoder."""
+    """Model of a class of transformers, such as ElectraForSequenceClassification, with a pretrained encoder."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from electra_dist.pretrained.encoder import Pretrained
 
 
 class PaperNetwork(Network):
-    """Encoder of this project with a head of the paper."""
+    """Encoder of this project with a head as in the ELECTRA paper."""
 
     encoder_prefix = "backbone."
 

@@ -132,7 +132,7 @@ def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bo
     except DamagedJson as error:
         raise _other_format(file, version, str(error)) from None
     result = SquadFile([], [], {})
-    # `is_marked`: whether some question says whether it has an answer, as those of version 2 do
+    has_marks = is_marked  # whether a question tells by `is_impossible` that it has no answer, as in version 2
     number = 0
     ids: set[str] = set()
     for paragraph in itertools.chain.from_iterable(article["paragraphs"] for article in articles):
@@ -141,7 +141,8 @@ def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bo
         result.passages.append(passage_text or "")
         for entry in paragraph["qas"]:
             number += 1
-            is_marked |= isinstance(entry, dict) and "is_impossible" in entry
+            if isinstance(entry, dict) and "is_impossible" in entry:
+                has_marks = True
             try:
                 question = _parse_question(entry, passage_number, passage_text, version)
                 if unique_ids and question.id in ids:
@@ -154,7 +155,7 @@ def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bo
     if not result.questions:
         reasons = "".join(f", {len(numbers)} left out because {reason}" for reason, numbers in result.left_out.items())
         raise UserError(f"{file}: no questions{reasons}; replace it with a SQuAD {version} file that has some")
-    if version == 2 and not is_marked and all(question.answers for question in result.questions):
+    if version == 2 and not has_marks and all(question.answers for question in result.questions):
         raise _other_format(file, version, "no key 'is_impossible'")
     return result
 

@@ -61,8 +61,9 @@ class ItemResults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Score of an encoder: on a task, after fine-tuning with one seed or by a probe of frozen states, on the words of
-    a treebank, on minimal pairs, or by the context AUC. The fields are the keys of a line in a `ScoreStore`.
+    """Score of an encoder by one measure, such as a task with one fine-tuning seed, a probe, or minimal pairs.
+
+    The fields are the keys of a line in a `ScoreStore`.
     """
 
     task: str  # name of the task or, in a comparison, of the column

@@ -77,6 +77,7 @@ def write_seed_folder(
 
 
 def _write_model(folder: Path, encoder: Pretrained, config: dict[str, Any], weights: State) -> None:
+    """Write a model for transformers with the encoder's tokenizer; raise StoreError if the disk takes no weights."""
     try:
         export_task_model(
             weights=weights,

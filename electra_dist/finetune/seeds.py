@@ -55,7 +55,7 @@ RESULTS_FILE = "results.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedJob:
-    """Order to fine-tune on a task with one seed. It has only the task's name, so it can be sent to a process."""
+    """Request to fine-tune on a task with one seed. It has only the task's name, so it can be sent to a process."""
 
     task: str
     seed: int

@@ -99,12 +99,11 @@ def tag_metrics(
     true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], has_spans: bool
 ) -> dict[str, float]:
     """Return the accuracy of predicted tags (of at least one word), and with `has_spans` the `entity_metrics`."""
-    num_words = sum(map(len, true))
-    num_right = sum(
-        tag == guess
-        for tags, guesses in zip(true, predicted, strict=True)
-        for tag, guess in zip(tags, guesses, strict=True)
-    )
+    num_words = 0
+    num_right = 0
+    for tags, guesses in zip(true, predicted, strict=True):
+        num_words += len(tags)
+        num_right += sum(tag == guess for tag, guess in zip(tags, guesses, strict=True))
     metrics = {"accuracy": num_right / num_words}
     if has_spans:
         metrics |= entity_metrics(true, predicted)
@@ -198,6 +197,7 @@ class TaggingTask(Task):
 
         rows = tagged_rows([sentence.words for sentence in self.train], encoder, settings.max_length)
         number_of = {tag: number for number, tag in enumerate(self.tags)}
+        # A long sentence has several rows: each row takes the next tags, from the end of a reversed list.
         tags_left = [list(reversed(sentence.tags)) for sentence in self.train]
         longest = padded([max((row.ids for row in rows), key=len)], encoder.special.pad).shape[1]
         target_NK = torch.full((len(rows), longest), NO_WORD)

@@ -62,8 +62,9 @@ def retrieval_metrics(
     sums = np.zeros(3)
     for ranking, of_query in zip(rankings, relevant, strict=True):
         is_hit = np.array([document in of_query for document in ranking[:depth]])
-        ideal = gains[: len(of_query)].sum()
-        sums += (is_hit @ gains[: len(is_hit)] / ideal, is_hit[0] / len(of_query), is_hit.sum() / len(of_query))
+        best_gain = gains[: len(of_query)].sum()  # all relevant documents come first
+        ndcg_of_query = is_hit @ gains[: len(is_hit)] / best_gain
+        sums += (ndcg_of_query, is_hit[0] / len(of_query), is_hit.sum() / len(of_query))
     ndcg, recall_1, recall = (sums / len(rankings)).tolist()
     return {f"ndcg{depth}": ndcg, "recall1": recall_1, f"recall{depth}": recall}
 
@@ -77,16 +78,18 @@ def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Iterator[np
     words_of = [Counter(_WORD.findall(document.lower())) for document in documents]
     lengths_D = np.array([words.total() for words in words_of], np.float64)
     norm_D = k1 * (1 - b + b * lengths_D / max(lengths_D.mean(), 1.0))
-    postings: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    documents_with: dict[str, list[int]] = defaultdict(list)  # word -> numbers of the documents that contain it
+    counts_with: dict[str, list[int]] = defaultdict(list)  # word -> how often it occurs in each of these documents
     for document, words in enumerate(words_of):
         for word, count in words.items():
-            postings[word][0].append(document)
-            postings[word][1].append(count)
+            documents_with[word].append(document)
+            counts_with[word].append(count)
     for query in queries:
         scores_D = np.zeros(len(documents))
         for word in _WORD.findall(query.lower()):
-            if word in postings:
-                places, counts = map(np.array, postings[word])
+            if word in documents_with:
+                places = np.array(documents_with[word])
+                counts = np.array(counts_with[word])
                 idf = np.log(1 + (len(documents) - len(places) + 0.5) / (len(places) + 0.5))
                 scores_D[places] += idf * counts * (k1 + 1) / (counts + norm_D[places])
         yield scores_D

@@ -177,6 +177,7 @@ def _number_in(label: str) -> Decimal | None:
 
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
+    """Return the index in `labels` of each text's label; UserError names the first line with another label."""
     number_of = {label: number for number, label in enumerate(labels)}
     numbers = []
     for label, line in zip(texts.label, texts.line, strict=True):
@@ -424,6 +425,7 @@ class TextTask(Task):
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> tuple[float, ItemResults]:
         """Return the score's standard error over the choice of development examples, and the results behind it.
+
         For MNLI, both are those of the matched examples.
         """
         from electra_dist.finetune.task_metrics import metric_with_error

@@ -73,9 +73,10 @@ def read_conllu(file: Path) -> list[Sentence]:
         heads = []
         for number, columns in enumerate(columns_of_words, start=1):
             head = columns[_HEAD]
-            is_head = head.isdecimal() and int(head) <= num_words and int(head) != number
-            is_empty = not columns[_FORM] or columns[_UPOS] in ("", "_")
-            if not is_head or columns[_ID] != str(number) or is_empty:
+            has_valid_head = head.isdecimal() and int(head) <= num_words and int(head) != number
+            has_form_and_tag = columns[_FORM] and columns[_UPOS] not in ("", "_")
+            is_next_word = columns[_ID] == str(number)
+            if not (has_valid_head and has_form_and_tag and is_next_word):
                 raise UserError(
                     f"{file}: sentence at line {first_line}: word {number} has ID {columns[_ID]}, UPOS "
                     f"{columns[_UPOS]} and HEAD {head}; IDs must count from 1, FORM and UPOS must not be empty, and "
@@ -221,19 +222,21 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
         elif not text.startswith("-DOCSTART-"):
             blocks[-1].append(_Line.parse(number, text.strip(" ")))
 
+    # A line that looks like a comment is a word only if it has the columns of the other lines.
     other_lines = [line for block in blocks for line in block[_num_marked(block) :]]
     layouts = {line.layout for line in other_lines}
     tags = {line.columns[-1] for line in other_lines}
     sentences = []
     for block in blocks:
         num_marked = _num_marked(block)
-        for line in block[:num_marked]:
-            if line.layout in layouts and line.columns[-1] not in tags:
+        marked_words = [line for line in block[:num_marked] if line.layout in layouts]
+        for line in marked_words:
+            if line.columns[-1] not in tags:
                 raise UserError(
                     f"{file}:{line.number}: `{line.text}` may be a comment, or the word # with a tag that no other "
-                    f"line has; remove comments from the file"
+                    "line has; remove comments from the file"
                 )
-        sentences.append([line for line in block[:num_marked] if line.layout in layouts] + block[num_marked:])
+        sentences.append(marked_words + block[num_marked:])
     _check_columns(file, [line for lines in sentences for line in lines])
     return [lines for lines in sentences if lines]
 
@@ -294,7 +297,8 @@ def read_words(file: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]
     if file.suffix == ".conllu" or any("\t" in line or " " in line for line in lines):
         sentences = read_tagged_file(file)
         return [sentence.words for sentence in sentences], [sentence.tags for sentence in sentences]
-    blocks = [tuple(block.split("\n")) for block in re.split(r"\n{2,}", "\n".join(lines).strip("\n")) if block]
-    if not blocks:
+    text = "\n".join(lines).strip("\n")
+    if not text:
         raise UserError(f"{file}: no sentences; write a word on each line, and an empty line between sentences")
-    return blocks, None
+    blocks = re.split(r"\n{2,}", text)  # empty lines separate sentences
+    return [tuple(block.split("\n")) for block in blocks], None

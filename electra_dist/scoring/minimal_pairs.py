@@ -149,6 +149,7 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
 
 
 def _pairs_of_table(file: Path) -> list[SentencePair]:
+    """Return the pairs of a .tsv file; where a line has no column `phenomenon`, the file's name is the kind."""
     table = read_table(file, "\t")
     pairs = []
     for column in ("sen", "wrong_sen"):
@@ -253,19 +254,7 @@ def score_sentence_pairs(
     the encoder, whose tokenizer is used. Raises UserError if the model has no pretraining head, or if a sentence has
     more tokens than the model has positions.
     """
-    special = encoder.special
-    sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
-    for pair in pairs:
-        sentences += [pair.good, pair.bad]
-    ids = []
-    for sentence, token_ids in zip(sentences, encoder.tokenizer.encode(sentences), strict=True):
-        row = [special.cls, *token_ids, special.sep]
-        if len(row) > encoder.model.max_positions:
-            raise UserError(
-                f"{encoder.name}: a sentence has {len(row)} tokens, but the model has {encoder.model.max_positions} "
-                f"positions: `{sentence}`; remove its pair from the file"
-            )
-        ids.append(row)
+    ids = _encode_sentences(encoder, pairs)
     examples: dict[str, str] = {}
     for pair in pairs:
         examples.setdefault(pair.kind, f"{pair.good} / *{pair.bad}")
@@ -274,15 +263,33 @@ def score_sentence_pairs(
         return _pair_scores(kinds, row_sums(scorer(ids, progress)), examples)
     if not (predicts_tokens(encoder) and encoder.reads_masks):
         return _pair_scores(kinds, sentence_log_probs(encoder, ids, device, progress), examples)
-    by_token, by_word = (
-        _pair_scores(kinds, sums, examples) for sums in pseudo_log_likelihoods(encoder, ids, device, progress)
-    )
-    return [
-        (word if readout == "word" else token)._replace(
-            accuracy_by_readout={"token": token.accuracy, "word": word.accuracy}
-        )
-        for token, word in zip(by_token, by_word, strict=True)
-    ]
+    token_sums, word_sums = pseudo_log_likelihoods(encoder, ids, device, progress)
+    scores_by_token = _pair_scores(kinds, token_sums, examples)
+    scores_by_word = _pair_scores(kinds, word_sums, examples)
+    scores = []
+    for by_token, by_word in zip(scores_by_token, scores_by_word, strict=True):
+        chosen = by_word if readout == "word" else by_token
+        accuracies = {"token": by_token.accuracy, "word": by_word.accuracy}
+        scores.append(chosen._replace(accuracy_by_readout=accuracies))
+    return scores
+
+
+def _encode_sentences(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list[list[int]]:
+    """Return two rows of token ids for each pair: the grammatical sentence, then the ungrammatical one."""
+    special = encoder.special
+    sentences = []
+    for pair in pairs:
+        sentences += [pair.good, pair.bad]
+    rows = []
+    for sentence, token_ids in zip(sentences, encoder.tokenizer.encode(sentences), strict=True):
+        row = [special.cls, *token_ids, special.sep]
+        if len(row) > encoder.model.max_positions:
+            raise UserError(
+                f"{encoder.name}: a sentence has {len(row)} tokens, but the model has {encoder.model.max_positions} "
+                f"positions: `{sentence}`; remove its pair from the file"
+            )
+        rows.append(row)
+    return rows
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:

@@ -199,6 +199,7 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
 
 
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
+    """Draw up to `num_pairs` distinct pairs of one phenomenon whose words are all in the vocabulary."""
     draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
     pairs: dict[Pair, None] = {}  # used as an ordered set: only the keys matter

@@ -124,7 +124,7 @@ def open_predictions(
     label: str | None = None,
     delimiter: str | None = None,
 ) -> Predict:
-    """Read a file for a model, and return the function that predicts.
+    """Read a file of texts, words or questions, as the model's task needs, and return the function that predicts.
 
     `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
     used if the file has it; otherwise the column of the text is searched for.
@@ -139,12 +139,7 @@ def open_predictions(
             words, tags = read_words(file)
         return lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
-    columns = model.data.get("columns") or {}
-    known = {name: column for name, column in columns.items() if column in table.columns}
-    text_a = text_a or known.get("text_a")
-    text_b = text_b or known.get("text_b")
-    label = label or known.get("label")
-    text_a = text_a or str(find_text_column(table, [column for column in (text_b, label) if column]))
+    text_a, text_b, label = _columns_of(model, table, text_a, text_b, label)
     texts = texts_of(table, text_a, text_b, label or text_a)
     if texts.skipped:
         raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
@@ -169,6 +164,25 @@ def _read_json(file: Path) -> dict[str, Any]:
             return parse_json_object(read_regular(file))
     except DamagedJson as error:
         raise UserError(f"{file}: not JSON ({error}); copy or write the model again") from None
+
+
+def _columns_of(
+    model: TunedModel, table: Table, text_a: str | None, text_b: str | None, label: str | None
+) -> tuple[str, str | None, str | None]:
+    """Return the columns of the text, of a second text and of the label, with defaults for those that are None.
+
+    The defaults are the columns of the training data that the table has. Without one, the column of the text is
+    searched for, and the others stay None.
+    """
+    columns = model.data.get("columns") or {}
+    known = {name: column for name, column in columns.items() if column in table.columns}
+    text_a = text_a or known.get("text_a")
+    text_b = text_b or known.get("text_b")
+    label = label or known.get("label")
+    if not text_a:
+        other_columns = [column for column in (text_b, label) if column]
+        text_a = str(find_text_column(table, other_columns))
+    return text_a, text_b, label
 
 
 def _read_lines(file: Path) -> Table:
@@ -207,6 +221,7 @@ def _probabilities(output_NL: np.ndarray) -> np.ndarray:
 def _predict_texts(
     model: TunedModel, texts: Texts, targets: LabelTargets, target_N1: np.ndarray | None, progress: Progress
 ) -> Predictions:
+    """Predict a class or a number for each text; there are metrics if the true values `target_N1` are given."""
     encoder, task_model, settings = model.load()
     ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
     output_NL = text_outputs(task_model, ids, targets, settings.batch, progress)
@@ -233,6 +248,7 @@ def _predict_tags(
     true: Sequence[Sequence[str]] | None,
     progress: Progress,
 ) -> Predictions:
+    """Predict a tag for each word: a record for each sentence, a row for each word, metrics if `true` is given."""
     encoder, task_model, settings = model.load()
     has_spans = are_bio_tags(model.labels)
     objects: list[Row] = []
@@ -260,6 +276,7 @@ def _predict_tags(
 
 
 def _predict_answers(model: TunedModel, file: SquadFile, progress: Progress) -> Predictions:
+    """Predict an answer and its characters in the passage for each question; metrics if the file has answers."""
     encoder, task_model, settings = model.load()
     answers = find_answers(task_model, file, encoder, settings, progress)
     rows: list[Row] = []

@@ -147,6 +147,7 @@ class TextScorer:
             progress("score", num_done, len(texts))
 
     def _token_log_probs(self, ids_of_texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the log-probability of each token of each text; a long text is read in overlapping windows."""
         special = self._encoder.special
         rows = []
         windows_of_rows = []  # for each row, the number of its text, and its window

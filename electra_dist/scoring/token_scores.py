@@ -166,7 +166,8 @@ def masked_log_probs(
         masked_state_BH = state_BSH[torch.arange(len(ids_BS), device=ids_BS.device), first_masked_B]
         return token_log_probs(masked_state_BH)
 
-    ends = [position + 1 for _, position in places] if ends is None else ends
+    if ends is None:
+        ends = [position + 1 for _, position in places]
     copies = []
     for (row, position), end in zip(places, ends, strict=True):
         row_ids = ids[row]
@@ -174,7 +175,8 @@ def masked_log_probs(
             raise UserError(
                 f"{encoder.name}: a text has the token [MASK] in it, which hides the scored token; remove it"
             )
-        copies.append([*row_ids[:position], *[mask] * (end - position), *row_ids[end:]])
+        masks = [mask] * (end - position)
+        copies.append([*row_ids[:position], *masks, *row_ids[end:]])
     logp_C = torch.empty(len(copies))
     for copy_numbers, logp_BV in predict(
         log_probs, copies, encoder.special.pad, SENTENCES_PER_BATCH, device, progress
@@ -272,9 +274,11 @@ def pseudo_log_likelihoods(
     places = []
     ends = []
     for row, row_ids in enumerate(ids):
+        # From the last token before [SEP] to the first after [CLS]; `end` is the position after the token's word.
         end = len(row_ids) - 1
         for position in range(len(row_ids) - 2, 0, -1):
-            if end > position + 1:
+            is_last_of_word = end == position + 1
+            if not is_last_of_word:
                 places.append((row, position))
                 ends.append(end)
             if not continues[row_ids[position]]:
