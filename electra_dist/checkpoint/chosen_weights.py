@@ -92,6 +92,7 @@ def read_chosen(
 
 
 def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+    """Return state and weights of the best checkpoint that is good, and a line for each better one that is damaged."""
     damaged: list[str] = []
     for state, weights in _read_good(targets, _best_first(targets), damaged, owner):
         return state, weights, damaged
@@ -148,6 +149,7 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
+    """Return, not raise, the error that no checkpoint can be read; `damaged` says what is wrong with those found."""
     urls = _urls(targets)
     if damaged:
         return UserError(
@@ -165,6 +167,7 @@ def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Se
 
 
 def _read_weights(checkpoint: Checkpoint) -> tuple[RunState, dict[str, torch.Tensor]]:
+    """Return the state and the fp32 master weights of a checkpoint; raise TornCheckpoint if it is damaged."""
     reader = CheckpointReader(checkpoint)
     state = reader.manifest.state
     weights = {name: torch.empty(shape) for name, shape in state.shapes.items()}

@@ -248,7 +248,9 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callab
             file = FileEntry.parse(key.removeprefix(checkpoint.key("")))
             if file is not None and file.size_bytes == size_bytes:
                 files_of_ranks[file.rank].append(file)
-        if any(len(files) > 1 for files in files_of_ranks.values()) or max(files_of_ranks, default=0) >= world_size:
+        has_second_file = any(len(files) > 1 for files in files_of_ranks.values())
+        has_unknown_rank = max(files_of_ranks, default=0) >= world_size
+        if has_second_file or has_unknown_rank:
             raise _two_writers(checkpoint, "written its files into this start's folder")
         on_progress()
         missing_ranks = set(range(world_size)) - set(files_of_ranks)

@@ -222,6 +222,7 @@ def open_corpora(data: DataConfig, patience: Patience | None = None) -> Corpora:
 
 
 def _check_alike(first: Phase, later: Phase) -> None:
+    """Raise ManifestMismatch unless two corpora have the same tokenizer, row length and type of token ids."""
     for property_name, of_first, of_later in (
         ("tokenizer", describe_tokenizer(first.manifest.tokenizer), describe_tokenizer(later.manifest.tokenizer)),
         ("row length", first.manifest.seq_len, later.manifest.seq_len),

@@ -252,6 +252,7 @@ class CorpusOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> Epoch:
+        """Compute the order of the shards in an epoch, and the positions at which shards and windows begin."""
         num_shards = self.num_shards
         order = permute(
             index=np.arange(num_shards),

@@ -78,6 +78,7 @@ class PhaseReceipts:
 
     def before(self, position: int) -> Receipt:
         """Return the receipt of this phase's rows among the run's first `position` rows, skipped steps included.
+
         Calls with ascending positions are fast: each continues from the last result. A lower position begins anew.
         """
         if self._phase.end_position is not None:
@@ -212,6 +213,7 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> D
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpora: Corpora) -> str:
     """Say how the used rows differ from those that were due.
+
     If one row is missing, or one was used in place of another, they are named; otherwise the number of rows is given.
     """
     if surplus.rows == -1:
@@ -238,6 +240,7 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
     """Return the row of `due` [k] that was not used, or None if none explains the digest.
+
     Its hash is minus the digest of the surplus, modulo 2**64.
     """
     missing_hash = np.uint64((Receipt() - surplus).digest)
@@ -249,6 +252,7 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
     """Return (missing row, row used instead), or None if no pair explains the digest.
+
     Their hashes differ by the digest of the surplus, modulo 2**64.
     """
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do

@@ -135,6 +135,7 @@ class Shard:
             raise self._not_a_tar(error) from None
 
     def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
+        """Return the blocks of rows (.npy members of the tar); raise ManifestMismatch if the tar is damaged."""
         blocks = []
         try:
             with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
@@ -197,6 +198,7 @@ class Shard:
         )
 
     def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
+        """Return where the rows of a member begin, and their number; raise ValueError if the member is damaged."""
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
             raise ValueError(f"member {member.name} is cut short; it should have {member.size} bytes")

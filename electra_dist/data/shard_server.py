@@ -207,7 +207,7 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Wait until a shard is in the cache; fetch it if it is missing; FutureTimeout after `_HOLD_S` seconds."""
+        """Wait until a shard is in the cache; fetch it if it is missing; raise FutureTimeout after `_HOLD_S` s."""
         shard = self.shards[digest]
         if self.cache.holds(shard.entry):
             return

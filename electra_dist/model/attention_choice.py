@@ -77,6 +77,7 @@ def choose_attention(config: Config, device: str) -> Choice:
 
 
 def _demanded(backend: type[LayerMask], config: Config, device: str) -> Choice:
+    """Return the backend that `engine.attention` names; raise UserError if it cannot be used on this device."""
     if device != "cuda":
         raise UserError(
             f"engine.attention: {backend.name} needs a GPU, because {backend.title} has no backward pass on a CPU; "

@@ -110,6 +110,7 @@ def _detection_head_parameters(model: ModelConfig) -> int:
 
 
 def _encoder_parameters(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
+    """Return the number of parameters of a tower's layers and of the projection before them, without embeddings."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     has_bias = _has_biases(model)
@@ -199,6 +200,7 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 
 def _discriminator_head_flops(model: ModelConfig, objective: ObjectiveConfig) -> float:
+    """Return the forward FLOPs of the discriminator's head per token, as a mean over all positions of a row."""
     hidden = model.discriminator.hidden_size
     if objective.facts.copies_tokens:
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.

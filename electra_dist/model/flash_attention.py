@@ -111,7 +111,11 @@ def _run_forward(
     dropout: float,
     reach: int | None,
 ) -> _Saved:
-    """Call torch's forward operator on queries, keys and values, [T, N, D] each."""
+    """Compute attention by torch's FlashAttention operator; queries, keys and values are [T, N, D] each.
+
+    `cu_seqlens` are the boundaries of the examples in T, `longest` is the length of the longest example. A token
+    attends to tokens up to `reach` positions away (None: to its whole example).
+    """
     is_causal = False
     return_debug_mask = False
     out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
@@ -142,7 +146,10 @@ def _run_backward(
     dropout: float,
     reach: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values by torch's operator, [T, N, D] each."""
+    """Return the gradients of queries, keys and values, [T, N, D] each.
+
+    The arguments are those of `_run_forward`, with what it has saved and the gradient of its output.
+    """
     is_causal = False
     with _in_fixed_order():
         query_grad, key_grad, value_grad = _backward_operator(

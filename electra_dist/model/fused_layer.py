@@ -114,7 +114,7 @@ def gradient_sums(*weights: torch.Tensor) -> tuple[GradientSum | None, ...]:
 
 
 class _ProductIntoSum(torch.autograd.Function):
-    """`linear` of a weight with a `gradient_sum`."""
+    """Autograd function of `linear` for a weight whose gradient is added to its `gradient_sum`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

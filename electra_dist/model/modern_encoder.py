@@ -127,7 +127,7 @@ class ModernLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
-        """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
+        """Return the states after this layer, [T, H], from those before it; `scope` holds its mask and rotations."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + _drop(attended_TH, dropout_keys.attention_output)

@@ -129,6 +129,7 @@ class ElectraTowers(nn.Module):
             self.__dict__["generator"] = self.discriminator
 
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
+        """Add the generator's layers, unless both towers share them, its head, and what only some objectives need."""
         model = self.model.for_generator
         hidden_size = model.generator.hidden_size
         if model.sharing != "all":

@@ -145,9 +145,9 @@ def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
 class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    An objective has one or two losses. Each is a sum over tokens, and a scale turns the sum into a mean. `first_scale`
-    is 1 / n, where n is the sum of column 0 of `Objective.loss_counts` over all rows of the mean, usually the global
-    batch. `second_scale` is computed from column 1 in the same way.
+    An objective has one or two losses, each a sum over tokens. `first_scale` turns the first sum into a mean over all
+    rows that count together, usually the global batch: it is 1 / n, where n adds up column 0 of
+    `Objective.loss_counts` over these rows. `second_scale` does so for the second loss and column 1.
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into

@@ -83,6 +83,7 @@ def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
+    """Return the generator that draws tokens with fixed probabilities; None if a network draws them."""
     if objective.generator in ("trained", "frozen"):
         return None
     if objective.generator == "uniform":

@@ -229,6 +229,7 @@ class CorruptingObjective(Objective):
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
     ) -> Corruption:
+        """Replace the masked tokens by tokens that are drawn with fixed probabilities; there is no loss."""
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
         sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
@@ -242,6 +243,7 @@ class CorruptingObjective(Objective):
         )
 
     def _corrupt_by_frozen_generator(self, batch: Batch, masking: Masking) -> Corruption:
+        """Replace the masked tokens by samples of a generator that is not trained; there is no loss."""
         with torch.no_grad():
             states_MH = self.generator_states(batch, masking)
             mlm = self.fill(batch, masking, states_MH)

@@ -25,6 +25,7 @@ _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is e
 
 def first_judged_step(config: Config) -> int:
     """Return the step from which a low context AUC is reported with a warning.
+
     This step comes after 30 % of the discriminator's steps, or after 1e9 tokens (pads included) if that is earlier.
     """
     # In two-stage training the discriminator begins to learn with the second stage.

@@ -41,7 +41,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy
 
 
 class _Cpu(Record):
-    """Entry "cpu" of environment.json."""
+    """Processor, cores and memory of a node: the entry "cpu" of environment.json."""
 
     model: str | None
     usable_cores: Count | None
@@ -50,21 +50,21 @@ class _Cpu(Record):
 
 
 class _GpuDevice(Record):
-    """GPU in the entry "gpus" of environment.json."""
+    """One GPU of a node, in the entry "gpus" of environment.json."""
 
     name: str
     memory_gb: Number | None
 
 
 class _Gpus(Record):
-    """Entry "gpus" of environment.json; it is empty if there is no GPU."""
+    """GPUs of a node and their driver: the entry "gpus" of environment.json, which is empty without a GPU."""
 
     driver: str | None = None
     devices: list[_GpuDevice] = []
 
 
 class _Commit(Record):
-    """Entry "commit" of environment.json."""
+    """Commit of the running source code: the entry "commit" of environment.json."""
 
     sha: str
     has_changes: bool

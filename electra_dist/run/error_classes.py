@@ -356,6 +356,7 @@ def is_same_fault(line: str, other: str) -> bool:
 
 
 def _kill(code: int, lines: list[str], num_killed_for_memory: int) -> Finding:
+    """Return why a signal ended a rank: lack of memory, a preemption, or an unknown sender."""
     # What the rank had printed before is no reason, but the words of the kernel or of Slurm are.
     by_name = {error.name: error for error in CLASSES}
     for name in ("host-out-of-memory", "preemption"):

@@ -116,31 +116,55 @@ def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[
     failure = newest_failure(failures)
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
     newest = ends[-1] if ends else None
-    known: dict[str, Any] = {
-        **dict.fromkeys(
-            ("time", "rank", "node", "code", "class", "fault", "restart", "line", "step", "rows", "output")
-        ),
+    if newest is not None and _is_the_end(newest, failure):
+        return _account_of_event(run, newest)
+    if failure is not None:
+        return _account_of_failure(run, failure)
+    return _nothing_known(run)
+
+
+def _is_the_end(event: LedgerEvent, failure: Failure | None) -> bool:
+    """Return whether the ledger's newest end or start says more than the newest failure that was recorded."""
+    if failure is None:
+        return True
+    # The event "crash" of rank 0 is older than the supervisor's record of the same start.
+    is_on_purpose = event.event in ("done", "stop", "storage", "rollback")
+    return event.unix_s > failure.unix_s and (is_on_purpose or event.event in STARTS)
+
+
+def _nothing_known(run: Path) -> dict[str, Any]:
+    """Return the account of a run whose newest start has recorded no end."""
+    unknown = ("time", "rank", "node", "code", "class", "fault", "restart", "line", "step", "rows", "output")
+    return {
+        **dict.fromkeys(unknown),
         "run": str(run),
         "state": "running or killed",
         "what": "no end of the newest start is recorded",
         "repeated": False,
         "next": [f"electra-dist status {run}"],
     }
-    # The event "crash" of rank 0 is older than the supervisor's record of the same start.
-    is_on_purpose = newest is not None and newest.event in ("done", "stop", "storage", "rollback")
-    is_newer = newest is not None and (failure is None or newest.unix_s > failure.unix_s)
-    if newest is not None and is_newer and (failure is None or is_on_purpose or newest.event in STARTS):
-        if newest.event in STARTS:
-            return known
-        state = newest.event if newest.event in ("done", "crash", "unhealthy") else "stopped"
-        what = f"{newest.event} at step {newest.step:,}" + (f": {newest.why}" if newest.why else "")
-        account = {**known, "time": newest.time, "state": state, "what": what, "step": newest.step}
-        if newest.event == "storage":
-            kind = class_of_stop_for_storage(newest.why)
-            account |= {"class": kind.name, "fault": kind.fault, "restart": kind.restart, "next": [kind.next_step]}
-        return account
-    if failure is None:
+
+
+def _account_of_event(run: Path, event: LedgerEvent) -> dict[str, Any]:
+    """Return the account of a run whose last end is an event of its ledger; a start means that it goes on."""
+    known = _nothing_known(run)
+    if event.event in STARTS:
         return known
+    what = f"{event.event} at step {event.step:,}"
+    if event.why:
+        what += f": {event.why}"
+    known["time"] = event.time
+    known["state"] = event.event if event.event in ("done", "crash", "unhealthy") else "stopped"
+    known["what"] = what
+    known["step"] = event.step
+    if event.event == "storage":
+        kind = class_of_stop_for_storage(event.why)
+        known |= {"class": kind.name, "fault": kind.fault, "restart": kind.restart, "next": [kind.next_step]}
+    return known
+
+
+def _account_of_failure(run: Path, failure: Failure) -> dict[str, Any]:
+    """Return the account of a run whose last end is a failure that a supervisor recorded."""
     kind = failure.kind
     next_steps = [kind.next_step]
     if failure.repeated and failure.step is not None and kind.fault == "code":
@@ -150,7 +174,7 @@ def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[
     if kind.restart == "elsewhere":
         next_steps.append(f"when the node is repaired, delete its lines in {run / STRIKES_FILE}")
     return {
-        **known,
+        **_nothing_known(run),
         "time": failure.time,
         "state": "failed",
         "what": failure.account,

@@ -275,8 +275,9 @@ def delete_unfinished_files(run_dir: Path) -> None:
         of_preflight = [path for path in folder.glob("preflight-*") if _OF_PREFLIGHT.fullmatch(path.name)]
         for path in (*hidden, *of_preflight):
             is_of_training = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
-            with contextlib.suppress(OSError):
-                if is_of_training or time.time() - path.stat().st_mtime > _OLD_S:
+            with contextlib.suppress(OSError):  # another process has deleted the file
+                is_old = time.time() - path.stat().st_mtime > _OLD_S
+                if is_of_training or is_old:
                     path.unlink()
 
 

@@ -142,6 +142,7 @@ def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: f
 
 def _useful_and_lost(starts: Sequence[Start]) -> tuple[float, float, int]:
     """Return (seconds of kept steps, seconds of repeated steps, number of repeated steps).
+
     A step is kept if the next start resumed from a checkpoint that contains the step, or if no start followed.
     """
     mean_step_s = seconds_per_step(starts)

@@ -123,11 +123,15 @@ class Heartbeat:
             step_s=self._median_step_s(),
             reason=_plain(reason),
         )
+        self._overwrite(self.last)
+
+    def _overwrite(self, beat: Beat) -> None:
+        """Replace the record in the file; a disk that may recover is ignored, another one raises StoreError."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.pwrite(self._file, _encode(self.last), 0)  # Overwrite the last record from the beginning of the file.
+            os.pwrite(self._file, _encode(beat), 0)  # from the beginning of the file
         except OSError as error:
             if not is_worth_waiting_for(error):
                 with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path

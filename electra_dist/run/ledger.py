@@ -136,7 +136,7 @@ class Ledger:
         except StoreAway:
             if self.patience is None:
                 raise
-            self.sync()
+            self.sync()  # waits for the disk, then writes the event, which `self._file` has kept
 
     def append_soon(self, event: Event, step: int, **details: Any) -> None:
         """Append an event without waiting for a disk that is full or away."""
@@ -149,6 +149,7 @@ class Ledger:
             self.append_soon(event, step, **details)
 
     def _append(self, event: Event, step: int, details: dict[str, Any]) -> None:
+        """Append an event with fsync; if the disk refuses, the file keeps it for `sync`, and StoreAway is raised."""
         with self._lock:
             self._file.append(LedgerEvent(time=_now(), event=event, step=step, **details))
             self._file.sync()

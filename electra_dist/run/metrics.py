@@ -177,29 +177,35 @@ class MetricsWriter:
 
         The result is at least `step`. Call this at every resume, before `write`.
         """
-        newest_step = step
-        path = self._file.path
-        if _is_in_order(path):
-            end = None  # offset of the first record to drop
-            for line in lines(path, reverse=True):
-                recorded_step = parse_line(path, line, parse_metric).step
-                newest_step = max(newest_step, recorded_step)
-                if recorded_step <= step:
-                    break
-                end = line.offset
-            if end is not None:
-                self._file.cut(end)
-        else:
-            records = read_metrics(path)
-            newest_step = max([step, *(record.step for record in records)])
-            # Of equal kinds and steps, which have the same losses, the newest remains.
-            kept = {(record.step, record.kind): record for record in records if record.step <= step}
-            in_order = sorted(kept.values(), key=lambda record: record.step)
-            self._file.replace(in_order)
+        newest_step = self._cut_after(step) if _is_in_order(self._file.path) else self._rewrite_until(step)
         if (self._run_dir / SAMPLES_FILE).exists():
             self._truncate_samples_after(step)
         self._purge_step = step + 1
         return newest_step
+
+    def _cut_after(self, step: int) -> int:
+        """Cut the records after `step` off the end of a file in order; return the last recorded step, or `step`."""
+        path = self._file.path
+        newest_step = step
+        end = None  # offset of the first record to drop
+        for line in lines(path, reverse=True):
+            recorded_step = parse_line(path, line, parse_metric).step
+            newest_step = max(newest_step, recorded_step)
+            if recorded_step <= step:
+                break
+            end = line.offset
+        if end is not None:
+            self._file.cut(end)
+        return newest_step
+
+    def _rewrite_until(self, step: int) -> int:
+        """Replace a file that is out of order by its records up to `step`; return the last step that was recorded."""
+        records = read_metrics(self._file.path)
+        # Of equal kinds and steps, which have the same losses, the newest remains.
+        kept = {(record.step, record.kind): record for record in records if record.step <= step}
+        in_order = sorted(kept.values(), key=lambda record: record.step)
+        self._file.replace(in_order)
+        return max([step, *(record.step for record in records)])
 
     def _truncate_samples_after(self, step: int) -> None:
         file = self._sample_file()

@@ -278,6 +278,7 @@ def lines(path: Path, *, reverse: bool = False) -> Iterator[Line]:
 
 
 def _lines_forwards(path: Path, file: BinaryIO) -> Iterator[Line]:
+    """Yield the lines of a file from the first to the last; what follows the last newline is left out."""
     offset = 0
     unfinished: list[bytes] = []  # parts of a line whose newline has not been read yet
     while block := file.read(_FORWARD_BLOCK_BYTES):
@@ -293,6 +294,7 @@ def _lines_forwards(path: Path, file: BinaryIO) -> Iterator[Line]:
 
 
 def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[Line]:
+    """Yield the lines of a file from the last to the first; what follows the last newline is left out."""
     position = file.seek(0, os.SEEK_END)
     later_parts: list[bytes] = []  # of the line whose first byte has not been read yet, the last part first
     has_newline = False  # what is behind the last newline of the file is no whole line

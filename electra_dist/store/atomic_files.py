@@ -169,7 +169,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path, next_step: str = "check the path, or build or restore the file") -> Iterator[None]:
-    """Convert an OSError of the `with` block to a one-line StoreError about `path`; StoreMissing if there is no file.
+    """Convert an OSError of the `with` block to a StoreError about `path`, a StoreMissing if there is no file.
 
     `next_step` says what the user can do if there is no file.
     """

@@ -249,15 +249,8 @@ class CloudStore(Store):
             while True:
                 first = start + sink.tell()
                 last = first + PART_BYTES if end is None else min(first + PART_BYTES, end)
-                options: dict[str, Any] = {"range": (first, last)}
-                if etag is not None:
-                    options["if_match"] = etag
                 try:
-                    answer = _obstore().get(self._connect(), key, options=options)
-                    data = answer.bytes()
-                    size = int(answer.meta["size"])
-                    if len(data) != min(last, size) - first:
-                        raise _EndedEarly
+                    data, size, new_etag = self._get_range(key, first, last, etag)
                 except Exception as error:  # noqa: BLE001  (what it means is looked up)
                     if etag is None and _is_beyond_the_end(error):
                         return
@@ -268,13 +261,29 @@ class CloudStore(Store):
                     self._wait(key, error, outage, must_exist=must_exist)
                     continue
                 self._answered = True
-                etag = answer.meta["e_tag"]
+                etag = new_etag
                 sink.write(data)
                 if sink.tell() > furthest:
                     outage.progress(sink.tell() - furthest)
                     furthest = sink.tell()
-                if start + sink.tell() >= (size if end is None else min(end, size)):
+                stop = size if end is None else min(end, size)
+                if start + sink.tell() >= stop:
                     return
+
+    def _get_range(self, key: str, first: int, last: int, etag: str | None) -> tuple[bytes, int, str | None]:
+        """Return the bytes [first, last) of an object, or those up to its end; the object's size, and its ETag.
+
+        With an `etag`, another version of the object is an error. Raises _EndedEarly if bytes are missing.
+        """
+        options: dict[str, Any] = {"range": (first, last)}
+        if etag is not None:
+            options["if_match"] = etag
+        answer = _obstore().get(self._connect(), key, options=options)
+        data = answer.bytes()
+        size = int(answer.meta["size"])
+        if len(data) != min(last, size) - first:
+            raise _EndedEarly
+        return data, size, answer.meta["e_tag"]
 
     def _call(self, key: str, operation: Callable[[Any], Result]) -> Result:
         """Call an operation with obstore's client until it succeeds or fails for good; `key` is for messages."""
@@ -326,6 +335,7 @@ class CloudStore(Store):
             return self._client
 
     def _new_client(self) -> Any:
+        """Return obstore's client of this container or bucket, which does not retry: this class does."""
         _obstore(self.url)
         from obstore.store import AzureStore, GCSStore
 
@@ -341,8 +351,12 @@ class CloudStore(Store):
             },
         }
         if self._scheme == "az://":
-            return AzureStore(self._bucket, **options, **({"endpoint": endpoint} if endpoint else {}))
-        return GCSStore(self._bucket, **options, **({"base_url": endpoint} if endpoint else {}))
+            if endpoint:
+                options["endpoint"] = endpoint
+            return AzureStore(self._bucket, **options)
+        if endpoint:
+            options["base_url"] = endpoint
+        return GCSStore(self._bucket, **options)
 
 
 class _EndedEarly(Exception):

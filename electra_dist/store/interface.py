@@ -164,7 +164,7 @@ def in_parallel(
 
     def call(item: Item) -> Result:
         if has_failed.is_set():
-            raise CancelledError  # never raised by `in_parallel`: an item before this one, or beside it, has an error
+            raise CancelledError  # `in_parallel` itself raises the error of the call that has failed
         try:
             return function(item)
         except BaseException:
@@ -173,9 +173,9 @@ def in_parallel(
 
     with ThreadPoolExecutor(min(num_threads, len(items)), initializer=act_for, initargs=(acting_thread(),)) as pool:
         futures = [pool.submit(call, item) for item in items]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, CancelledError):
+    for future in futures:
+        error = future.exception()
+        if error is not None and not isinstance(error, CancelledError):
             raise error
     return [future.result() for future in futures]
 

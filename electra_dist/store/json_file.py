@@ -59,6 +59,7 @@ def parse_json(data: bytes | str) -> Any:
 
 def canonical_json(tree: Any) -> str:
     """Return a value as JSON with sorted keys, without spaces, in ASCII, so that equal values have equal digests.
+
     Raises ValueError if the tree holds NaN or an infinity, which JSON does not have.
     """
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
@@ -179,7 +180,8 @@ def first_difference(old: object, new: object, key: str = "") -> Difference | No
         new = dict(enumerate(cast(list[object], new)))
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            difference = first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+            inner_key = f"{key}.{name}" if key else str(name)
+            difference = first_difference(old.get(name), new.get(name), inner_key)
             if difference is not None:
                 return difference
         return None

@@ -185,7 +185,8 @@ class Patience:
                         self._is_abandoned.wait(pause_s)
                     previous_fault = fault
                     value, fault = read()
-                if not fault or fault == previous_fault:
+                is_confirmed = fault == previous_fault
+                if not fault or is_confirmed:
                     break
                 outage.wait_after(
                     StoreAway(
@@ -267,6 +268,7 @@ class Patience:
         return True
 
     def _end_wait(self, is_back: bool) -> None:
+        """End the wait of this thread; tell `on_wait` if the owner waits no more, and log if no thread does."""
         thread = threading.get_ident()
         with self._lock:
             reason = self._reasons.pop(thread)

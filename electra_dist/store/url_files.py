@@ -95,7 +95,7 @@ def list_url(url: str) -> UrlListing:
 
 
 def fetch_url(location: str, size: int, version: str, destination: Path) -> None:
-    """Copy a listed file to a local one, which appears when it is complete; UserError if it is another version now."""
+    """Copy a listed file to a local one, atomically; raise UserError if it is another version now."""
     file_system, path = _open(location)
     patience = command_patience()
 

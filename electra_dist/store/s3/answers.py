@@ -141,6 +141,7 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
 def _classify_answer(
     error: boto_errors.ClientError, where: str, bucket: str, *, answered: bool, must_exist: bool
 ) -> Exception:
+    """Return the exception for an error code or HTTP status of S3; `where` is the object, for messages."""
     code = safe_code(str(error.response.get("Error", {}).get("Code", "")))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "PreconditionFailed" or status == 412:

@@ -334,6 +334,7 @@ class S3Requests:
             self._client_of = None
 
     def _wait(self, key: str, failure: Failure, outage: Outage) -> None:
+        """Pause before a request is repeated; raise StoreMissing or StorageLost if no repetition will help."""
         if failure.renew_credentials:
             self._renew()
         text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"

@@ -45,7 +45,7 @@ class S3Store(Store):
     """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Requests`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
-        """Check both URLs without a request; UserError if one is malformed. `endpoint_url` None means AWS."""
+        """Check both URLs without a request; raise UserError if one is malformed. `endpoint_url` None means AWS."""
         self._requests = S3Requests(url, endpoint_url, patience)
         self.url = self._requests.url
         self._endpoint_url = endpoint_url
@@ -148,6 +148,7 @@ class S3Store(Store):
             return
 
         def read(start: int, length: int) -> bytes:
+            """Return up to `length` bytes from `start` on, joined from all pieces that have some of them."""
             end = min(start + length, size)
             parts = []
             for number in range(bisect_right(ends, start), bisect_left(ends, end) + 1):
