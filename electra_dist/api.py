@@ -91,6 +91,7 @@ class Corpus:
     @checked
     def batch(self, step: NonNegative, global_batch: Size | None = None) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
+
         `global_batch` is by default that of the run or config from which the corpus was opened.
         In a run of W ranks, rank r reads the r-th of W equal slices of these rows. Steps are counted from 0 and may be
         read in any order; step t is the one that metrics.jsonl records as step t + 1.
@@ -106,6 +107,7 @@ class Corpus:
     @checked
     def row_ids(self, step: NonNegative, global_batch: Size | None = None) -> torch.Tensor:
         """Return the corpus-wide number of each row of a step, int64 [global_batch], in the order of `batch`.
+
         Rows are numbered from 0 in the order of the shards in corpus.json; with `data.phases`, numbers go on from
         corpus to corpus. A run records checksums of its rows' numbers (`electra_dist.data.receipt`).
         """
@@ -185,6 +187,7 @@ def open_corpus(
     cache_dir: str | Path | None = None,
 ) -> Corpus:
     """Open a corpus, to read the rows of any step of a run on it.
+
     Args:
         source: a corpus (folder or s3:// prefix), a run folder, or a `Config`. With a run folder or a `Config`, the
             run's corpora are opened as one, and arguments that are None come from the config.
@@ -238,6 +241,7 @@ def _check_fingerprints(run_dir: Path, corpora: Corpora) -> None:
 
 def build_towers(config: Config) -> ElectraTowers:
     """Build generator and discriminator with their heads and the random weights that a run of this config starts from.
+
     Weights that `train.init_from` names are not loaded.
     """
     return model_towers.build_towers(config.model, config.seed, config.objective)
@@ -245,6 +249,7 @@ def build_towers(config: Config) -> ElectraTowers:
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:
     """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
+
     Call the module with the result of `step_input`; `load_weights` loads the weights of a run. Weights that
     `train.init_from` names are not loaded, but a frozen generator's weights are.
     The tables have the size of the corpus's vocabulary. Raises ManifestMismatch if that is larger than
@@ -269,6 +274,7 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
     """Return the argument for an objective to compute the losses of all rows of a step as one batch.
+
     `ids` are int64 [global_batch, seq_len] on the module's device. The losses are means over the tokens of these rows.
     Masks, samples and dropout are those of a run with this seed at this step (counted from 0). Settings that follow a
     schedule have their values of the first step. Raises UserError for another tensor, or an id that is not in the
@@ -293,6 +299,7 @@ def load_weights(
     module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | Literal["best"] | None = None
 ) -> int:
     """Copy a checkpoint's verified weights into a module built from the run's config; return the checkpoint's step.
+
     `step` selects the checkpoint: a number, "best" on held-out rows, or None for the newest undamaged one. Raises
     UserError if `run_dir` is not a run, has no such undamaged checkpoint, or has parameters of other names or shapes.
     """
@@ -316,6 +323,7 @@ def load(
     model: str | Path, tower: TowerName = "discriminator", step: NonNegative | Literal["best"] | None = None
 ) -> Pretrained:
     """Load the discriminator or the generator of a pretrained model, with its tokenizer.
+
     `.tokenizer.encode(texts)` of the result gives token ids; `.backbone()` is a torch module from ids to states.
     `model` is a run folder, a Hugging Face folder, "ORG/NAME" or "ORG/NAME@REVISION" on the Hub, or
     "random:CONFIG.yaml" for random weights. A Hugging Face folder holds one tower, which the default loads even if it
@@ -326,6 +334,7 @@ def load(
 
 def metrics(run_dir: str | Path, kind: Literal["train", "eval"] = "train") -> dict[str, list[Any]]:
     """Return the curves of a run as a table: the name of a metric -> its values, one for each record, oldest first.
+
     `pandas.DataFrame` takes it as it is. "train" has the logged steps, "eval" the evaluations on held-out rows; the
     column `step` counts optimizer steps. `electra_dist.run.metrics` describes all columns.
     """
@@ -338,6 +347,7 @@ def metrics(run_dir: str | Path, kind: Literal["train", "eval"] = "train") -> di
 
 def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
     """Return how plausible a model from `load` finds each text and its tokens, as `electra-dist score` prints it.
+
     Raises UserError if the model came without its pretraining head.
     """
     return list(TextScorer(model, device_of_choice()).score(texts))
@@ -345,6 +355,7 @@ def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
 
 def replaced_probability(model: Pretrained, texts: Sequence[Text]) -> list[list[tuple[str, float]]]:
     """Return the tokens of each text with the probability, in [0, 1], that each was replaced by another one.
+
     Raises UserError if the model came without its pretraining head or does not detect replaced tokens.
     """
     scorer = TextScorer(model, device_of_choice())

@@ -21,6 +21,7 @@ _LONGEST_MESSAGE = 2000  # characters
 
 def error_line(error: Exception) -> str:
     """Return the line "error: ..." that a process prints to stderr about an error that the user must fix.
+
     Line breaks and other characters that would damage the terminal are escaped; the middle of a long message is left
     out.
     """
@@ -37,6 +38,7 @@ class UserError(Exception):
 
 class NodeError(UserError):
     """Error of one node that only the user can correct, such as a PyTorch build that does not fit the driver.
+
     The first rank of each affected node prints it, because rank 0 may run on another node.
     """
 
@@ -74,6 +76,7 @@ class StoreExhausted(StoreAway):
 
 class StorageLost(StoreAway):
     """Error for storage that stayed unusable for as long as the caller waits for it.
+
     The message names the first failure. A run ends with code 75 and is started again later; a command ends with code
     78.
     """

@@ -170,7 +170,8 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     if suffix == ".csv" or delimiter is not None:
         text = _decode(raw, file)
         delimiter = delimiter or delimiter_of(numbered[0][1] if numbered else "")
-        header = [name.strip() for name in next((cells for _, cells in _csv_cells(file, text, delimiter)), [])]
+        _, header_cells = next(_csv_cells(file, text, delimiter), (0, []))
+        header = [name.strip() for name in header_cells]
         return Table(file, header, lambda: _csv_lines(file, text, delimiter, header), digest)
     header = [name.strip() for name in numbered[0][1].split("\t")] if has_header and numbered else []
     return Table(file, header, lambda: _tsv_lines(file, numbered, header), digest, may_be_short=True)
@@ -266,6 +267,7 @@ def _read_saved_dataset(folder: Path) -> Table:
 
 
 def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
+    """Return the table in a .parquet file, or in the streams of Arrow that a saved dataset consists of."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -284,6 +286,7 @@ def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
 
 
 def _arrow_lines(file: Path, table: pa.Table) -> Iterator[tuple[int, JsonLine]]:
+    """Yield number and content of each row; the number of a class is replaced by the name of the class."""
     names_of = _class_names(table.schema)
     number = 0
     for batch in table.to_batches(max_chunksize=1024):

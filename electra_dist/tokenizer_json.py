@@ -191,7 +191,8 @@ def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tup
     has_types = types == [0, 0, 0, 1, 1] or not with_types
     ids = post_processor["special_tokens"]
     has_one_id = all(len(ids[name]["ids"]) == 1 for name in (cls, sep))
-    return (cls, sep) if (first, second, sep) == ("A", "B", last) and has_types and has_one_id else None
+    has_form = (first, second, sep) == ("A", "B", last)
+    return (cls, sep) if has_form and has_types and has_one_id else None
 
 
 def _load(text: str, name: str) -> tokenizers.Tokenizer:

@@ -77,6 +77,7 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
 
 class CheckpointScores:
     """Scores of a comparison's checkpoints, which are made once and kept in a file.
+
     An `entry` is the name of the run's objective in the config, or "random" for the initial weights, which have step
     0.
     """
@@ -99,6 +100,7 @@ class CheckpointScores:
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
         """Score a checkpoint by each of `measures`, and write every score as soon as it is known.
+
         An interrupt loses at most one score. Raises UserError if the checkpoint cannot be read, or a measure cannot
         score it.
         """
@@ -151,6 +153,7 @@ class CheckpointScores:
         )
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
+        """Return a digest of everything on which the score of a run's checkpoint depends."""
         # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(

@@ -54,6 +54,7 @@ class Comparison:
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
         """Check config, corpus and tasks; if all are valid, write the vocabulary and each run's config to `output`.
+
         `file` is the config's path, `glue` the folder of the GLUE tasks, or None if every task has its own `data`.
         Raises UserError if something is not valid, or the folder of a run has checkpoints of another run.
         """
@@ -92,6 +93,7 @@ class Comparison:
 
     def _plan_with_rates(self) -> None:
         """Plan the runs with the learning rates that are chosen so far.
+
         Raises UserError if the folder of a run has checkpoints of another run.
         """
         self._rates = self.search.choices(self._inputs.corpora.fingerprint)
@@ -108,6 +110,7 @@ class Comparison:
 
     def run(self, progress: Progress, note: Note) -> bool:
         """Train the runs and score their checkpoints where scores are missing; write results after each run.
+
         Returns whether all runs are finished and all checkpoints scored; if not, `failures` says why. `note` is called
         with one line for the user after each run.
         """
@@ -145,6 +148,7 @@ class Comparison:
 
     def _score_trigrams(self, progress: Progress, note: Note) -> None:
         """Score a trigram model of the training rows by the measures that need no states, where scores are missing.
+
         `note` is called with a line on how much the tokens of held-out rows differ from those of the training rows.
         """
         measures = [measure for measure in self._measures if measure.scores_trigrams]
@@ -267,6 +271,7 @@ class Comparison:
 
     def write(self) -> list[Path]:
         """Write compare.json, compare.md, compare.png (scores) and, after the first evaluation of a run, curves.png.
+
         Existing files are replaced atomically, so a reader never sees half a file. Returns the paths.
         """
         results = self.results()

@@ -27,6 +27,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 class Entry(Section):
     """One objective of a comparison, with its changes to the base config.
+
     In the YAML file, a bare name such as `rtd` is short for {name: rtd, objective: rtd}.
     """
 
@@ -88,6 +89,7 @@ class Entry(Section):
 
 class TaskEntry(Section):
     """One task on which encoders are scored, with the method (probe or fine-tuning) and the checkpoints to score.
+
     The task is one of GLUE, or a custom task, which needs the keys `text_a` and `label` for its columns, or a
     treebank, which needs `how: tags` or `how: heads`.
     """
@@ -140,6 +142,7 @@ class TaskEntry(Section):
 
 class Criterion(Section):
     """Criterion by which a comparison is judged, stated before its runs: a sentence, and a form that can be checked.
+
     It asks whether one objective is better than another one, on how many metrics, and by how many standard errors.
     """
 
@@ -166,6 +169,7 @@ class Criterion(Section):
 
 class CompareConfig(Section):
     """Config of a comparison: the objectives, the budget in training FLOPs, and the tasks that score the checkpoints.
+
     Every objective is run once with each seed and gets the same budget.
     """
 
@@ -254,6 +258,7 @@ class CompareConfig(Section):
         return [Path(path).stem for path in self.minimal_pairs]
 
     def _check_criterion(self, criterion: Criterion, names: list[str], columns: list[str]) -> None:
+        """Raise ValueError if a criterion names no objective or column of the comparison, or cannot be judged."""
         for key, name in (("arm", criterion.arm), ("baseline", criterion.baseline)):
             if name not in names:
                 raise ValueError(f"criterion.{key}: no objective `{name}`; set one of {', '.join(names)}")

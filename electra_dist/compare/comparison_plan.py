@@ -51,6 +51,7 @@ class Cell:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """All runs of a comparison, in the order in which they are made.
+
     All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
     as soon as one seed is complete.
     """
@@ -65,6 +66,7 @@ class Plan:
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
     """Determine the runs of a comparison; a relative path of the base config starts at the folder of config `file`.
+
     Raises UserError if the base config or an objective's `set` is not valid, or a run has too few steps for as many
     checkpoints as `evaluate_at` asks for.
     """

@@ -72,6 +72,7 @@ class ScoreRow:
 
 def summarize_rows(scores: Sequence[CheckpointScore], tasks: Mapping[str, bool]) -> list[ScoreRow]:
     """Group scores into table rows, by objective, in the order in which the objectives first occur, and then by step.
+
     `tasks` maps each task, in the order of the columns, to whether it counts in the average. The average is a column
     only if two or more tasks count.
     """
@@ -125,6 +126,7 @@ def markdown(
     sections: Sequence[str] = (),
 ) -> str:
     """Return a Markdown page with the table of scores and, below it, the failures.
+
     `notes` are lines before the table, `sections` lines between the table and the failures.
     """
     columns = _columns(rows)
@@ -200,6 +202,7 @@ def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
 
 class ComparisonResults:
     """Results of a comparison, computed from the scores that exist; some runs or scores may still be missing.
+
     `rows` are the rows of the table of scores. `metric_of` maps each column, except the average, to its metric.
     """
 
@@ -301,12 +304,12 @@ class ComparisonResults:
 
     def _pair_lines(self) -> list[str]:
         """Return the lines of a section on minimal pairs: mean margins, and accuracies by both readouts of words."""
-        keys = {
-            key: None
-            for score in self._last_scores
-            if score.measured.mode == "pairs"
-            for key in score.measured.metrics
-        }
+        rows: dict[tuple[str, str], list[dict[str, float]]] = {}  # (objective, pairs) -> the metrics of each seed
+        keys: dict[str, None] = {}  # names of all metrics, used as an ordered set
+        for score in self._last_scores:
+            if score.measured.mode == "pairs":
+                rows.setdefault((score.entry, score.task), []).append(score.measured.metrics)
+                keys.update(dict.fromkeys(score.measured.metrics))
         if not keys:
             return []
         lines = [
@@ -319,14 +322,12 @@ class ComparisonResults:
             markdown_row(["objective", "pairs", *keys]),
             "|---|---|" + "--:|" * len(keys),
         ]
-        rows: dict[tuple[str, str], list[dict[str, float]]] = {}
-        for score in self._last_scores:
-            if score.measured.mode == "pairs":
-                rows.setdefault((score.entry, score.task), []).append(score.measured.metrics)
-        for (entry, task), metrics in rows.items():
-            values = [[of_seed[key] for of_seed in metrics if key in of_seed] for key in keys]
-            texts = [f"{statistics.fmean(of_key):.3f}" if of_key else "-" for of_key in values]
-            lines.append(markdown_row([entry, task, *texts]))
+        for (entry, task), metrics_of_seeds in rows.items():
+            means = []
+            for key in keys:
+                values = [metrics[key] for metrics in metrics_of_seeds if key in metrics]
+                means.append(f"{statistics.fmean(values):.3f}" if values else "-")
+            lines.append(markdown_row([entry, task, *means]))
         return [*lines, ""]
 
     def _difference_records(self) -> list[dict[str, object]]:

@@ -82,10 +82,10 @@ class RateSearch:
                     f"{file}: learning rates are chosen on held-out rows; set `data.heldout` in {compare.base}, or "
                     f"remove `lr` from the objectives"
                 )
-        self._cells_of = {
-            entry.name: [cell for rate in entry.lr for cell in self.plan.of(_trial(entry, rate).name)]
-            for entry in searched
-        }
+        self._cells_of: dict[str, list[Cell]] = {}  # objective -> its short runs, one for each rate
+        for entry in searched:
+            trials_of_entry = [_trial(entry, rate).name for rate in entry.lr]
+            self._cells_of[entry.name] = [cell for name in trials_of_entry for cell in self.plan.of(name)]
 
     def choices(self, fingerprint: str) -> list[RateChoice]:
         """Read the choices that hold for the present settings and the corpus with this fingerprint, in their order."""
@@ -100,6 +100,7 @@ class RateSearch:
 
     def make(self, fingerprint: str, progress: Progress) -> list[RateChoice]:
         """Make the short runs of all objectives that lack a choice, and choose; return the new choices.
+
         Raises UserError if no run of an objective has a finite value.
         """
         if self.plan is None:
@@ -124,6 +125,7 @@ class RateSearch:
 
 def with_rates(compare: CompareConfig, choices: Sequence[RateChoice]) -> CompareConfig:
     """Return the config of a comparison with a learning rate for each objective that lists several.
+
     It is the chosen one or, before there is a choice, the first one.
     """
     chosen = {choice.entry: choice.chosen for choice in choices}

@@ -70,6 +70,7 @@ class Measure(abc.ABC):
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Score an encoder, for example by fine-tuning a copy of it on a task; the encoder itself is not changed.
+
         Raises UserError if the encoder cannot be scored, for example because it has no pretraining head.
         """
 
@@ -98,6 +99,7 @@ class TaskMeasure(Measure):
     @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
+
         The results on single items, and their error, are those of the seed whose score is next to the median. The
         score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
         all examples.
@@ -130,6 +132,7 @@ class TaskMeasure(Measure):
 
 class BuiltInPairsMeasure(Measure):
     """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a generated pair.
+
     The two sentences of a pair differ in one word, which is wrongly singular or plural in one of them.
     """
 
@@ -150,6 +153,7 @@ class BuiltInPairsMeasure(Measure):
 
 class PairFilesMeasure(Measure):
     """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file.
+
     A masked language model reads a word from left to right: while it scores a token, the rest of the word is masked.
     """
 
@@ -159,6 +163,7 @@ class PairFilesMeasure(Measure):
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
         """Read a file or folder in the formats of `read_pair_files`; the column has its name.
+
         At most `pairs_per_kind` pairs of each kind are used, always the same ones.
         """
         self.name = path.stem
@@ -200,6 +205,7 @@ class TreebankMeasure(Measure):
 
 def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
     """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair.
+
     The metrics are the mean margin in nats and, for a masked language model, the accuracy by each readout.
     """
     *kind_scores, total = scores
@@ -231,6 +237,7 @@ class ContextMeasure(Measure):
 
     def __init__(self, heldout: Corpora) -> None:
         """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places.
+
         There are R rows read, and Q shown rows of S tokens: copies of rows, in which some tokens are replaced.
         """
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
@@ -288,6 +295,7 @@ class ContextMeasure(Measure):
         standard_error: float | None = None,
         items: ItemResults | None = None,
     ) -> Measured:
+        """Return a result with the name, mode and metric of this measure."""
         return Measured(
             task=self.name,
             mode=self.mode,
@@ -313,6 +321,7 @@ def _first_rows(corpora: Corpora, num_rows: int) -> np.ndarray:
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
     """Read the data of a comparison; return a measure for each task, in the config's order, then for minimal pairs.
+
     `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes of its encoder
     decide the default settings of fine-tuning.
     """
@@ -352,6 +361,7 @@ def _treebank_folder(entry: TaskEntry) -> Path:
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> Task:
+    """Read the data of a task from its own folder or from the folder `glue`."""
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")

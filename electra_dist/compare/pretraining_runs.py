@@ -36,6 +36,7 @@ def saved_steps(cell: Cell) -> set[int]:
 
 class Pretrainings:
     """Context manager that trains the runs of a comparison, at most `parallel` of them at the same time.
+
     Call `result` for one run after the other. While `result` waits for a run, the next runs train beside it.
     """
 
@@ -57,6 +58,7 @@ class Pretrainings:
 
     def result(self, cell: Cell, progress: Progress) -> str:
         """Start a run if necessary, and wait until it ends; return "" if it is finished, else the reason in one line.
+
         `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log cannot
         be written.
         """
@@ -88,6 +90,7 @@ class Pretrainings:
 
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     """Start or continue a run, and wait until it ends; return "" if it is finished, else the reason in one line.
+
     If an earlier comparison has started the run and it still trains, it is not started again. `pause` is called
     between checks. If `pause` raises, a run that this call has started saves a checkpoint and ends, and the exception
     passes on.

@@ -42,6 +42,7 @@ _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the
 
 def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
     """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
+
     `titles` maps each task to its panel's title; there may be no rows yet. An existing file is replaced atomically.
     """
     with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
@@ -51,6 +52,7 @@ def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -
 
 def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw what runs have recorded at their evaluations: a panel for each value, a line for each run (at least one).
+
     An existing file is replaced atomically.
     """
     color_of = _colors(run.entry for run in curves)
@@ -116,6 +118,7 @@ def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
+    """Draw the scores of one task: columns if all were taken at the same FLOPs, otherwise lines."""
     # An anchor is a line across the panel, to which the scores of training can be compared.
     for row in rows:
         if row.entry in _ANCHORS and task in row.columns:
@@ -197,6 +200,7 @@ class RunCurves:
 
 def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
+
     A quantity that a run does not record has no points; values that are not finite are left out.
     """
     curves = []
@@ -207,9 +211,9 @@ def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
                 value = getattr(record, field)
                 if math.isfinite(value):
                     values[record.step] = value  # A step that was repeated after a restart counts once.
-        points = {
-            field: [(cell.flops(step), values[step]) for step in sorted(values)] for field, values in value_at.items()
-        }
+        points = {}
+        for field, values in value_at.items():
+            points[field] = [(cell.flops(step), value) for step, value in sorted(values.items())]
         if any(points.values()):
             curves.append(RunCurves(entry=cell.entry, seed=cell.seed, points=points))
     return curves

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -63,16 +64,14 @@ class Difference:
 
 def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: str, task: str) -> Difference | None:
     """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has scores of both.
+
     `scores` are those of one or more checkpoints of each run, over which the mean is formed. A seed counts if both
     runs have equally many of them.
     """
     entry_scores = _by_seed(scores, entry, task)
     baseline_scores = _by_seed(scores, baseline, task)
-    seeds = [
-        seed
-        for seed in sorted(set(entry_scores) & set(baseline_scores))
-        if len(entry_scores[seed]) == len(baseline_scores[seed])
-    ]
+    seeds_of_both = sorted(set(entry_scores) & set(baseline_scores))
+    seeds = [seed for seed in seeds_of_both if len(entry_scores[seed]) == len(baseline_scores[seed])]
     if not seeds:
         return None
     gains = [_mean_value(entry_scores[seed]) - _mean_value(baseline_scores[seed]) for seed in seeds]
@@ -82,9 +81,10 @@ def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: s
     if len(seeds) > 1:
         seed_error = statistics.stdev(gains) / math.sqrt(len(seeds))
         p_value = _p_value(mean, seed_error, len(seeds))
-    counted = [[score for seed in seeds for score in by_seed[seed]] for by_seed in (entry_scores, baseline_scores)]
-    unpaired_error = _unpaired_error(*counted)
-    paired_error = _paired_error(*counted)
+    counted_entry = list(itertools.chain.from_iterable(entry_scores[seed] for seed in seeds))
+    counted_baseline = list(itertools.chain.from_iterable(baseline_scores[seed] for seed in seeds))
+    unpaired_error = _unpaired_error(counted_entry, counted_baseline)
+    paired_error = _paired_error(counted_entry, counted_baseline)
     return Difference(
         entry=entry,
         baseline=baseline,
@@ -100,6 +100,7 @@ def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: s
 
 def difference_text(difference: Difference | None) -> str:
     """Format a difference in percentage points with its standard error, or "-" for None.
+
     An example is "+1.2 +- 0.4 (unpaired 0.7, p 0.03)".
     """
     if difference is None:
@@ -228,6 +229,7 @@ class Verdict(NamedTuple):
 
 def judge(criterion: Criterion, scores: Sequence[CheckpointScore], num_seeds: int) -> Verdict:
     """Judge a criterion by the scores of the runs' last checkpoints; the answer is "open" while seeds are missing.
+
     A metric is passed if the mean over the seeds of `arm` minus `baseline` is larger than `standard_errors` standard
     errors. Of the error over the seeds and that over the test examples, the larger one counts.
     """

@@ -114,6 +114,7 @@ def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
 
 
 def _phases(config: Config) -> tuple[PlannedPhase, ...]:
+    """Plan each phase of the run; sizes and epochs are None for a corpus that does not exist or is not local."""
     corpora = config.data.training_corpora()
     all_steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     phases = []

@@ -161,16 +161,16 @@ def _describe_corpus(phase: PlannedPhase) -> str:
 
 
 def _phase_rows(plan: Plan) -> list[list[str]]:
-    num_steps, rows_per_step = plan.config.train.num_steps, plan.budget.rows_per_step
-    return [
-        [
-            f"tokens from step {phase.from_step:,}",
-            format_count(phase.tokens),
-            f"{phase.steps / num_steps:.1%}, in {phase.steps * rows_per_step:,} rows"
-            f"{'' if phase.epochs is None else f', {phase.epochs:.2f} epochs'}; {_describe_corpus(phase)}",
-        ]
-        for phase in plan.phases
-    ]
+    """Return a row for each phase: its first step, its tokens, and its share of the run, rows, epochs and corpus."""
+    num_steps = plan.config.train.num_steps
+    table = []
+    for phase in plan.phases:
+        share = f"{phase.steps / num_steps:.1%}, in {phase.steps * plan.budget.rows_per_step:,} rows"
+        if phase.epochs is not None:
+            share += f", {phase.epochs:.2f} epochs"
+        name = f"tokens from step {phase.from_step:,}"
+        table.append([name, format_count(phase.tokens), f"{share}; {_describe_corpus(phase)}"])
+    return table
 
 
 def _describe_learning_rate(config: Config) -> str:

@@ -302,6 +302,7 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
+    """Return a tower with the initial weights of the config `file`; `vocab` None takes its corpus's vocabulary."""
     config = load_config(file)
     vocabulary = Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file)
     model = config.model.with_vocabulary_of(vocabulary.size)

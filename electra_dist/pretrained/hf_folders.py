@@ -266,14 +266,19 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
         raise UserError(f"{folder}: the weights lack {error}, so this is not a complete model; {_AGAIN}") from None
     except RuntimeError:  # query, key and value cannot be joined, or the token table cannot be padded
         raise UserError(f"{folder}: the weights have shapes that do not fit together; {_AGAIN}") from None
+    _check_shapes(folder, state, model, tower)
+    return state
+
+
+def _check_shapes(folder: Path, state: State, model: ModelConfig, tower: TowerName) -> None:
+    """Raise UserError if a parameter of embeddings or layers is missing, or any parameter has another shape."""
     shape, width = tower_of(model, tower)
+    token_head = "generator_head" if tower == "generator" else "token_head"
     with torch.device("meta"):
         modules = {
             "embeddings": new_embeddings(model, width),
             tower: new_encoder(model, shape, width),
-            "generator_head" if tower == "generator" else "token_head": new_token_head(
-                model, shape.hidden_size, width
-            ),
+            token_head: new_token_head(model, shape.hidden_size, width),
         }
         if tower == "discriminator":
             modules["discriminator_head"] = new_detection_head(model)
@@ -287,7 +292,6 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
                     f"{folder}: {name} has the shape {tuple(state[name].shape)}, but config.json gives it "
                     f"{tuple(parameter.shape)}; {_AGAIN}"
                 )
-    return state
 
 
 def _check_read_alike(folder: Path, theirs: State) -> None:

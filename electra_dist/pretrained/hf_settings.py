@@ -71,8 +71,13 @@ def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> 
     for layer_type, parameters in _rotary_parameters(where, settings).items():
         if "rope_theta" in parameters:
             result[_ROTARY_BASES[layer_type]] = parameters["rope_theta"]
-    # transformers uses these two keys where they are present; they can only repeat what other keys say.
-    window, half_window = result["local_attention"], settings.get("sliding_window")
+    _check_repetitions(where, settings, result["local_attention"])
+    return result
+
+
+def _check_repetitions(where: str, settings: Mapping[str, Any], window: object) -> None:
+    """Raise UserError if `sliding_window` or `head_dim`, which transformers uses, contradicts what other keys say."""
+    half_window = settings.get("sliding_window")
     if "sliding_window" in settings and (not isinstance(window, int) or half_window != window // 2):
         raise UserError(
             f"{where}: sliding_window is {half_window}, which is not half of local_attention {window}; name another "
@@ -87,7 +92,6 @@ def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> 
             f"{where}: head_dim is {head_dim}, which is not hidden_size {hidden_size} divided by num_attention_heads "
             f"{num_heads}; name another model"
         )
-    return result
 
 
 def is_of_a_task(settings: Mapping[str, Any]) -> bool:
@@ -101,7 +105,7 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary positions of a config.json by kind of layer; UserError if a `rope_type` is not "default"."""
+    """Return the rotary positions of a config.json by kind of layer; a `rope_type` other than "default" is refused."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}

@@ -90,6 +90,7 @@ def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
 
 
 def _read_folder(path: Path) -> _Folder:
+    """Read the JSON files of a Hugging Face folder that describe its tokenizer; a missing file counts as empty."""
     contents = {}
     for name in ("config.json", _SETTINGS_FILE, _TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json"):
         file = path / name
@@ -275,13 +276,26 @@ def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -
 
 def _lines_of_bert(content: dict[str, Any]) -> str | None:
     """Convert a parsed tokenizer.json to the text of a vocab.txt; None if it is not exactly BERT's tokenizer."""
+    if not _is_exactly_bert(content):
+        return None
+    tokens = _without_blank(content["model"]["vocab"])
+    lines = [""] * (max(tokens.values()) + 1)
+    for token, token_id in tokens.items():
+        lines[token_id] = token
+    text = "\n".join(lines)
+    # A token that contains a line end, or ends in white space, has no line of its own.
+    return text if _without_blank(Vocabulary(text, "vocab.txt").ids) == tokens else None
+
+
+def _is_exactly_bert(content: dict[str, Any]) -> bool:
+    """Return whether a parsed tokenizer.json is a WordPiece tokenizer that has all rules of BERT and no others."""
     model = content["model"]
-    normalizer = content["normalizer"] or {}
     ids: dict[str, int] = model["vocab"] if model["type"] == "WordPiece" else {}
+    normalizer = content["normalizer"] or {}
     rules = {key: value for key, value in normalizer.items() if key != "lowercase"}
     strips_accents = rules.pop("strip_accents", None)
     added = {token["content"]: token["id"] for token in content["added_tokens"] if token["special"]}
-    is_bert = (
+    return (
         model["type"] == "WordPiece"
         and (model["unk_token"], model["continuing_subword_prefix"]) == ("[UNK]", "##")
         and model["max_input_chars_per_word"] == MAX_WORD_CHARS
@@ -292,15 +306,6 @@ def _lines_of_bert(content: dict[str, Any]) -> str | None:
         and added == {token: ids.get(token) for token in SPECIAL_TOKENS}
         and ends_of_rows(content["post_processor"], with_types=True) == ("[CLS]", "[SEP]")
     )
-    if not is_bert:
-        return None
-    tokens = _without_blank(ids)
-    lines = [""] * (max(tokens.values()) + 1)
-    for token, token_id in tokens.items():
-        lines[token_id] = token
-    text = "\n".join(lines)
-    # A token that contains a line end, or ends in white space, has no line of its own.
-    return text if _without_blank(Vocabulary(text, "vocab.txt").ids) == tokens else None
 
 
 def _check_roles(folder: _Folder, vocabulary: Vocabulary) -> None:

@@ -80,6 +80,7 @@ class RunCurves:
 
 def columns_of(records: Iterable[Metric], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
     """Collect from records of metrics.jsonl the columns of numbers for the diagrams, by kind: "train" and "eval".
+
     Records are read one by one, so a long file is never in memory as a whole. `further_fields` are training fields
     that get a column, too.
     """
@@ -110,6 +111,7 @@ def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
     """Return the values [n] smoothed without lag: the mean of two exponential means, from the left and from the right.
+
     The lags of both means are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) per record of
     distance; for a short curve, the span is at most n / 10, but at least 1.
     """
@@ -134,6 +136,7 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
     """Thin a curve: keep only both ends, and the lowest and the highest point of each of `num_buckets` pieces.
+
     A curve of at most 2 * `num_buckets` points is returned whole.
     """
     if len(values) <= 2 * num_buckets:

@@ -63,14 +63,14 @@ class DrawnPanel:
 
 def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
     """Draw a diagram of one run, or of up to `MAX_RUNS` runs together; return None if there is no value to draw.
+
     The <svg> element has no width and height, so that the page decides its size. Equal arguments give equal text.
     With several runs, each run has a color, training curves are drawn smoothed only, and neither resumes nor baselines
     are shown.
     """
-    lines = [line for line in panel.lines if not line.is_baseline]
-    if not any(len(series(run, line)[0]) for run in runs for line in lines):
+    if not _has_values(panel, runs):
         return None
-    # Equal ids (svg.hashsalt) and no date make equal arguments give equal text.
+    # Without these two settings, the text would have random ids (svg.hashsalt) and the date.
     with matplotlib.rc_context(svg_style() | {"svg.hashsalt": panel.name}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
@@ -89,6 +89,7 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
 
 def svg_for_page(svg_file: str, title: str) -> str:
     """Return the <svg> element from matplotlib's text of an SVG, without its size and with CSS variables as colors.
+
     `title` is for screen readers and is not escaped.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
@@ -102,6 +103,7 @@ def svg_for_page(svg_file: str, title: str) -> str:
 
 def _axis_positions(axes: Axes) -> dict[str, Any]:
     """Return where both axes of a drawn diagram end in the SVG, and the values at these ends.
+
     "x" is [left, right, value at the left end, value at the right end], and "y" is the same for the bottom and the
     top. Positions are in the units of the viewBox, whose origin is the upper left corner.
     """
@@ -114,8 +116,19 @@ def _axis_positions(axes: Axes) -> dict[str, Any]:
     }
 
 
+def _has_values(panel: Panel, runs: Sequence[RunCurves]) -> bool:
+    """Return whether a run has recorded a value of a line of the diagram; baselines do not count."""
+    for run in runs:
+        for line in panel.lines:
+            steps, _values = series(run, line)
+            if len(steps) and not line.is_baseline:
+                return True
+    return False
+
+
 def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
     """Return the values that a page shows under the pointer: at most 300 evenly spaced points of each line.
+
     "color" is the name of a CSS variable. A line that is drawn smoothed has also "smooth", the smoothed values.
     """
     lines = []
@@ -125,21 +138,24 @@ def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]
             is_left_out = line.is_baseline and len(runs) > 1
             if not len(steps) or is_left_out:
                 continue
-            chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
             label = line.label if len(runs) == 1 else f"{run.name}: {line.label}"
             color = line_color(line) if len(runs) == 1 else SERIES[number]
-            hover_line: dict[str, Any] = {
-                "label": label,
-                "color": VARIABLES[color],
-                "steps": [int(step) for step in steps[chosen]],
-                "values": [_short(value) for value in values[chosen]],
-            }
-            if line.kind == "train" and line.smooth:
-                smooth_steps, smooth_values = smooth_curve(steps, values)
-                smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
-                hover_line["smooth"] = [_short(value) for value in smooth_at_chosen]
-            lines.append(hover_line)
+            lines.append({"label": label, "color": VARIABLES[color], **_hover_points(line, steps, values)})
     return lines
+
+
+def _hover_points(line: CurveLine, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """Return "steps", "values" and, for a line that is drawn smoothed, "smooth" of evenly spaced points."""
+    chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
+    points: dict[str, Any] = {
+        "steps": [int(step) for step in steps[chosen]],
+        "values": [_short(value) for value in values[chosen]],
+    }
+    if line.kind == "train" and line.smooth:
+        smooth_steps, smooth_values = smooth_curve(steps, values)
+        smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
+        points["smooth"] = [_short(value) for value in smooth_at_chosen]
+    return points
 
 
 def _short(value: float) -> float:
@@ -149,6 +165,7 @@ def _short(value: float) -> float:
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
     """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels, and return the path of the PNG.
+
     They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
     value that the run did not record leaves its diagram empty.
     """
@@ -169,6 +186,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
     """Draw a diagram of one run: curves, dotted lines at resumes and axes, without a legend.
+
     `colors` maps placeholder colors to real ones; None keeps the placeholders, which `svg_for_page` replaces.
     """
     if colors is None:
@@ -182,8 +200,16 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
     _format_axes(axes, panel, [run])
 
 
+def _overlay_style(line: CurveLine) -> dict[str, Any]:
+    """Return matplotlib's properties of a line in a diagram of several runs."""
+    if line.kind == "eval":
+        return {"linewidth": 0.9, "marker": "o", "markersize": 2.5, "linestyle": "-"}
+    return {"linewidth": 1.5, "linestyle": "--" if line.is_second else "-"}
+
+
 def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
     """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram.
+
     Training steps are solid, or dashed for the diagram's second line; evaluations are thin lines with points.
     Baselines are not drawn, because they differ from run to run.
     """
@@ -196,9 +222,7 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
                 continue
             if line.kind == "train" and line.smooth:
                 steps, values = smooth_curve(steps, values)
-            style: dict[str, Any] = {"linewidth": 1.5, "linestyle": "--" if line.is_second else "-"}
-            if line.kind == "eval":
-                style = {"linewidth": 0.9, "marker": "o", "markersize": 2.5, "linestyle": "-"}
+            style = _overlay_style(line)
             axes.plot(*thinned(steps, values), color=SERIES[number], **style)
             drawn_lines[line] = Line2D([], [], color=INK, label=line.label, **style)
     _draw_chance(axes, panel, SOFT)
@@ -251,6 +275,7 @@ def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
     """Set ranges and ticks of both axes. Call it last, because it needs the range of the drawn values.
+
     The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
     """
     last_step = max(run.last_step for run in runs)
@@ -288,6 +313,7 @@ def _scientific(value: float) -> str:
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return the factors of each power of ten that get a tick, more of them the fewer powers the axis spans.
+
     An axis of one or two powers of ten, for example, has ticks at 1, 2 and 5. Both ends must be above 0.
     """
     decades = math.log10(high / low)

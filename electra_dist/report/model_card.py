@@ -50,6 +50,7 @@ _MEASURES = {
 
 def check_license(license_id: str) -> None:
     """Raise UserError if a text does not look like a licence identifier of Hugging Face's hub, such as apache-2.0.
+
     Only the form is checked: lower-case letters, digits, dots and hyphens.
     """
     if not _LICENSE_ID.fullmatch(license_id):
@@ -60,6 +61,7 @@ def check_license(license_id: str) -> None:
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
     """Write README.md and, if the run has recorded steps, curves.png into each folder of an export; return the paths.
+
     `license_id` is the hub's identifier of the weights' licence, such as apache-2.0. Raises UserError for a malformed
     identifier, a damaged metrics.jsonl, or a folder that cannot be written.
     """
@@ -104,6 +106,7 @@ def model_card(
     sources: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> str:
     """Return the model card of one exported tower (the "discriminator" or the "generator"), in Markdown.
+
     `records` are from metrics.jsonl, oldest first: at least all evaluations and the newest training record.
     `versions`, `phases` and `sources` are from environment.json. All these may be empty.
     """
@@ -156,6 +159,7 @@ def _introduction(tower: str, export: Export) -> str:
 
 
 def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
+    """Return the section with the Python code that loads the model, and the class to use for fine-tuning."""
     is_modern = model.architecture == "modern"
     auto_class = "AutoModelForTokenClassification" if is_modern else "AutoModelForPreTraining"
     if predicts_tokens:
@@ -177,6 +181,7 @@ def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
 def _training(
     export: Export, records: Sequence[Metric], versions: Mapping[str, str], phases: Sequence[dict[str, Any]]
 ) -> str:
+    """Return the section with a table of how the model was trained: objective, data, steps, FLOPs, versions."""
     config = export.config
     state = export.state
     rows = [
@@ -234,6 +239,7 @@ def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
 
 def tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
     """Estimate the number of tokens, without padding, in `rows_seen` rows; None if no training step is recorded.
+
     The estimate multiplies by the tokens per row of the newest training record.
     """
     for record in reversed(records):
@@ -244,6 +250,7 @@ def tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
 
 def _evaluation(export: Export, records: Sequence[Metric]) -> str:
     """Return the section on the newest evaluation up to the exported step; "" if there is none.
+
     If the weights are a mean of several steps, a note says that the figures belong to one step and not to the mean.
     """
     evaluations = [record for record in records if isinstance(record, EvalRecord) and record.step <= export.state.step]

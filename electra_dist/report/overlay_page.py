@@ -29,6 +29,7 @@ _NONE = "-"  # in a table, for a value that a run does not have
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
     """Write one HTML page that compares one to eight runs, which may still be going on, and return its path.
+
     Raises UserError if there are more runs, a folder is not a run, a file is damaged, or the page cannot be written.
     """
     if len(run_dirs) > MAX_RUNS:
@@ -40,6 +41,7 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return a name for each run: the shortest path suffixes, equally long, that are all distinct.
+
     If a folder is given twice, no suffixes are distinct, and the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
@@ -50,6 +52,7 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
     """Return the shortest suffixes of paths, of equally many parts, that are all distinct, joined by "/".
+
     If two paths are equal, the whole paths are returned.
     """
     longest = max(len(parts) for parts in all_parts)
@@ -87,6 +90,7 @@ def _figures(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
     """Return name -> value of a run's figures, as text; the value is a dash if the run did not record it.
+
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
     metrics = run.metrics

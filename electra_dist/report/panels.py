@@ -150,6 +150,7 @@ PANELS = (
 
 def baselines(record: StepRecord) -> dict[str, float]:
     """Return what a discriminator that has learnt nothing would reach in the training step of a record.
+
     The field `GUESSED_REPLACED` comes from `guessed_replaced`, and `CONSTANT_GUESS_LOSS` from `constant_guess_loss`.
     """
     return {
@@ -160,6 +161,7 @@ def baselines(record: StepRecord) -> dict[str, float]:
 
 def guessed_replaced(record: StepRecord) -> float:
     """Return the share of all tokens that the discriminator called replaced in a training step.
+
     A random guess that calls the same number of tokens replaced finds this share of the replaced tokens. NaN if no
     token or every token was replaced.
     """
@@ -173,6 +175,7 @@ def guessed_replaced(record: StepRecord) -> float:
 
 def constant_guess_loss(replaced_fraction: float) -> float:
     """Return the loss, in nats per token, of a guess that gives every token the probability `replaced_fraction`.
+
     It is the entropy of this fraction: the lowest loss of a discriminator that cannot tell tokens apart. NaN for a
     fraction outside of (0, 1).
     """

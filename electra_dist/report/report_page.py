@@ -66,6 +66,7 @@ class _Word(NamedTuple):
 
 def write_report(run_dir: Path, path: Path | None = None) -> Path:
     """Write the report of a finished or running run, and return its path.
+
     If `path` is None, it is report.html in the run's folder. Raises UserError if the folder does not exist, holds no
     run or cannot be written.
     """
@@ -107,6 +108,7 @@ def report_page(run: RunRecord) -> str:
 
 def learning_verdict(run: RunRecord) -> tuple[str, str] | None:
     """Return whether the run learns, as (CSS class, sentence), or None if no context AUC was evaluated.
+
     The sentence is a warning in the same cases in which `electra-dist status` warns.
     """
     if run.config is None or not run.metrics.evals:
@@ -129,8 +131,9 @@ def _sample_words(samples: Samples | None) -> list[list[_Word]]:
     texts = []
     for text in samples.texts:
         words: list[list[tuple[str, str, float]]] = []
-        for token in zip(text.original, text.shown, text.replaced_probability):
-            if token[1].startswith(CONTINUATION) and words:
+        for original, shown, probability in zip(text.original, text.shown, text.replaced_probability):
+            token = (original, shown, probability)
+            if shown.startswith(CONTINUATION) and words:
                 words[-1].append(token)
             else:
                 words.append([token])
@@ -157,6 +160,7 @@ def _joined(tokens: Sequence[str]) -> str:
 
 
 def _evaluation_row(record: EvalRecord) -> list[str]:
+    """Return the cells of an evaluation in the table whose header is `_EVALUATION_HEAD`."""
     return [
         f"{record.step:,}",
         f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
@@ -200,6 +204,7 @@ def _run_and_environment(run: RunRecord) -> list[list[tuple[str, str]]]:
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the report's table about the model, its data and its code.
+
     A row is left out if the run folder does not record its value. The generator's row is left out if it has no
     parameters of its own.
     """
@@ -281,6 +286,7 @@ def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
 
 def main(run_dir: str) -> int:
     """Write the report of a run and return exit code 0; if that fails, print one line to stderr and return 78.
+
     During a run, rank 0 runs this module as a separate process (`tracking.py`), so that no training step waits for it.
     """
     try:

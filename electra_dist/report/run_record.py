@@ -34,6 +34,7 @@ _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides
 @dataclass(frozen=True, kw_only=True)
 class Energy:
     """Estimated energy of the GPUs of a run, without processors, network and cooling.
+
     Only the power of the first rank's node is known; the other nodes are assumed to need as much.
     """
 
@@ -94,6 +95,7 @@ def read_history(run_dir: Path) -> MetricsHistory:
     evals: list[EvalRecord] = []
 
     def observed() -> Iterator[Metric]:
+        """Yield all records for the columns, and note on the way those that are kept as a whole."""
         for record in read_records(run_dir / METRICS_FILE, parse_metric):
             if isinstance(record, EvalRecord):
                 evals.append(record)
@@ -157,6 +159,7 @@ class RunRecord:
 
     def state(self) -> tuple[str, str]:
         """Return the state of the run as (CSS class, text for the reader with the steps done).
+
         The class is "done"; "stop" if the run was stopped by a request or by full or lost storage; "crash" after an
         error or on an unhealthy node; and "open" if no end is recorded: the run goes on, or it was killed.
         """
@@ -177,6 +180,7 @@ class RunRecord:
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read the files of a run folder; what is not written yet stays empty.
+
     Raises UserError if it is no run folder or a file is damaged.
     """
     if not run_dir.is_dir():
@@ -199,6 +203,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 def _config_tree(run_dir: Path) -> dict[str, Any]:
     """Return config.yaml as nested dictionaries; {} if the file is missing.
+
     The command `cluster.notify` is hidden, because it may hold a secret address and reports may be passed on.
     """
     file = run_dir / CONFIG_FILE
@@ -210,6 +215,7 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
 
 def _config(run_dir: Path) -> Config | None:
     """Return the validated config of the run.
+
     None if the file is missing, or if a program with other keys wrote it.
     """
     try:
@@ -220,6 +226,7 @@ def _config(run_dir: Path) -> Config | None:
 
 def energy_of(readings: Iterable[PowerReading], account: Goodput, environment: dict[str, Any]) -> Energy | None:
     """Return the estimated energy of a run; None if no GPU power or no running time was recorded.
+
     It is the product of the mean recorded power, the time in which the run's processes existed, and the number of
     nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does not.
     `readings` come oldest first; `environment` is the content of environment.json.

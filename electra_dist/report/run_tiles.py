@@ -105,6 +105,7 @@ def _speed_figures(metrics: MetricsHistory) -> list[Tile]:
 
 
 def _size_figures(run: RunRecord) -> list[Tile]:
+    """Return the tiles with the sizes of model and corpus, each as (title, figure, remark), as far as recorded."""
     figures = []
     if run.parameters is not None:
         generator = f"parameters; generator {format_count(run.parameters.generator_only)} more"

@@ -140,6 +140,7 @@ class BackgroundTracker:
             self._drop(f"it did not take the last records within {_CLOSE_S:.0f} s")
 
     def _run(self) -> None:
+        """Send queued records to the service until the queue yields None; body of a thread."""
         try:
             service = self._connect()
             while True:
@@ -296,6 +297,7 @@ class ReportRefresh:
             threading.Thread(target=self._work, args=(60 * every_minutes,), daemon=True).start()
 
     def _work(self, every_s: float) -> None:
+        """Write the report every `every_s` seconds in a process of low priority; body of a thread."""
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         while not self._is_closed.wait(every_s):
             try:
