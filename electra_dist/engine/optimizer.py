@@ -214,6 +214,7 @@ def build_optimizer(
 def _build_apex_lamb(
     groups: list[dict[str, Any]], betas: tuple[float, float], settings: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, str]:
+    """Return apex's fused LAMB without its own clipping, and its name for the log."""
     from apex.optimizers import FusedLAMB
 
     optimizer = FusedLAMB(

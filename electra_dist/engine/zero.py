@@ -271,7 +271,7 @@ _LAYOUTS: dict[type, type[ZeroLayout]] = {
 
 
 def layout_of(optimizer: Any) -> ZeroLayout:
-    """Return the layout of an optimizer that `deepspeed.initialize` has returned; RuntimeError if it is unknown."""
+    """Return the layout of an optimizer from `deepspeed.initialize`; raise RuntimeError if it is unknown."""
     for optimizer_class, layout in _LAYOUTS.items():
         if isinstance(optimizer, optimizer_class):
             return layout(optimizer)

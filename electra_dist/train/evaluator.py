@@ -145,6 +145,7 @@ class Evaluator:
         return Evaluation(record=record, fault=fault, rows=local.rows if shows_rows else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
+        """Run the model on this rank's held-out rows; return sums for metrics, and each token's score and label."""
         sums: list[torch.Tensor] = []
         scores = []
         labels = []

@@ -98,7 +98,7 @@ class SkipList:
     """The steps that a run skips. All ranks make the same changes to their copies; rank 0 writes the file."""
 
     def __init__(self, run_dir: Path, configured: Iterable[int], patience: Patience | None = None) -> None:
-        """Read the file, if there is one.
+        """Read the skipped steps that an earlier start has recorded, and add those of the config, `configured`.
 
         If the disk is full or does not respond, `write` waits for it as long as `patience` says; None: not at all.
         """

@@ -129,6 +129,7 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
 
 
 def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -> Corpora:
+    """Open the held-out corpus; raise ManifestMismatch if its tokenizer is not that of the training corpus."""
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size, patience)
     tokenizer = describe_tokenizer(heldout.tokenizer)

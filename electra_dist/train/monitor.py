@@ -187,6 +187,7 @@ class RankMonitor:
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
     """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` looks.
+
     A look has the seconds of each rank's own work, up to the first collective; the newest look is the last one. The
     result begins with the slowest rank and is [] if there are too few looks. With two ranks the median is the mean of
     both, so the factor must be below 2.

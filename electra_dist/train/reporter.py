@@ -73,6 +73,7 @@ class Reporter:
 
     @waits
     def _open(self, start: Start, restored: RunState | None, hosts: Sequence[str]) -> None:
+        """Open the run's records at the step of the `restored` state (None: step 0), and log the setup."""
         config = start.config
         corpora = start.inputs.corpora
         run_dir = Path(config.run_dir)
@@ -327,6 +328,7 @@ class Reporter:
             self._console.close()
 
     def _note_setup(self, corpora: Corpora) -> None:
+        """Log one line each about the run, its corpora and its schedules."""
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)

@@ -53,7 +53,7 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Measure how well logits [N], which are high for replaced tokens, agree with labels [N]; ValueError if N is 0."""
+    """Measure how well logits [N], high for replaced tokens, agree with labels [N]; raise ValueError if N is 0."""
     positive = np.asarray(labels).astype(bool)
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
@@ -71,6 +71,7 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
     """Return the ROC-AUC and its standard error for scores that depend on each other within a cluster (int64 [N]).
+
     To first order, the AUC's deviation from its expected value is a sum with a term per token: (share of negatives
     below it - AUC) / number of positives for a positive, (share of positives above it - AUC) / number of negatives for
     a negative. Clusters count as independent, so the error follows from the sums of the terms in each cluster

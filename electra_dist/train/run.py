@@ -148,7 +148,7 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
             f"run_dir {run_dir}: a corpus or the frozen generator has changed while the ranks have read it, or is not "
             f"the same on all nodes; start the run again"
         )
-    leases: list[RunLease] = []
+    leases: list[RunLease] = []  # gets the lease on rank 0, because only that rank calls the function below
     from_rank_0(lambda: leases.append(_take(run_dir, inputs, patience=patience)))
     try:
         yield leases[0] if leases else None

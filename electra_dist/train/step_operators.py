@@ -152,6 +152,7 @@ def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent])
 
 def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds that the matrix products take one after another with nothing between them.
+
     Each distinct product is timed `_REPEATS` times; its fastest time counts as often as the product occurs.
     """
     total_s = 0.0

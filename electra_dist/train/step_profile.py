@@ -89,6 +89,7 @@ class MadeUpBatches:
 
 def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
     """Open the rows of the config's corpus as a run reads them, or make rows up if there is no corpus.
+
     `stack` closes what is opened. Raises UserError if the corpus exists and cannot be used.
     """
     try:
@@ -164,6 +165,7 @@ class StepProfile:
 
 def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     """Run training steps of a config on this machine and return where their time goes.
+
     After two steps to warm up, `num_steps` steps are timed. One more step counts the operators, and a last one runs
     under the profiler. Raises UserError if the config cannot run on this machine.
     """
@@ -210,6 +212,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
 
 def _shortened(config: Config) -> Config:
     """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank.
+
     `train.micro_batch: auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
     """
     if config.train.largest_micro_batch:
@@ -299,6 +302,7 @@ class _StepRunner:
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
     """Return the parts of a step, the longest first; their times are scaled to a step without the profiler.
+
     The matrix products also get `ceiling_ms`, which is not scaled, because it was measured without the profiler.
     """
     profiled_s = sum(profiled.part_s.values())

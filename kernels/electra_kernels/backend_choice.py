@@ -45,6 +45,7 @@ def resolve_without_cuda(backend: str, device: str) -> str:
 
 
 def _require_triton(on_gpu: bool) -> None:
+    """Raise BackendUnavailable unless Triton is installed and has a GPU, or its interpreter is switched on."""
     if not _has_triton():
         raise BackendUnavailable(
             "kernels.backend is triton, but Python finds no package `triton`: "

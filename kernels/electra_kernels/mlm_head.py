@@ -233,6 +233,7 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
+    """Compute loss, best token and sampled token of each row; overwrite the logits by their gradient if wanted."""
     compute_dtype = weight_M.dtype
     z_MV = logits_MV[:, : options.vocab_size].to(compute_dtype) + bias_V.to(compute_dtype)
     forbidden_M = target_M if options.disallow_correct else None

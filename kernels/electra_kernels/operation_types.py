@@ -22,7 +22,7 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from the ids of "[PAD]", "[CLS]" and so on, as corpus.json has them; KeyError if one is missing."""
+        """Build from the ids of "[PAD]", "[CLS]" and so on, as in corpus.json; raise KeyError if one is missing."""
         return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
     def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
