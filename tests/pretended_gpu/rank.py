@@ -56,7 +56,7 @@ def step(self: engine.Engine, *arguments: Any, **options: Any) -> tuple[float, b
     _steps += 1
     _counted["update"] = take_counts()
     if _steps == LAST_STEP:
-        _counted["attention"] = self.attention.name
+        _counted["attention"] = self.module.attention.name
         _counted["peak_bytes"] = torch.cuda.max_memory_allocated()
         COUNTS.write_text(json.dumps(_counted), encoding="utf-8")
         os._exit(0)
