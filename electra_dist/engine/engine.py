@@ -41,6 +41,7 @@ from electra_dist.engine.process_group import local_device
 from electra_dist.engine.zero import Bf16Stage1, LossScale, ZeroLayout, layout_of, without_memory_reports
 from electra_dist.errors import UserError
 from electra_dist.model.encoder import EncoderLayer
+from electra_dist.model.modern_encoder import ModernAttention
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
 _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in bf16
@@ -220,7 +221,7 @@ class Engine:
         if self.zero_stage == 3:
             # A layer reads its parameters directly, not through the modules that hold them, so DeepSpeed has to gather
             # all of them when the layer begins.
-            set_z3_leaf_modules(module, [EncoderLayer], raise_if_not_found=False)
+            set_z3_leaf_modules(module, [EncoderLayer, ModernAttention], raise_if_not_found=False)
         # A global variable of DeepSpeed's says that an engine of this process uses autocast. Left by an earlier engine
         # in fp16 at stage 0, it would make this one multiply its loss by 65,536.
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

@@ -9,60 +9,37 @@ Face has no counterpart.
 
 How: layers are composed of separate operations that autograd or the compiler combines. `keyed_dropout`, 0 by default,
 drops elements of the output of each sub-layer with a seed of its own, so that the result does not depend on how a
-batch is split. Attention probabilities are dropped as in `encoder.SelfAttention`.
+batch is split. Attention probabilities are dropped as in `encoder.SelfAttention`. On a GPU in eager mode, Triton's
+kernels rotate queries and keys and compute GeGLU; compiled layers leave both to the compiler.
 
-Queries and keys are rotated by angles that are proportional to their position. The angles are those of Hugging Face's
-ModernBERT, computed in fp32 by the same operations. The score of a query and a key depends on the distance of their
-positions only (Su et al. 2021, arXiv 2104.09864).
-
-Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, D features of a head, F = D / 2 frequencies,
-T = B * S.
+Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, D features of a head, T = B * S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.modern_layer import Rotation, geglu, rotate_in_place, rotate_query_and_key, rotation_of
 from electra_kernels.operation_types import LayerDropout
 from torch import nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
 from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SelfAttention
-from electra_dist.model.fused_layer import Linear
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which pairs of features of each token are rotated."""
-
-    cos_BSF: torch.Tensor  # fp32, for B rows, S tokens and F pairs of features
-    sin_BSF: torch.Tensor  # fp32, as above
-
-
-def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rotation:
-    """Return each token's rotation in fp32: pair f of features turns by position * theta ** (-2 f / head_width)."""
-    with torch.autocast(position_BS.device.type, enabled=False):
-        exponent_F = torch.arange(0, head_width, 2, device=position_BS.device).float() / head_width
-        frequency_F = 1.0 / (theta**exponent_F)
-        angle_BSF = position_BS.float()[:, :, None] * frequency_F
-        return Rotation(cos_BSF=angle_BSF.cos(), sin_BSF=angle_BSF.sin())
-
-
-def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate query and key in fp32 or wider, and leave the value; features f and f + D / 2 of a head form a pair."""
-    query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
-    compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
-    cos = rotation.cos_BSF[:, :, None, None]
-    sin = rotation.sin_BSF[:, :, None, None]
-    first, second = query_and_key.to(compute_dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([rotated.to(value.dtype), value], dim=2)
+from electra_dist.model.fused_layer import (
+    Linear,
+    gradient_sums,
+    input_gradient,
+    linear,
+    product_dtype,
+    weight_gradient,
+)
 
 
 class LayerScope(NamedTuple):
@@ -104,10 +81,44 @@ class ModernAttention(SelfAttention):
         self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropout
     ) -> torch.Tensor:
         """Return the output of attention after the output projection, [T, H]; the caller adds dropout and residual."""
-        qkv = self.qkv(hidden_TH)
-        qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
-        rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
-        return self.out(self.attend(rotated_BS3ND.view(qkv.shape), scope.mask, dropout_keys))
+        if dropout_keys.backend == "triton" and not torch.compiler.is_compiling():
+            rotated = _RotatedProduct.apply(hidden_TH, self.qkv.weight, self.num_heads, *scope.rotation)
+        else:
+            qkv = self.qkv(hidden_TH)
+            qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
+            rotated = rotate_query_and_key(qkv_BS3ND, scope.rotation).view(qkv.shape)
+        return self.out(self.attend(rotated, scope.mask, dropout_keys))
+
+
+class _RotatedProduct(torch.autograd.Function):
+    """Product that gives query, key and value, of which Triton rotates the first two where the product wrote them.
+
+    The backward pass rotates the gradient in place, too. Attention has made it, and nothing else reads it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, num_heads: int, *rotation: torch.Tensor
+    ) -> torch.Tensor:
+        """Return query, key and value, [T, 3 H]; `rotation` has the fields of `Rotation`."""
+        dtype = product_dtype(hidden_TH)
+        hidden_TH = hidden_TH.to(dtype)
+        qkv = linear(hidden_TH, weight.to(dtype))
+        rotate_in_place(qkv, num_heads, Rotation(*rotation))
+        ctx.save_for_backward(hidden_TH, weight, *rotation)
+        ctx.num_heads = num_heads
+        (ctx.weight_sum,) = gradient_sums(weight)
+        return qkv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_qkv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the states and of the weight."""
+        hidden_TH, weight, *rotation = ctx.saved_tensors
+        grad_qkv = grad_qkv.contiguous()
+        rotate_in_place(grad_qkv, ctx.num_heads, Rotation(*rotation), is_gradient=True)
+        grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype))
+        return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH, ctx.weight_sum), None, None, None
 
 
 class ModernLayer(nn.Module):
@@ -131,8 +142,8 @@ class ModernLayer(nn.Module):
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + _drop(attended_TH, dropout_keys.attention_output)
-        inner, gate = self.gated_expand(self.feed_forward_norm(hidden_TH)).chunk(2, dim=-1)
-        output_TH = self.contract(F.gelu(inner) * gate)
+        expanded = self.gated_expand(self.feed_forward_norm(hidden_TH))
+        output_TH = self.contract(geglu(expanded, dropout_keys.attention.backend))
         return hidden_TH + _drop(output_TH, dropout_keys.feed_forward_output)
 
 

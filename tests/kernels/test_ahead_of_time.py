@@ -16,7 +16,7 @@ import pytest
 from electra_kernels.triton import compile_without_gpu
 
 SNAPSHOT = Path(__file__).with_name("compiled_kernels.txt")
-NUM_KERNELS = 23  # three of them are compiled in bf16 and in fp32
+NUM_KERNELS = 27  # three of them are compiled in bf16 and in fp32
 # Kernels whose rows are aligned: each must move 16 bytes at a time. Those of STORES_ROWS store rows, too.
 NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
@@ -24,6 +24,7 @@ NORMS = {
 }
 STORES_ROWS = {"head_train", "tail_backward", "gather_backward"} | NORMS
 STORES_ROWS |= {"keyed_dropout", "gelu_gradient", "join_256", "join_1024"}
+STORES_ROWS |= {"rotary_256", "rotary_1024", "geglu_forward", "geglu_backward"}
 LOADS_ROWS = {"head_evaluate", "tail_forward", "sum_strips"} | STORES_ROWS
 
 

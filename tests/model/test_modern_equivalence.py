@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from electra_kernels.modern_layer import rotate_query_and_key, rotation_of
 from support.modern_models import SPECIAL, hugging_face_twins, modern_model, our_logits, random_towers
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +18,7 @@ from electra_dist.model import attention
 from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
 from electra_dist.model.counts import parameter_counts, token_flops
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.modern_encoder import _drop, rotate_query_and_key, rotation_of
+from electra_dist.model.modern_encoder import _drop
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers
 from electra_dist.planning.activation_memory import activation_bytes_per_row

@@ -108,7 +108,9 @@ _SCHEDULED = (
     "objective.random_share={from: 1, to: 0, shape: linear, over: 0.3}",
 )
 _RECOMPUTE = ("engine.activation_checkpointing=true",)
+_MODERN_LAYERS = ("model.discriminator.num_layers=4", "model.generator.num_layers=4")  # two of them global
 LARGE = "large_25pct_mask.yaml"
+MODERN = "modern_400m.yaml"
 CASES = {
     case.name: case
     for case in [
@@ -122,6 +124,9 @@ CASES = {
         Case("rtd bf16 without dropout", overrides=("model.hidden_dropout=0", "model.attention_dropout=0")),
         Case("rtd bf16 micro-batch measurement", measurement=True),
         Case("ELECTRA-Large rtd bf16", file=LARGE),
+        Case("modern bf16, 4 layers", file=MODERN, overrides=_MODERN_LAYERS),
+        Case("modern evaluation, 4 layers", file=MODERN, overrides=_MODERN_LAYERS, evaluation=True),
+        Case("modern compiled, 4 layers", file=MODERN, overrides=_MODERN_LAYERS, compiled=True),
     ]
 }
 

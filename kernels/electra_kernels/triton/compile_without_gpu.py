@@ -10,8 +10,8 @@ How: it uses Triton's own compiler, assembler and disassembler, and neither a dr
 Cost: 0.6 s for each kernel on one core.
 
 Limits: TRITON_INTERPRET must not be set. Shapes are those of ELECTRA-Large in bf16: vocabulary V = 30592, hidden
-sizes H = 1024 and 256, S = 512 tokens in a row, N = 130 masked positions in a row. `tests/kernels/test_launches.py`
-compares them with the launches of the model.
+sizes H = 1024 and 256, S = 512 tokens in a row, N = 130 masked positions in a row; those of the architecture `modern`
+are of configs/modern_400m.yaml. `tests/kernels/test_launches.py` compares them with the launches of both models.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from electra_kernels.triton import (
     keyed_dropout,
     layer_passes,
     mlm_head,
+    modern_layer,
     qkv_gradient,
     slots,
     strip_sums,
@@ -109,7 +110,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     of the discriminator tail, whose code differs, and the sum of strips, whose result may be fp32 in a bf16 model.
     """
     in_bf16 = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
-    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case()]
+    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case(), *_modern_cases()]
     if not all_dtypes:
         return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in _ALSO_FP32]
     return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
@@ -323,6 +324,38 @@ def _mask_case() -> KernelCase:
         divisible=_SIZES,
         num_warps=slots.NUM_WARPS,
     )
+
+
+def _modern_cases() -> list[KernelCase]:
+    """Return the kernels of the architecture `modern`, rotary positions for the widths of both towers."""
+    rotary_types = {
+        "qkv_ptr": "*bf16",
+        **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
+        **dict.fromkeys(("width", "num_rotated"), "i32"),
+        "direction": "fp32",
+    }
+    geglu_types = {**dict.fromkeys(("expanded_ptr", "grad_ptr", "out_ptr"), "*bf16"), "width": "i32"}
+    geglu_forward = KernelCase(
+        name="geglu_forward",
+        kernel=modern_layer.geglu_forward_kernel,
+        types=geglu_types,
+        constants={"BLOCK": modern_layer.GEGLU_BLOCK},
+        divisible=_SIZES,
+        num_warps=modern_layer.NUM_WARPS,
+    )
+    modern_cases = [
+        KernelCase(
+            name=f"rotary_{hidden}",
+            kernel=modern_layer.rotary_kernel,
+            types=rotary_types,
+            constants={"NUM_PAIRS": 32, "BLOCK_N": hidden // 32, "BLOCK_F": 32},
+            divisible=_SIZES,
+            num_warps=num_warps,
+        )
+        for hidden, num_warps in ((256, 1), (1024, 4))
+    ]
+    geglu_backward = geglu_forward._replace(name="geglu_backward", kernel=modern_layer.geglu_backward_kernel)
+    return [*modern_cases, geglu_forward, geglu_backward]
 
 
 def compile_case(case: KernelCase, arch: int) -> Compiled:
