@@ -3,6 +3,7 @@
     efficient     scaled_dot_product_attention with a bias: CUTLASS's memory-efficient kernel
     cuDNN         the same call, answered by cuDNN; with dropout where p x 16 is whole, hence p = 0.125
     flash varlen  FlashAttention on the tokens of all examples one after another, which needs no bias
+    flash3        the model's own call, answered by the package flash-attn-3 where it is installed, without dropout
     flex          FlexAttention with a block mask, without dropout
 
 Three facts decide: the time of forward and backward, the error without dropout, and the share of the probabilities
@@ -16,6 +17,7 @@ Shapes: B rows, N heads, S tokens, D features of a head, T = B * S.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -85,6 +87,16 @@ def our_flash(
     return out_TH.view(B, S, N, D).transpose(1, 2)
 
 
+def our_flash3(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float
+) -> torch.Tensor:
+    """Compute `our_flash`, after a switch to the kernels of flash-attn-3, which the backward pass needs, too."""
+    from electra_dist.model.flash_attention import use_kernels
+
+    use_kernels("FA3")
+    return our_flash(query, key, value, examples, p)
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     """Return FlexAttention, compiled."""
@@ -121,6 +133,7 @@ CONTENDERS: list[tuple[str, Attention, float]] = [
     ("flash varlen", flash_varlen, 0.0),
     ("ours, flash, with stacking", our_flash, 0.1),
     ("ours, flash, with stacking", our_flash, 0.0),
+    ("ours, flash3, with stacking", our_flash3, 0.0),
     ("flex, with its mask", flex, 0.0),
     ("plain", with_bias(SDPBackend.MATH), 0.1),
 ]
@@ -135,6 +148,11 @@ def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype
             row: dict[str, Any] = {"operation": operation, "by": name}
             if device == "cpu" and name != "plain":
                 return [row | {"skipped": "needs a CUDA device"}]
+            if attend is our_flash3 and importlib.util.find_spec("flash_attn_interface") is None:
+                return [row | {"skipped": "needs the package flash-attn-3"}]
+            from electra_dist.model.flash_attention import use_kernels
+
+            use_kernels(None)
             lengths = [num_tokens // 3, num_tokens // 2]
             shape = (num_rows, num_heads, num_tokens, 64)
             call = _differentiated(attend, shape, pack(num_rows, num_tokens, lengths, device, dtype), p, dtype, dtype)

@@ -194,10 +194,10 @@ def _between_sections(config: AllSections) -> Iterator[str]:
             f"one of them"
         )
     yield from _attention(config)
-    if engine.attention == "flash" and train.precision == "fp32":
+    if engine.attention in ("flash", "flash3") and train.precision == "fp32":
         yield (
-            "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
-            "train.precision: bf16 or engine.attention: auto"
+            f"engine.attention: {engine.attention} computes in bf16 or fp16 only, but train.precision is fp32; set "
+            f"train.precision: bf16 or engine.attention: auto"
         )
     yield from _sharing(model, config.objective)
     yield from _optimizer(config.optimizer, engine.zero_stage)
@@ -235,11 +235,11 @@ def _attention(config: AllSections) -> Iterator[str]:
     """Yield contradictions between the attention backend and the architecture, objective or rows."""
     model, engine = config.model, config.engine
     is_one_way = config.objective.facts.has_cloze_generator
-    if engine.attention == "flex" and (model.largest_attention_dropout or is_one_way):
+    if engine.attention in ("flash3", "flex") and (model.largest_attention_dropout or is_one_way):
         yield (
-            "engine.attention: flex supports neither attention dropout nor the one-directional attention of objective "
-            "electric; set model.attention_dropout: 0, no model.generator_dropout and another objective.name, or set "
-            "engine.attention: auto"
+            f"engine.attention: {engine.attention} supports neither attention dropout nor the one-directional "
+            f"attention of objective electric; set model.attention_dropout: 0, no model.generator_dropout and another "
+            f"objective.name, or set engine.attention: auto"
         )
     if engine.attention == "flash" and is_one_way:
         yield (

@@ -6,6 +6,8 @@
     flash  FlashAttention over the examples as sequences of any length, with dropout and windows. Pairs of tokens from
            different examples are never computed, and no [B, 1, S, S] bias exists. It needs a GPU of compute capability
            8.0 or higher, bf16 or fp16, and heads whose width is a multiple of 8, at most 256.
+    flash3 the same by the kernels of the package flash-attn-3, without dropout. It needs a GPU of compute capability
+           9.0, which is the H100 and the H200.
     flex   FlexAttention with a mask of 128 x 128 blocks. Blocks that hold no two tokens of one example are never
            computed. It needs a GPU with Triton and has no attention dropout.
 
@@ -41,7 +43,7 @@ from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig
 from electra_dist.model.compile_options import compile_options
-from electra_dist.model.flash_attention import flash_attention
+from electra_dist.model.flash_attention import flash3_limit, flash_attention, kernel_limit, use_kernels
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias, example_bounds
 from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
@@ -50,10 +52,6 @@ from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 # there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
 # 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (cpu_attention-20261123.json).
 _MAX_PLAIN_TOKENS = 128
-
-_FLASH_CAPABILITY = (8, 0)  # lowest compute capability of torch's FlashAttention kernels
-_FLASH_WIDTH_MULTIPLE = 8  # the width of a head must be a multiple of it
-_FLASH_MOST_WIDTH = 256  # widest head of the kernels
 
 _FLEX_BLOCK_TOKENS = 128
 
@@ -72,6 +70,11 @@ class LayerMask(ABC):
     def limit(cls, config: Config) -> str:
         """Return why the backend cannot run this config on the current GPU, or "" if a trial may decide."""
         return ""
+
+    @classmethod
+    def switch_on(cls) -> None:
+        """Prepare torch for `attend`, for the whole process; the last call counts. May raise any exception."""
+        use_kernels(None)
 
     @classmethod
     def bounds(cls, ids_BS: NDArray[Any], special: SpecialIds, device: torch.device) -> ExampleBounds | None:
@@ -190,17 +193,7 @@ class FlashMask(LayerMask):
     @classmethod
     @override
     def limit(cls, config: Config) -> str:
-        if config.train.precision == "fp32":
-            return "it computes in bf16 or fp16, and train.precision is fp32"
-        for width in head_widths(config.model):
-            if width % _FLASH_WIDTH_MULTIPLE or width > _FLASH_MOST_WIDTH:
-                return (
-                    f"a head of width {width} is not a multiple of {_FLASH_WIDTH_MULTIPLE} up to {_FLASH_MOST_WIDTH}"
-                )
-        major, minor = torch.cuda.get_device_capability()
-        if (major, minor) < _FLASH_CAPABILITY:
-            return f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0"
-        return ""
+        return kernel_limit(config.train.precision, head_widths(config.model))
 
     @classmethod
     @override
@@ -240,6 +233,26 @@ class FlashMask(LayerMask):
     @override
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:
         return [(self.examples.cu_seqlens, 0)]
+
+
+class Flash3Mask(FlashMask):
+    """Bounds of the examples for FlashAttention 3, whose kernels torch's operators then run in place of its own."""
+
+    name = "flash3"
+    title = "FlashAttention 3"
+    advantage = "its kernels are made for this GPU and compute no pairs of tokens from different examples"
+
+    __slots__ = ()
+
+    @classmethod
+    @override
+    def limit(cls, config: Config) -> str:
+        return flash3_limit(config.model.largest_attention_dropout) or super().limit(config)
+
+    @classmethod
+    @override
+    def switch_on(cls) -> None:
+        use_kernels("FA3")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +302,7 @@ class FlexMask(LayerMask):
         return context_BNSD.transpose(1, 2).reshape(len(qkv), -1)
 
 
-BACKENDS: dict[str, type[LayerMask]] = {backend.name: backend for backend in (SdpaMask, FlashMask, FlexMask)}
+BACKENDS: dict[str, type[LayerMask]] = {mask.name: mask for mask in (SdpaMask, FlashMask, Flash3Mask, FlexMask)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

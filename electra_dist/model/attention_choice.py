@@ -4,11 +4,11 @@ Guarantee: dropout is never dropped silently. A backend without dropout is not c
 and FlashAttention is chosen only if its dropout was seen to act on this device. The same holds for the windows of
 `model.architecture: modern`.
 
-How: on a GPU `engine.attention: auto` takes the first of flash and flex that can run and passes its trial, and sdpa
-otherwise. The trial runs a forward and a backward pass on a few packed rows and compares them with plain operations in
-fp32, without dropout, for whole examples and for windows; torch's own attention may take a library, such as cuDNN,
-that is broken where the backend is not. For flash it also checks the mean and the scatter of the dropout factors. On a
-CPU the backend is sdpa.
+How: on a GPU `engine.attention: auto` takes the first of flash3 (if its package is installed), flash and flex that can
+run and passes its trial, and sdpa otherwise. The trial runs a forward and a backward pass on a few packed rows and
+compares them with plain operations in fp32, without dropout, for whole examples and for windows; torch's own attention
+may take a library, such as cuDNN, that is broken where the backend is not. For flash it also checks the mean and the
+scatter of the dropout factors. On a CPU the backend is sdpa.
 
 Cost: a trial of flash runs a few small kernels; one of flex compiles it, which takes seconds.
 
@@ -27,6 +27,7 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.attention import (
     BACKENDS,
+    Flash3Mask,
     FlashMask,
     FlexMask,
     LayerMask,
@@ -36,6 +37,7 @@ from electra_dist.model.attention import (
     head_widths,
 )
 from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.flash_attention import flash3_is_installed
 from electra_dist.model.row_layout import ExampleBounds, RowLayout
 
 _TRIAL_ROWS = 2
@@ -66,6 +68,8 @@ def choose_attention(config: Config, device: str) -> Choice:
         return Choice("sdpa", "FlashAttention and FlexAttention do not train on a CPU")
 
     preferred: list[type[LayerMask]] = [FlashMask, FlexMask]
+    if flash3_is_installed():
+        preferred.insert(0, Flash3Mask)
     candidates = [
         Candidate(backend.name, backend.title, functools.partial(find_fault, backend, config, device))
         for backend in preferred
@@ -133,6 +137,7 @@ def find_trial_fault(
     *inputs, upstream = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     expected = _expected_output_and_gradient(inputs, upstream, reach)
     try:
+        backend.switch_on()
         found = _output_and_gradient(backend, inputs, upstream, reach)
         # One difference for the output, and one for the gradients. `max` of Python would lose a NaN.
         differences = [(a - b).abs().max().item() for a, b in zip(expected, found, strict=True)]

@@ -8,6 +8,9 @@ nothing is copied before the kernel. The three gradients are copied into one ten
 them itself; the same pass sums them for the bias of that product. Under torch.compile two custom operators take the
 place of the autograd function, because the backward pass has to switch a mode of torch while it runs.
 
+`use_kernels` changes, for the whole process, which kernels torch's operators run: torch's own, or those of the package
+flash-attn-3.
+
 Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
 The operator is private in torch, and is called with the arguments that versions 2.11 to 2.13 have in common.
 
@@ -17,18 +20,76 @@ Shapes: T = B * S tokens of all rows, N heads, D features of a head, H = N * D.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from electra_kernels.layer_passes import join_gradients
 from torch.autograd.function import once_differentiable
+from torch.nn import attention as torch_attention
 
 from electra_dist.model.row_layout import ExampleBounds
 
 # The operators, which tests replace by their definition in plain PyTorch.
 _forward_operator = torch.ops.aten._flash_attention_forward
 _backward_operator = torch.ops.aten._flash_attention_backward
+
+_LEAST_CAPABILITY = (8, 0)  # compute capability that torch's kernels need
+_WIDTH_MULTIPLE = 8  # the width of a head must be a multiple of it
+_MOST_WIDTH = 256  # widest head of the kernels
+_FLASH3_CAPABILITY = (9, 0)  # the only compute capability for which torch runs the kernels of flash-attn-3
+_FLASH3_MODULE = "flash_attn_interface"  # of the package flash-attn-3
+
+
+def kernel_limit(precision: str, head_widths: Sequence[int]) -> str:
+    """Return why the kernels cannot run a model on the current GPU, or ""."""
+    if precision == "fp32":
+        return "it computes in bf16 or fp16, and train.precision is fp32"
+    for width in head_widths:
+        if width % _WIDTH_MULTIPLE or width > _MOST_WIDTH:
+            return f"a head of width {width} is not a multiple of {_WIDTH_MULTIPLE} up to {_MOST_WIDTH}"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < _LEAST_CAPABILITY:
+        return f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0"
+    return ""
+
+
+def flash3_limit(dropout: float) -> str:
+    """Return what keeps the kernels of the package flash-attn-3, beside the limits of all, from running, or ""."""
+    if not flash3_is_installed():
+        return "it needs the package flash-attn-3, which is not installed"
+    if dropout:
+        return f"it has no dropout, and that of attention is {dropout:g}"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != _FLASH3_CAPABILITY:
+        return f"the GPU has compute capability {major}.{minor}, and torch runs these kernels on 9.0 only"
+    return ""
+
+
+def flash3_is_installed() -> bool:
+    """Return whether the package flash-attn-3 is installed, without importing it."""
+    return importlib.util.find_spec(_FLASH3_MODULE) is not None
+
+
+def use_kernels(package: str | None) -> None:
+    """Make torch's FlashAttention operators run the kernels of a package that torch knows ("FA3"), or its own (None).
+
+    Raises ImportError, RuntimeError or ValueError if the package is missing or wrong, or torch is too old.
+    """
+    if package is not None:
+        if not hasattr(torch_attention, "activate_flash_attention_impl"):
+            raise RuntimeError(f"torch {torch.__version__} cannot run other kernels than its own")
+        torch_attention.activate_flash_attention_impl(package)
+    elif used_kernels() is not None:
+        torch_attention.restore_flash_attention_impl()
+
+
+def used_kernels() -> str | None:
+    """Return the package whose kernels torch's operators run, such as "FA3"; None for torch's own."""
+    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)
+    name: str | None = current()
+    return name
 
 
 def flash_attention(

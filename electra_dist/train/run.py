@@ -271,6 +271,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         keep_compiled_code(node_cache_folder(config).path / "compiled")
     attention = agree(choose_attention(config, local_device().type), fallback="sdpa")
     objective.attention = BACKENDS[attention.name]
+    objective.attention.switch_on()
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -17,10 +18,11 @@ from electra_dist.config.load import load_config
 from electra_dist.engine import process_group
 from electra_dist.errors import UserError
 from electra_dist.model import attention, attention_choice, flash_attention
-from electra_dist.model.attention import BACKENDS, FlashMask, FlexMask, LayerMask
+from electra_dist.model.attention import BACKENDS, Flash3Mask, FlashMask, FlexMask, LayerMask
 from electra_dist.model.attention_choice import attention_note, choose_attention, find_fault, find_trial_fault
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+STAND_INS = Path(__file__).parents[1] / "pretended_gpu" / "packages"
 LARGE = CONFIGS / "large_25pct_mask.yaml"
 FP32 = ("train.precision=fp32", "engine.overlap_communication=false")
 NO_DROPOUT = "model.attention_dropout=0"
@@ -36,16 +38,21 @@ def test_the_config_and_the_model_know_the_same_backends() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
     """A function that pretends a GPU whose trials have the given faults, and returns the trials that are made."""
 
-    def pretend(flash: str = "", flex: str = "", capability: tuple[int, int] = (9, 0)) -> list[tuple[Any, ...]]:
+    def pretend(
+        flash: str = "", flex: str = "", flash3: str | None = None, capability: tuple[int, int] = (9, 0)
+    ) -> list[tuple[Any, ...]]:
         trials: list[tuple[Any, ...]] = []
+
+        def find_spec(name: str) -> str | None:
+            return None if name == "flash_attn_interface" and flash3 is None else name
 
         def trial(backend: type[LayerMask], *rest: Any) -> str:
             trials.append((backend.name, *rest))
-            return {"flash": flash, "flex": flex}[backend.name]
+            return {"flash": flash, "flash3": flash3 or "", "flex": flex}[backend.name]
 
         monkeypatch.setattr(attention_choice, "find_trial_fault", trial)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(attention.importlib.util, "find_spec", find_spec)
         return trials
 
     return pretend
@@ -62,6 +69,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]
         ([NO_DROPOUT], {}, "flash", "compute no pairs"),
         ([NO_DROPOUT], {"flash": "no kernel image"}, "flex", "no kernel image"),
         ([NO_DROPOUT], {"flex": "ptxas is missing", "flash": "no kernel"}, "sdpa", "no kernel"),
+        ([], {"flash3": ""}, "flash", "FlashAttention 3 cannot be used: it has no dropout"),
+        ([NO_DROPOUT], {"flash3": ""}, "flash3", "made for this GPU"),
+        ([*MODERN, NO_DROPOUT], {"flash3": ""}, "flash3", "made for this GPU"),
+        ([NO_DROPOUT], {"flash3": "no kernel image"}, "flash", "width 64: no kernel image"),
+        ([NO_DROPOUT], {"flash3": "", "capability": (10, 0)}, "flash", "on 9.0 only"),
+        ([NO_DROPOUT, "engine.attention=flash3"], {"flash3": ""}, "flash3", "set by engine.attention"),
         ([NO_DROPOUT, *FP32], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
         ([NO_DROPOUT, *FP32], {}, "flex", "train.precision is fp32"),
         ([*MODERN, NO_DROPOUT], {}, "flash", "windows"),
@@ -122,9 +135,49 @@ def test_a_demand_that_the_device_cannot_meet_ends_the_run(backend: str, gpu: An
         choose_attention(config, "cuda")
 
 
+def test_flash3_needs_its_package(gpu: Any) -> None:
+    trials = gpu()
+    with pytest.raises(UserError, match=r"cannot be used on this GPU: it needs the package flash-attn-3, .*; set"):
+        choose_attention(load_config(LARGE, ["engine.attention=flash3", NO_DROPOUT]), "cuda")
+    assert not trials
+
+
+def test_torch_runs_the_kernels_of_flash_attn_3_from_its_trial_on_until_another_backend_is_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in takes the package's place. On a CPU torch asks the package for its kernels and calls none."""
+    used: list[str | None] = []
+
+    def forward(*arguments: Any, **window: Any) -> Any:
+        used.append(flash_attention.used_kernels())
+        return flash_definition.forward(*arguments, **window)
+
+    monkeypatch.setattr(flash_attention, "_forward_operator", forward)
+    monkeypatch.setattr(flash_attention, "_backward_operator", flash_definition.backward)
+    missing = find_trial_fault(Flash3Mask, "cpu", torch.float32, 32, 0.0, None)
+    assert missing == "No module named 'flash_attn_interface'" and not used
+
+    monkeypatch.syspath_prepend(STAND_INS)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    try:
+        assert flash_attention.flash3_is_installed()
+        assert find_trial_fault(Flash3Mask, "cpu", torch.float32, 32, 0.0, None) == ""
+        assert used == ["FA3"]
+        assert find_trial_fault(FlashMask, "cpu", torch.float32, 32, 0.0, None) == ""
+        assert used == ["FA3", None]
+        Flash3Mask.switch_on()
+        assert flash_attention.used_kernels() == "FA3"
+    finally:
+        BACKENDS["sdpa"].switch_on()
+    assert flash_attention.used_kernels() is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["engine.attention=flash3", "model.attention_dropout=0.1"], "flash3 supports neither attention dropout nor"),
+        (["engine.attention=flash3", NO_DROPOUT, ELECTRIC], "flash3 supports neither attention dropout nor"),
+        (["engine.attention=flash3", NO_DROPOUT, *FP32], "flash3 computes in bf16 or fp16 only"),
         (["engine.attention=flex", "model.attention_dropout=0.1"], "flex supports neither attention dropout nor"),
         (["engine.attention=flex", NO_DROPOUT, ELECTRIC], "flex supports neither attention dropout nor"),
         (["engine.attention=flash", ELECTRIC], "flash does not support the one-directional attention"),

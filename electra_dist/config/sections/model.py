@@ -104,8 +104,8 @@ class ModelConfig(Section):
     )
     attention_dropout: Probability = Field(
         default=0.1,
-        description="Dropout probability of the attention weights; must be 0 for engine.attention: flex. modern: 0 "
-        "by default.",
+        description="Dropout probability of the attention weights; must be 0 for engine.attention: flex and flash3. "
+        "modern: 0 by default.",
     )
     generator_dropout: Probability | None = Field(
         default=None,

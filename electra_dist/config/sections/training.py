@@ -390,11 +390,12 @@ class EngineConfig(Section):
         default=False,
         description="Whether layers are computed again in the backward pass, which saves memory and costs time.",
     )
-    attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
+    attention: Literal["auto", "sdpa", "flash", "flash3", "flex"] = Field(
         default="auto",
         description="Attention code. sdpa: torch's scaled_dot_product_attention. flash: FlashAttention; needs a GPU "
-        "of compute capability 8.0 and bf16 or fp16. flex: FlexAttention; needs a GPU and model.attention_dropout: 0. "
-        "auto: on a GPU flash, otherwise flex, each only where it passes a trial; otherwise sdpa.",
+        "of compute capability 8.0 and bf16 or fp16. flash3: the same by the package flash-attn-3; needs an H100 or "
+        "H200 and model.attention_dropout: 0. flex: FlexAttention; needs a GPU and model.attention_dropout: 0. "
+        "auto: on a GPU the first of flash3, flash and flex that passes a trial; otherwise sdpa.",
     )
     deterministic: bool = Field(
         default=True,
