@@ -74,15 +74,23 @@ def check_load(node: str) -> list[Finding]:
     the user has asked for the CPU, otherwise a user error.
     """
     if not torch.cuda.is_available():
-        try:
-            check_gpus()
-        except UserError as error:
-            return [from_error(error, node)]
+        hidden = _hidden_gpus(node)
+        if hidden:
+            return hidden
         what = f"no matrix product was tried: torch {torch.__version__} sees no GPU"
         return [Finding(severity="warning", node=node, what=what, next_step="install a CUDA build of torch")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     speeds, findings = _load(devices, node, sample_gpus=True)
     return findings + classify_speeds(speeds)
+
+
+def _hidden_gpus(node: str) -> list[Finding]:
+    """Return a user error if this node has GPUs, torch sees none, and nobody has asked for the CPU; otherwise []."""
+    try:
+        check_gpus()
+    except UserError as error:
+        return [from_error(error, node)]
+    return []
 
 
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
@@ -91,9 +99,12 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     `own` are this rank's findings so far; the result includes them for all ranks. The default process group is made
     from the launcher's environment variables and destroyed again. If the ranks cannot connect or a collective fails,
     no exception is raised. The result is then `own` and one unhealthy finding about the job as a whole, because the
-    faulty node is not known.
+    faulty node is not known. A node with GPUs of which torch sees none has a finding at once, and its ranks do not
+    wait for those of the other nodes, with which they could not exchange data.
     """
-
+    hidden = _hidden_gpus(node)
+    if hidden:
+        return [*own, *hidden]
     backend = _backend()
     check_meeting(os.environ.setdefault("MASTER_ADDR", "127.0.0.1"))
     os.environ.setdefault("MASTER_PORT", "29500")

@@ -118,6 +118,16 @@ def test_a_node_whose_gpus_torch_does_not_see_must_not_start_unless_the_cpu_is_a
     assert finding.severity == severity and re.search("sees no(ne| GPU)", finding.what)
 
 
+def test_ranks_on_a_node_whose_gpus_torch_does_not_see_do_not_compare_their_cpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nvml, "pynvml", fake)
+    fake.configure([{}, {}])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    own = Finding(severity="ok", node="n1", what="a check before")
+    first, second = rank_checks.check_ranks("n1", [own])
+    assert first == own
+    assert second.severity == "user error" and "has 2 GPUs, but torch sees none" in second.what
+
+
 def start_rank(
     config: Path, rank: int, world_size: int, port: int, code: str = "", **env: str
 ) -> subprocess.Popen[str]:
