@@ -12,6 +12,9 @@ products, copies within the device and their megabytes, fills, copies from and t
 the megabytes that an update exchanges, the smallest alignment in bytes that torch asked of cuBLASLt, and the peak of
 the allocated memory.
 
+The mode `old driver` is a node whose driver is too old for torch, so that torch sees none of its GPUs: training and
+preflight must end with exit code 78 and one line that says so, instead of computing on the CPU.
+
 The first call installs torch's CUDA build (4.5 GB) into a folder of its own, build/pretended_gpu or --folder.
 
 Limits: one rank. No time is measured. cuSOLVER is not pretended, so `optimizer.name: muon` does not run.
@@ -36,11 +39,16 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 
 from support.real_runs import write_corpus  # noqa: E402
 
+from electra_dist.errors import EXIT_USER_ERROR  # noqa: E402
+
 SOURCES = Path(__file__).resolve().parent
 RECORD = SOURCES / "recorded.json"
 # "===" keeps pip from taking a build for CPUs. The last two packages have headers that the others include.
 PACKAGES = ("torch===2.13.0", "nvidia-cuda-cccl==13.0.85", "nvidia-cuda-crt==13.0.88")
 LIBRARIES = {"runtime.cpp": "libruntime.so", "libraries.cpp": "liblibraries.so", "driver.cpp": "libcuda.so.1"}
+MANAGEMENT = "management.cpp"  # has a folder of its own, because only the mode `old driver` needs it
+PACKAGES_OF_MODE = SOURCES / "packages"  # found by the mode `flash3` only
+OLD_DRIVER = "old driver"
 VOCAB_SIZE = 30522
 LAST_STEP = 3
 LIMIT_S = 1800
@@ -72,6 +80,7 @@ MODES = {
         Mode("auto", "small.yaml", (*_TWO_LAYERS, "train.global_batch=16", "train.micro_batch=auto")),
         Mode("offload", "small.yaml", (*_SMALL, "engine.zero_stage=2", "engine.offload_optimizer=true")),
         Mode("compile", "small.yaml", (*_SMALL, "engine.compile=true")),
+        Mode("flash3", "small.yaml", (*_SMALL, "model.attention_dropout=0", "engine.attention=flash3")),
         Mode("modern", "modern_400m.yaml", _SMALL),  # compiled, as the file says
         Mode("modern eager", "modern_400m.yaml", (*_SMALL, "engine.compile=false")),
     ]
@@ -93,8 +102,9 @@ def build(folder: Path, site: Path) -> Path:
     """Compile the pretended libraries; return their folder."""
     libraries = folder / "lib"
     libraries.mkdir(parents=True, exist_ok=True)
+    (libraries / "management").mkdir(exist_ok=True)
     includes = [f"-I{site}/nvidia/{part}/include" for part in ("cu13", "nccl")]
-    for source, name in LIBRARIES.items():
+    for source, name in {**LIBRARIES, MANAGEMENT: "management/libnvidia-ml.so.1"}.items():
         command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-deprecated-declarations", *includes]
         subprocess.run([*command, str(SOURCES / source), "-o", str(libraries / name), "-ldl"], check=True)
     return libraries
@@ -105,27 +115,10 @@ def run(mode: Mode, folder: Path, site: Path, libraries: Path) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         counts = scratch / "counts.json"
-        seq_len = 1024 if mode.file.startswith("modern") else 512 if mode.file.startswith("large") else 128
-        write_corpus(str(scratch / "corpus"), [1024], seq_len=seq_len, vocab_size=VOCAB_SIZE)
-        settings = [
-            *(f"run_dir={scratch / 'run'}", f"data.corpus={scratch / 'corpus'}", "data.heldout=null"),
-            *("train.num_steps=100", "optimizer.warmup_steps=10", "log.tensorboard=false"),
-            *("optimizer.implementation=foreach", *mode.overrides),  # the others need nvcc
-        ]
-        command = [sys.executable, str(SOURCES / "rank.py"), str(counts), str(LAST_STEP)]
-        command += ["--config", str(REPOSITORY / "configs" / mode.file)]
-        for setting in settings:
-            command += ["--set", setting]
-        search_path = [site, REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "launcher"]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, search_path)),
-            "LD_PRELOAD": f"{libraries / 'libruntime.so'} {libraries / 'liblibraries.so'}",
-            "LD_LIBRARY_PATH": str(libraries),
-            "TRITON_LIBCUDA_PATH": str(libraries),
-            "TRITON_CACHE_DIR": str(folder / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-            "DS_ACCELERATOR": "cuda",
-        }
+        command = [sys.executable, str(SOURCES / "rank.py"), str(counts), str(LAST_STEP), *_options(mode, scratch)]
+        environment = _environment(folder, site, libraries)
+        if mode.name == "flash3":
+            environment["PYTHONPATH"] += os.pathsep + str(PACKAGES_OF_MODE)
         done = subprocess.run(
             command, env=environment, cwd=scratch, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
@@ -133,6 +126,56 @@ def run(mode: Mode, folder: Path, site: Path, libraries: Path) -> dict[str, Any]
             raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
         counted: dict[str, Any] = json.loads(counts.read_text(encoding="utf-8"))
         return counted
+
+
+def _options(mode: Mode, scratch: Path) -> list[str]:
+    """Write a corpus into `scratch`; return the options of a training in a mode that reads it and writes there."""
+    seq_len = 1024 if mode.file.startswith("modern") else 512 if mode.file.startswith("large") else 128
+    write_corpus(str(scratch / "corpus"), [1024], seq_len=seq_len, vocab_size=VOCAB_SIZE)
+    settings = [
+        *(f"run_dir={scratch / 'run'}", f"data.corpus={scratch / 'corpus'}", "data.heldout=null"),
+        *("train.num_steps=100", "optimizer.warmup_steps=10", "log.tensorboard=false"),
+        *("optimizer.implementation=foreach", *mode.overrides),  # the others need nvcc
+    ]
+    options = ["--config", str(REPOSITORY / "configs" / mode.file)]
+    for setting in settings:
+        options += ["--set", setting]
+    return options
+
+
+def _environment(folder: Path, site: Path, libraries: Path) -> dict[str, str]:
+    """Return the environment in which the pretended libraries stand before CUDA's."""
+    search_path = [site, REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "launcher"]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, search_path)),
+        "LD_PRELOAD": f"{libraries / 'libruntime.so'} {libraries / 'liblibraries.so'}",
+        "LD_LIBRARY_PATH": str(libraries),
+        "TRITON_LIBCUDA_PATH": str(libraries),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "DS_ACCELERATOR": "cuda",
+    }
+
+
+def check_old_driver(folder: Path, site: Path, libraries: Path) -> list[str]:
+    """Start training and preflight on a node whose driver is too old; return what is wrong with how they end."""
+    faults = []
+    for program in ("electra_launcher.pretrain", "electra_launcher.preflight"):
+        with tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            environment = _environment(folder, site, libraries) | {"PRETENDED_DRIVER": "12040"}
+            environment["LD_LIBRARY_PATH"] += os.pathsep + str(libraries / "management")
+            command = [sys.executable, "-m", program, *_options(MODES["zero-1"], scratch)]
+            done = subprocess.run(
+                command, env=environment, cwd=scratch, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )
+            output = done.stdout + done.stderr
+            named = [line for line in output.splitlines() if "this node has 1 GPU, but torch sees none" in line]
+            print(f"{OLD_DRIVER}: {program} ends with {done.returncode}: {' '.join(named)}", flush=True)
+            is_refused = done.returncode == EXIT_USER_ERROR and len(named) == 1 and "550.54.15" in named[0]
+            if not is_refused or (scratch / "run" / "ledger.jsonl").exists():
+                faults.append(f"{OLD_DRIVER}: {program} ends with {done.returncode} and\n{output[-3000:]}")
+    return faults
 
 
 def summary(counted: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the modes, print their table and compare it with the record; return 1 if a number differs."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", type=Path, default=REPOSITORY / "build" / "pretended_gpu")
-    options.add_argument("--modes", default=",".join(MODES), help="names of modes, separated by commas")
+    options.add_argument("--modes", default=",".join([*MODES, OLD_DRIVER]), help="names of modes, separated by commas")
     options.add_argument("--write", action="store_true", help="rewrite the record of these modes")
     options.add_argument("--kinds", default="", help="also print the counts of these kinds by name, such as launch")
     arguments = options.parse_args(argv)
@@ -192,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = []
     print(header())
     for name in arguments.modes.split(","):
+        if name == OLD_DRIVER:
+            faults += check_old_driver(folder, site, libraries)
+            continue
         try:
             counted = run(MODES[name], folder, site, libraries)
         except RuntimeError as error:
@@ -205,11 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(f"  {part} {count['kind']} {count['events']} {count['bytes']} {count['name']}")
         if arguments.write:
             recorded[name] = numbers
+            lines = [f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in MODES if name in recorded]
+            RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="ascii")
         elif recorded.get(name) != numbers:
             faults.append(f"{name}: recorded are {recorded.get(name)}, and found are {numbers}")
-    if arguments.write:
-        lines = [f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in MODES if name in recorded]
-        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="ascii")
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0

@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests python tests/pretended_gpu/predict.py                        # 64 rows, as the paper trained
     PYTHONPATH=tests python tests/pretended_gpu/predict.py --mode fast            # large_fast.yaml
+    PYTHONPATH=tests python tests/pretended_gpu/predict.py --mode "fast, flash3"  # the same with FlashAttention 3
     PYTHONPATH=tests python tests/pretended_gpu/predict.py --set products=700     # with another assumption
 
 Counted are the sizes of all products, the copies and the number of kernels (`recorded.json`, from the pretended GPU),
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pretended_gpu.drill import MODES
 from support.rehearsal import DeviceCall, Figures, Launch, build, rehearse, step_input
 
 from electra_dist.config import Config
@@ -34,8 +36,20 @@ from electra_dist.planning.multi_node_scaling import Cluster, scale
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "recorded.json"
 GPU = "H200"
-ROWS = 64  # of the recorded micro-batch
-FILES = {"large": "large_25pct_mask.yaml", "fast": "large_fast.yaml"}
+
+
+class Subject(NamedTuple):
+    """What is predicted."""
+
+    recorded: str  # mode of the drill whose counts are used
+    attention: str = "flash"  # whose speeds are assumed
+
+
+SUBJECTS = {
+    "large": Subject("large"),
+    "fast": Subject("fast"),
+    "fast, flash3": Subject("fast", attention="flash3"),
+}
 FABRIC = 8 * 50e9  # bytes per second of a node with eight links of 400 Gb/s
 _UPDATE_BYTES = 42  # a parameter: norm, clipping, AdamW on fp32 masters and moments, the bf16 weight
 _SUM_BYTES = 18  # a parameter whose gradient no product adds: cast to fp32, then added
@@ -61,6 +75,8 @@ ASSUMPTIONS = {
     "attention_backward": Assumption(150, 110, 185, "TFLOP/s", "its backward pass in a fixed order", "attention"),
     "plain_forward": Assumption(280, 220, 340, "TFLOP/s", "FlashAttention without dropout", "attention"),
     "plain_backward": Assumption(210, 165, 260, "TFLOP/s", "its backward pass in a fixed order", "attention"),
+    "flash3_forward": Assumption(400, 320, 480, "TFLOP/s", "FlashAttention 3", "attention"),
+    "flash3_backward": Assumption(300, 230, 380, "TFLOP/s", "its backward pass in a fixed order", "attention"),
     "gap": Assumption(1.2, 2.0, 0.5, "us", "start of a kernel after the one before it", "profile"),
     "waits": Assumption(0.5, 2.0, 0.0, "ms", "the device waits for the host at an update", "deepspeed"),
 }
@@ -82,9 +98,12 @@ _SUMMED_COLUMNS = {"norm_backward_kernel": ("hidden", 3), "gelu_gradient_kernel"
 
 
 def predict(
-    config: Config, figures: Figures, recorded: Mapping[str, Any], speeds: Mapping[str, float]
+    config: Config, figures: Figures, recorded: Mapping[str, Any], speeds: Mapping[str, float], attention: str
 ) -> Counter[str]:
-    """Return the predicted milliseconds of each part of a micro-batch, the update's share included."""
+    """Return the predicted milliseconds of each part of a micro-batch, the update's share included.
+
+    `attention` is "flash" or "flash3".
+    """
     parts: Counter[str] = Counter()
     bytes_per_ms = speeds["bandwidth"] * 1e9
     summed = 0  # parameters whose gradients products add to the sums
@@ -101,7 +120,7 @@ def predict(
         summed += count * m * n if is_sum else 0
     for call in figures.device_calls:
         if not call.name.startswith(_PRODUCTS):
-            _add_call(parts, call, config, speeds)
+            _add_call(parts, call, config, speeds, attention)
     for launch in figures.launches:
         part, speed = _PART_OF_KERNEL.get(launch.kernel, ("kernels of the heads", "norms"))
         parts[part] += _moved_bytes(launch) / (bytes_per_ms * speeds[speed])
@@ -112,16 +131,19 @@ def predict(
     num_kernels = sum(micro_batch[kind] for kind in ("launch", "product", "copies", "fill"))
     parts["gaps between kernels"] = num_kernels * speeds["gap"] / 1e3
     update_ms = _UPDATE_BYTES * num_parameters / bytes_per_ms + speeds["waits"]
-    parts["update, its share"] = update_ms / (config.train.global_batch // ROWS)
+    parts["update, its share"] = update_ms * config.train.micro_batch / config.train.global_batch
     return parts
 
 
-def _add_call(parts: Counter[str], call: DeviceCall, config: Config, speeds: Mapping[str, float]) -> None:
+def _add_call(
+    parts: Counter[str], call: DeviceCall, config: Config, speeds: Mapping[str, float], attention: str
+) -> None:
     """Add the time of an operator of torch that is no product to its part."""
     if "attention" in call.name:
-        kind = "attention" if config.model.attention_dropout else "plain"
+        kind = "flash3" if attention == "flash3" else "attention" if config.model.attention_dropout else "plain"
         hidden = max(shape[-2] * shape[-1] for shape in call.shapes if len(shape) == 3)
-        flops = 4.0 * ROWS * config.data.seq_len**2 * hidden  # forward; the backward pass has 2.5 times as many
+        tokens = config.train.micro_batch * config.data.seq_len
+        flops = 4.0 * tokens * config.data.seq_len * hidden  # forward; the backward pass has 2.5 times as many
         if "backward" in call.name:
             parts["attention"] += 2.5e-9 * flops / speeds[f"{kind}_backward"]
         else:
@@ -150,7 +172,7 @@ def _moved_bytes(launch: Launch) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the prediction of a mode with its assumptions."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--mode", choices=FILES, default="large")
+    options.add_argument("--mode", choices=SUBJECTS, default="large")
     options.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace an assumption")
     options.add_argument("--record", type=Path, default=RECORD, help="record of the drill")
     arguments = options.parse_args(argv)
@@ -160,22 +182,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in ASSUMPTIONS:
             options.error(f"--set {setting}: choose one of {', '.join(ASSUMPTIONS)}")
         chosen[name] = float(value)
-    config = load_config(REPOSITORY / "configs" / FILES[arguments.mode], ["train.micro_batch=64"])
+    subject = SUBJECTS[arguments.mode]
+    mode = MODES[subject.recorded]
+    rows = [override for override in mode.overrides if override.startswith("train.micro_batch=")]
+    config = load_config(REPOSITORY / "configs" / mode.file, rows)  # the update's share is that of the file's batch
     module = build(config)
     rehearse(module, lambda: step_input(config, module, 1))  # what a process tries once and remembers does not count
-    figures = rehearse(module, lambda: step_input(config, module, ROWS))
-    recorded = json.loads(arguments.record.read_text(encoding="ascii"))[arguments.mode]
+    figures = rehearse(module, lambda: step_input(config, module, config.train.micro_batch))
+    recorded = json.loads(arguments.record.read_text(encoding="ascii"))[mode.name]
     columns = []
     for end in ("value", "good", "bad"):
         speeds = {name: getattr(assumption, end) for name, assumption in ASSUMPTIONS.items()}
-        columns.append(predict(config, figures, recorded, speeds | chosen))
-    print(f"PREDICTED, not measured: {FILES[arguments.mode]}, {ROWS} rows x {config.data.seq_len}, one {GPU}\n")
+        columns.append(predict(config, figures, recorded, speeds | chosen, subject.attention))
+    num_rows = config.train.micro_batch
+    print(f"PREDICTED, not measured: {mode.file}, {num_rows} rows x {config.data.seq_len}, one {GPU}\n")
     print(f"| part, ms | likely | best | worst |\n|{' --- |' * 4}")
     for name, _ in columns[0].most_common():
         print(f"| {name} | " + " | ".join(f"{column[name]:.1f}" for column in columns) + " |")
     totals = [sum(column.values()) for column in columns]
     print("| **sum** | " + " | ".join(f"{total:.1f}" for total in totals) + " |")
-    rates = [1e3 * ROWS * config.data.seq_len / total for total in totals]
+    rates = [1e3 * num_rows * config.data.seq_len / total for total in totals]
     print("| **thousand tokens/s** | " + " | ".join(f"{rate / 1e3:.0f}" for rate in rates) + " |")
     flops = token_flops(config.model, config.data.seq_len, config.objective).total
     shares = [mfu(rate, flops, 1, peak_flops(GPU)) for rate in rates]

@@ -169,10 +169,15 @@ API void pretended_write(const char* path) {
 
 // The device.
 
-API cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+// With PRETENDED_DRIVER=12040 the driver is of CUDA 12.4, too old for this build of torch.
+int driver_version() { return getenv("PRETENDED_DRIVER") ? atoi(getenv("PRETENDED_DRIVER")) : CUDART_VERSION; }
+API cudaError_t cudaGetDeviceCount(int* count) {
+  if (driver_version() < CUDART_VERSION) return *count = 0, cudaErrorInsufficientDriver;
+  return *count = 1, cudaSuccess;
+}
 API cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 API cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
-API cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
+API cudaError_t cudaDriverGetVersion(int* version) { return *version = driver_version(), cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   return *value = attribute(which), cudaSuccess;
