@@ -5,6 +5,7 @@ step's all-reduce (`train/step.py`), so that a signal to any one rank stops all 
 checkpoint, and exit code 75.
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
+    INTERRUPT_SIGNAL                     stop        as after Ctrl-C, of which the supervisor tells the ranks so
     SIGHUP (the terminal was closed)     stop        unless the run was started with nohup, which ignores it
     RUN/stop                             stop        create it (touch); removed once the run has saved and stops
     RUN/save                             save now    create it (touch); removed when the save begins
@@ -28,7 +29,14 @@ from types import FrameType
 
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# Passed on by a supervisor that was interrupted. It is not SIGINT, because a rank that gets SIGINT a second time, as one
+# does if all processes of a job are sent it, ends without a save. No library in use claims this signal.
+INTERRUPT_SIGNAL = signal.SIGRTMIN + 6
+INTERRUPTED = "interrupted (Ctrl-C)"  # the reason of such a stop, and the content of the file `stop` that asks for it
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
+    INTERRUPT_SIGNAL,
+)
 _JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds
 _UNIX_TIME = re.compile(r"[0-9]{1,12}")  # Slurm may also say "Unknown".
 _LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
@@ -78,7 +86,8 @@ class StopRequest:
         """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
-        self._reason = signal.Signals(number).name
+        is_interrupt = number in (signal.SIGINT, INTERRUPT_SIGNAL)
+        self._reason = INTERRUPTED if is_interrupt else signal.Signals(number).name
 
     def wants_stop(self) -> bool:
         """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
@@ -93,6 +102,8 @@ class StopRequest:
 
     def _find_reason(self) -> str:
         if self._stop_file.exists():
+            if self._is_of_interrupt():
+                return INTERRUPTED
             # launcher/electra_launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"
         if self._job_end is None:
@@ -101,6 +112,12 @@ class StopRequest:
         if remaining_s < self.margin_s:
             return f"the job ends in {remaining_s:.0f} s"
         return ""
+
+    def _is_of_interrupt(self) -> bool:
+        """Return whether `electra-dist train` on another host has made the file `stop` after Ctrl-C."""
+        with contextlib.suppress(OSError), self._stop_file.open("rb") as file:
+            return file.read(len(INTERRUPTED) + 1) == INTERRUPTED.encode()
+        return False
 
     def wants_save(self) -> bool:
         """Return whether the user has requested a checkpoint by the file `save`; False on ranks other than 0."""

@@ -19,6 +19,7 @@ _CONFIG_FILE = "pretrain.yaml"  # config.yaml would make the folder a run folder
 class Size(StrEnum):
     """Sizes that `init` offers, and the packaged config of each."""
 
+    TINY = "tiny"
     SMALL = "small"
     BASE = "base"
     LARGE = "large"
@@ -27,28 +28,29 @@ class Size(StrEnum):
     @property
     def config(self) -> str:
         """The path of the packaged config, as `--config` takes it."""
-        names = {Size.BASE: "base_size", Size.LARGE: "large_25pct_mask"}
+        names = {Size.TINY: "demo_cpu", Size.BASE: "base_size", Size.LARGE: "large_25pct_mask"}
         return f"configs/{names.get(self, self.value)}.yaml"
 
 
 def init(
     folder: Annotated[Path, typer.Argument(help="folder for the config, and later for its corpus and its run")],
-    size: Annotated[Size, typer.Option(help="size of the model")] = Size.SMALL,
+    size: Annotated[Size, typer.Option(help="size of the model; tiny learns from 60 KB to 5 MB of text on two CPU cores")] = Size.SMALL,
 ) -> None:
     """Write FOLDER/pretrain.yaml, a config of your own with each key explained, and print the commands that use it.
 
     The values are those of the config of this size that comes with the package. Edit them; `electra-dist config
     FOLDER/pretrain.yaml --describe` shows all other keys.
     """
-    from electra_dist.config.load import find_config_file, read_yaml
+    from electra_dist.config.load import find_config_file, load_config, read_yaml
 
     file = folder / _CONFIG_FILE
     if file.exists():
         raise UserError(f"{file}: there is a config already; edit it, or give another folder")
     tree = read_yaml(find_config_file(Path(size.config)))
+    vocab_size = load_config(size.config).model.vocab_size
     tree["extends"] = size.config
     tree["run_dir"] = str(folder / "run")
-    tree["data"]["corpus"] = str(folder / "corpus")
+    tree["data"] |= {"corpus": str(folder / "corpus"), "heldout": "{corpus}/heldout"}
     with writable(file):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(file, only_new=True) as out_file:
@@ -57,7 +59,7 @@ def init(
     out.print(f"{file} is written. Edit it, then, with TEXT as the folder of your text:")
     vocabulary, config = shlex.quote(str(folder / "vocab.txt")), shlex.quote(str(file))
     corpus, run = shlex.quote(str(folder / "corpus")), shlex.quote(str(folder / "run"))
-    out.print(f"  electra-dist corpus vocab --input TEXT --output {vocabulary}")
+    out.print(f"  electra-dist corpus vocab --input TEXT --output {vocabulary} --size {vocab_size}")
     out.print(f"  electra-dist corpus build --input TEXT --vocab {vocabulary} --output {corpus} --config {config}")
     out.print(f"  electra-dist train {config}")
     out.print(f"  electra-dist export {run}")

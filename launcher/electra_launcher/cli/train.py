@@ -206,6 +206,8 @@ def _on_hosts(start: _Start, hosts: Sequence[Host], num_ranks: int) -> int:
 def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> list[int]:
     """Wait for the supervisors and return their exit codes. Ctrl-C makes the ranks save; a second one ends them."""
     from electra_dist.run.folder import STOP_FILE
+    from electra_dist.store.atomic_files import replacing
+    from electra_dist.train.stop_request import INTERRUPTED
 
     num_interrupts = 0
     while True:
@@ -221,7 +223,8 @@ def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> 
             num_interrupts += 1
             if num_interrupts == 1:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                (run_dir / STOP_FILE).touch()
+                with replacing(run_dir / STOP_FILE) as file:
+                    file.write(INTERRUPTED.encode())
 
 
 def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> None:

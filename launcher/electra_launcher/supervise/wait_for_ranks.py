@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from electra_dist.run.heartbeat import HangLimits, Hung
+from electra_dist.train.stop_request import INTERRUPT_SIGNAL
 from electra_launcher.supervise.hang_report import HangReport, request_nccl_traces
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, is_lost
@@ -42,9 +43,8 @@ class ReceivedSignals:
         """Record a received signal; pass this method to `signal.signal` as the handler."""
         if number == signal.SIGINT:
             self.interrupts += 1
-        # A rank that receives a second SIGINT ends at once, and SIGHUP would kill a rank without handlers, which
-        # ignores SIGTERM: both are passed on as SIGTERM.
-        self.number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
+        # SIGHUP would kill a rank without handlers, which ignores SIGTERM.
+        self.number = {signal.SIGINT: INTERRUPT_SIGNAL, signal.SIGHUP: signal.SIGTERM}.get(number, number)
 
 
 class StartMonitor:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from electra_launcher.cli.console import open_console
 from electra_launcher.cli.main import app
-from electra_launcher.cli.train import Host, _cpu_ranks, _hosts, _print_next, _slots
+from electra_launcher.cli.train import Host, _codes_of, _cpu_ranks, _hosts, _print_next, _slots
 from support.real_runs import step_records, wait_until
 from typer.testing import CliRunner
 
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
+from electra_dist.train.stop_request import STOP_SIGNALS, StopRequest
 
 MakeConfig = Callable[..., Path]
 TRAIN = [str(Path(sys.executable).with_name("electra-dist")), "train"]
@@ -119,6 +120,10 @@ def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
     assert process.wait(timeout=120) == 75, (tmp_path / "out").read_text()
     assert (tmp_path / "out").read_text().endswith(f"to go on: electra-dist train {run}\n")
+    status = CliRunner().invoke(app, ["status", str(run)]).output
+    assert "stopped (stop: interrupted (Ctrl-C)" in status, status
+    why = CliRunner().invoke(app, ["why", str(run)]).output
+    assert "interrupted (Ctrl-C)" in why and "SIGTERM" not in why, why
 
     done = subprocess.run([*TRAIN, str(run)], capture_output=True, text=True, timeout=300)
 
@@ -126,6 +131,37 @@ def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one
     assert "ranks 0 to 1 of 2" in done.stdout and done.stdout.endswith(f"finished; next: electra-dist export {run}\n")
     pretrain(whole := tiny_config("whole", **settings), 2)
     assert losses(run) == losses(whole.with_suffix(""))
+
+
+def test_ctrl_c_stops_the_hosts_of_a_file_and_their_ranks_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Supervisor:
+        """Supervisor of a host, which ends once its ranks can have seen the request to stop."""
+
+        def poll(self) -> int | None:
+            return 75 if (tmp_path / "stop").exists() else None
+
+        wait = poll
+
+    def sleep(duration_s: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("electra_launcher.cli.train.time.sleep", sleep)
+    assert _codes_of([Supervisor()], tmp_path) == [75]  # type: ignore[list-item]
+    assert _reason_of_file(tmp_path) == "interrupted (Ctrl-C)"
+    (tmp_path / "stop").write_text("")  # as `touch` makes it
+    assert _reason_of_file(tmp_path) == f"file {tmp_path / 'stop'}"
+
+
+def _reason_of_file(run: Path) -> str:
+    """Return why rank 0 stops because of the file `stop`; the handlers of signals are as before."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    request = StopRequest(run, is_first_rank=True)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert request.wants_stop()
+    return request.reason
 
 
 @pytest.mark.parametrize("second", ["127.0.0.2", "away"])

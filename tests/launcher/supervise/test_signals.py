@@ -53,9 +53,31 @@ def to_the_step(run: Supervised) -> None:
             os.kill(pid, signal.SIGUSR2)
 
 
-@pytest.mark.parametrize("send", [to_the_supervisor, hang_up, to_one_rank, to_the_step])
+def interrupt(run: Supervised) -> None:
+    """Send SIGINT to the supervisor, as Ctrl-C does."""
+    run.process.send_signal(signal.SIGINT)
+
+
+def interrupt_all(run: Supervised) -> None:
+    """Send SIGINT to every process, as `scancel --signal=INT` does: ranks receive it beside what is passed on."""
+    for pid in [run.process.pid, *run.pids()]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("send", "why"),
+    [
+        (to_the_supervisor, "SIGTERM"),
+        (hang_up, "SIGTERM"),
+        (to_one_rank, "SIGTERM"),
+        (to_the_step, "SIGUSR2"),
+        (interrupt, "interrupted (Ctrl-C)"),
+        (interrupt_all, "interrupted (Ctrl-C)"),
+    ],
+)
 def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
-    tiny_config: Callable[..., Path], tmp_path: Path, send: Callable[[Supervised], None]
+    tiny_config: Callable[..., Path], tmp_path: Path, send: Callable[[Supervised], None], why: str
 ) -> None:
     config = tiny_config(**{"train.num_steps": 100_000})
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
@@ -66,6 +88,7 @@ def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
         (stop,) = run.events("stop")
         saved = [event.step for event in run.events("checkpoint")]
         assert saved[-1] == stop.step >= 7
+        assert stop.why == why
         assert len(run.events("start")) == 1 and not run.events("resume")
         assert run.pids() == []
         print(f"{send.__name__}: {time.time() - sent:.1f} s, saved at step {stop.step}")
