@@ -26,7 +26,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from functools import lru_cache
@@ -51,6 +51,7 @@ from electra_dist.pretrained.locate import Step
 from electra_dist.store.atomic_files import make_folder, writable
 
 RESULTS_FILE = "results.jsonl"
+_POLL_S = 1.0  # between two reports on progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,7 +208,7 @@ class SeedProcesses:
         """Compute jobs (one seed of one task each) in the processes; yield (job, result) as soon as a result is there.
 
         Raises UserError if a process was killed, or if the model or the data have changed since this process read
-        them. `progress` is called after each result with ("seeds", results done, results in total).
+        them. `progress` is called every second with ("seeds", results done, results in total).
         """
         if not jobs:
             return
@@ -223,10 +224,12 @@ class SeedProcesses:
         self._progress("seeds", 0, len(jobs))
         try:
             job_of = {pool.submit(_compute, self._model, *self._tasks[job.task], job): job for job in jobs}
-            for num_done, future in enumerate(as_completed(job_of), start=1):
-                result = future.result()
-                self._progress("seeds", num_done, len(jobs))
-                yield job_of[future], result
+            remaining = set(job_of)
+            while remaining:
+                ended, remaining = wait(remaining, _POLL_S, FIRST_COMPLETED)
+                for future in ended:
+                    yield job_of[future], future.result()
+                self._progress("seeds", len(jobs) - len(remaining), len(jobs))
         except BrokenProcessPool:
             raise UserError(
                 "a process of --parallel was killed, perhaps for lack of memory; finished seeds are kept: run the "

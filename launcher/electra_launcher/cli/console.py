@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from electra_dist.console import Console
 from electra_dist.escapes import printable
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
+# Seconds between two lines of progress: a tenth of the time so far, within limits.
+_PAUSE_SHARE = 0.1
+_LEAST_PAUSE_S = 10.0
+_MOST_PAUSE_S = 300.0
 
 
 def open_console(*, soft_wrap: bool = True) -> Console:
@@ -48,12 +53,42 @@ def _without_nan(tree: object) -> object:
     return tree
 
 
+class _ProgressLines:
+    """Lines of progress for an output that is no terminal: the first after ten seconds, later ones ever more rarely."""
+
+    def __init__(self, out: Console, amount: Callable[[int], str] = "{:,}".format) -> None:
+        self._out = out
+        self._amount = amount  # how a number of parts is written
+        self._began = self._newest_line = time.monotonic()
+        self._activity = ""
+        self._activity_began = 0.0
+        self._done_before = 0  # parts that were done when the activity began
+
+    def report(self, activity: str, done: int, total: int | None) -> None:
+        """Print how far the activity is, unless the newest line is too recent; `total` None is unknown."""
+        now = time.monotonic()
+        if activity != self._activity:
+            self._activity, self._activity_began, self._done_before = activity, now, done
+        pause_s = max(_LEAST_PAUSE_S, min(_MOST_PAUSE_S, _PAUSE_SHARE * (now - self._began)))
+        if now - self._newest_line < pause_s:
+            return
+        self._newest_line = now
+        new = done - self._done_before
+        line = f"{activity}: {self._amount(done)}"
+        if total is not None:
+            line += f" of {self._amount(total)}"
+        if total is not None and new > 0:
+            left_s = (now - self._activity_began) * (total - done) / new
+            line += f", about {left_s:,.0f} s left"
+        self._out.print(line)
+
+
 @contextmanager
 def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
+    """Show progress while the `with` block runs: a bar on a terminal, otherwise a line now and then.
 
-    Yields a function that updates the bar. Its arguments are the name of the current activity, the number of parts
-    that are done, and the number of all parts. The bar restarts when the name changes.
+    Yields a function that updates it. Its arguments are the name of the current activity, the number of parts that
+    are done, and the number of all parts. The bar restarts when the name changes.
     """
     from rich.progress import (
         BarColumn,
@@ -64,6 +99,9 @@ def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn,
     )
 
+    if not out.is_terminal:
+        yield _ProgressLines(out).report
+        return
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -72,7 +110,6 @@ def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(),
         console=out,
         transient=True,
-        disable=not out.is_terminal,
     )
     with bar:
         bar_id = bar.add_task("", total=None)
@@ -86,11 +123,32 @@ def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
+def tracked(shards: Iterable[int], activity: str) -> Iterator[int]:
+    """Yield the numbers of shards, and show on stderr how many of them are done."""
+    numbers = list(shards)
+    with progress_bar(Console(stderr=True)) as report:
+        for num_done, number in enumerate(numbers):
+            report(activity, num_done, len(numbers))
+            yield number
+
+
 @contextmanager
 def byte_progress(out: Console, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of bytes that are verified while the `with` block runs; yield a function that adds bytes."""
+    """Show how many bytes are verified while the `with` block runs; yield a function that adds bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    if not out.is_terminal:
+        lines = _ProgressLines(out, lambda num_bytes: f"{num_bytes / 1e6:,.0f} MB")
+        verified = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal verified
+            verified += num_bytes
+            lines.report("verified", verified, total)
+
+        lines.report("verified", 0, total)
+        yield add
+        return
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:
         bar = progress.add_task("verified", total=total)

@@ -102,3 +102,21 @@ def test_a_wrong_command_gives_an_error_of_one_line(tmp_path: Path, arguments: l
     result = CliRunner().invoke(app, ["finetune", *arguments, "--model", "nowhere", "--data", str(tmp_path)])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("parallel", ["1", pytest.param("2", marks=pytest.mark.multiproc)])
+def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
+    model_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    monkeypatch.setattr("electra_launcher.cli.console._LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.console._MOST_PAUSE_S", 0.0)
+    write_rte(tmp_path)
+    arguments = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path), "--seeds", "2"]
+    arguments += ["--set", "epochs=8", "--output", str(tmp_path / "out"), "--parallel", parallel]
+    tuned = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    what = "train: 2 of 2" if parallel == "1" else "seeds: 2 of 2"
+    assert what in tuned.stderr and what not in tuned.stdout
+    (tmp_path / "new.csv").write_text("sentence1,sentence2\nthe dog saw,the bird\n")
+    command = ["predict", str(tmp_path / "out" / "best"), str(tmp_path / "new.csv")]
+    predicted = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "predict: 1 of 1" in predicted.stderr and "predict: 1" not in predicted.stdout

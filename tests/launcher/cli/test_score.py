@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,15 @@ def test_a_wrong_command_gives_an_error_of_one_line(arguments: list[str], text: 
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [["score", "-", "--model"], ["minimal-pairs", "--pairs", "4", "--model"]])
+def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
+    command: list[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = CliRunner().invoke(app, [*command, model_folder], input=INPUT, catch_exceptions=False)
+    monkeypatch.setattr("electra_launcher.cli.console._LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.console._MOST_PAUSE_S", 0.0)
+    long = CliRunner().invoke(app, [*command, model_folder], input=INPUT, catch_exceptions=False)
+    assert " of " not in quick.stderr and long.stdout == quick.stdout
+    assert re.search(r"^(score|predict): \d+ of \d+", long.stderr, re.MULTILINE), long.stderr

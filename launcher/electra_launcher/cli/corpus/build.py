@@ -6,7 +6,7 @@ A corpus is a folder or S3 prefix with rows of token ids, which are split into t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.console import open_console, tracked
 from electra_launcher.cli.options import Corpus, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
@@ -252,14 +252,9 @@ def stats(
     corpus is missing or damaged.
     """
     # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
-    from rich.progress import track
-
     from electra_dist.corpus.stats.stats_page import write_stats_page
     from electra_dist.store.open_store import open_store
 
-    def progress(shards: Iterable[int]) -> Iterable[int]:
-        return track(list(shards), "reading", console=Console(stderr=True), transient=True)
-
     name = corpus.rstrip("/").rpartition("/")[2]
-    path = write_stats_page(open_store(corpus, endpoint_url), name, output, progress)
+    path = write_stats_page(open_store(corpus, endpoint_url), name, output, partial(tracked, activity="reading"))
     open_console().print(str(path))

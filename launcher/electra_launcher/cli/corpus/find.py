@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.console import open_console, print_json, tracked
 from electra_launcher.cli.options import AsJson, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
@@ -91,7 +90,7 @@ def find(
     config = open_run(run) if run else None
     sought = read_evaluation_texts(file, min_words, "--file") if file else None
     corpora = _open(corpus, config, endpoint_url)
-    search = RowSearch(query, corpora, _progress)
+    search = RowSearch(query, corpora, partial(tracked, activity="searching"))
     if sought is not None:
         forms = tokens_of_texts([text.text for text in sought.texts], corpora)
         rows = search.rows_with_texts(forms, least or _DEFAULT_LEAST)
@@ -160,12 +159,6 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
         )
     store = open_store(corpus, _endpoint_url(config, endpoint_url))
     return Corpora.of(store, read_manifest(store, "CORPUS"), corpus)
-
-
-def _progress(shards: Iterable[int]) -> Iterable[int]:
-    from rich.progress import track
-
-    return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
 def _parse_request(

@@ -12,7 +12,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.console import open_console, progress_bar
 from electra_launcher.cli.options import EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
@@ -173,15 +173,14 @@ class _Training:
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
         """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
-        columns = (TextColumn("sample for the vocabulary"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as bar:
-            task = bar.add_task("sample", total=ends[-1])
-            sample.take(self._texts(files), lambda file: bar.update(task, completed=ends[file]))
+        with progress_bar(self._console) as report:
+            sample.take(
+                self._texts(files),
+                lambda file: report("sample for the vocabulary, MB", ends[file] // 10**6, ends[-1] // 10**6),
+            )
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
         """Yield the file number, the number within the file, and the text of each usable document."""
