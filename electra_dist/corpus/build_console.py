@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from electra_dist.console import Console
-from electra_dist.corpus.build_report import BuildReport, SkippedDocuments
+from electra_dist.corpus.build_report import BuildReport, SkippedDocuments, remarks_on_shape
 from electra_dist.corpus.counts import SKIP_REASONS
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 
@@ -205,7 +205,8 @@ def remarks(report: BuildReport) -> list[str]:
     """Return one line for each finding that a user may want to correct; [] if there is none.
 
     Findings are broken links, empty files and tables without the text column, each with the first ten names, and
-    documents that are left out, with the files that have most of them.
+    documents that are left out, with the files that have most of them, sources that look like no text, and that no
+    document is held out.
     """
     lines = []
     for reason in _NAMED_REASONS:
@@ -234,6 +235,12 @@ def remarks(report: BuildReport) -> list[str]:
         lines.append(
             f"replaced {plural(undecodable.bytes, 'byte')} that are not UTF-8 in "
             f"{plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
+        )
+    lines += remarks_on_shape(report)
+    if not report.documents_heldout:
+        lines.append(
+            "no document is held out, so a run has nothing to be evaluated on, unless data.heldout names another "
+            "corpus; raise corpus.heldout_fraction (more for few documents), and build again into another folder"
         )
     return lines
 

@@ -26,6 +26,7 @@ from electra_dist.config import Section
 from electra_dist.corpus.counts import (
     LENGTH,
     MAX_FIELDS,
+    SHAPE,
     SKIP_REASONS,
     SKIPPED,
     SKIPPED_BYTES,
@@ -34,6 +35,7 @@ from electra_dist.corpus.counts import (
     skipped_documents,
 )
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
+from electra_dist.corpus.text_shape import TextShape, remark_on_shape
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import find_document
@@ -90,6 +92,7 @@ class SourceReport(TokenCounts):
     documents_in: int = Field(description="documents read")
     documents_skipped: int = Field(description="documents left out, for any reason")
     licence: str | None = Field(default=None, description="licence of the source's text; null: not stated")
+    shape: TextShape = Field(default=TextShape(), description="counts that tell text from what is none")
 
 
 class BuildReport(Section):
@@ -184,6 +187,7 @@ def _source_report(source: str, counts: Counter[str], notes: SourceNotes) -> Sou
         documents_in=counts["documents"],
         documents_skipped=skipped_documents(counts),
         licence=notes.licence(source),
+        shape=TextShape(**{name: counts[SHAPE + name] for name in TextShape.model_fields}),
     )
 
 
@@ -306,6 +310,12 @@ def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int])
 def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
     """Return how many tokens and [UNK] each source has, from the report of a build: source -> counts."""
     return {name: UnknownTokens(source.tokens, source.unk_tokens) for name, source in report.sources.items()}
+
+
+def remarks_on_shape(report: BuildReport) -> list[str]:
+    """Return a line for each source that looks like no text."""
+    lines = [remark_on_shape(name, source.shape) for name, source in report.sources.items()]
+    return [line for line in lines if line]
 
 
 def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:

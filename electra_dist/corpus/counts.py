@@ -16,6 +16,7 @@ from pydantic import Field
 
 from electra_dist.config import Section
 from electra_dist.corpus.inputs.file_kinds import encodable, ending_of
+from electra_dist.corpus.text_shape import measure
 
 # Reason for which a file, a folder or a member of an archive is not read -> explanation for the user.
 SKIP_REASONS = {
@@ -32,9 +33,11 @@ SKIP_REASONS = {
 }
 MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
 MAX_FIELDS = 20  # names of fields that are kept of records without the text's field
-# Prefixes of counts of a source that end in a kind of skipped document, or in a number of tokens.
+# Prefixes of counts of a source that end in a kind of skipped document, in a field of `TextShape`, or in a number of
+# tokens.
 SKIPPED = "skipped/"
 SKIPPED_BYTES = "skipped_bytes/"
+SHAPE = "shape/"
 LENGTH = "length/"
 Table = dict[str, Counter[str]]
 
@@ -44,8 +47,9 @@ class Counts(Section):
 
     Each source has counts by name. Of its files: files and file_bytes (on disk). Of the documents in them: read and
     read_bytes. Of documents that became rows, each as often as it is used: documents and bytes (both before decoding),
-    used, heldout, tokens, unk_tokens, undecodable_documents, undecodable_bytes, skipped/KIND, skipped_bytes/KIND, and
-    length/N for documents of N tokens up to 2N - 1, where N is a power of two.
+    used, heldout, tokens, unk_tokens, undecodable_documents, undecodable_bytes, skipped/KIND, skipped_bytes/KIND,
+    shape/FIELD (the fields of `TextShape`), and length/N for documents of N tokens up to 2N - 1, where N is a power of
+    two.
     """
 
     files: Table = Field(default={}, description="ending of files that were read -> files, bytes (on disk)")
@@ -116,6 +120,10 @@ class Counts(Section):
             kept = dict(most_frequent(counts, limit))
             counts.clear()
             counts.update(kept)
+
+    def add_shape(self, source: str, text: str) -> None:
+        """Count what tells text from what is none, at the beginning of a document."""
+        self.of_source(source).update({SHAPE + name: number for name, number in measure(text).items()})
 
     def add_undecodable(self, source: str, num_bytes: int) -> None:
         """Count a document's bytes that are not UTF-8, whether the document is left out or the bytes are replaced."""

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.task import TextFile, tsv_file
 from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, read_table
@@ -60,6 +61,15 @@ class Texts(NamedTuple):
     skipped: int  # number of lines that were left out because they have too few columns
     file: Path
     sha256: str  # of the bytes of the file
+
+    def remarks(self) -> list[str]:
+        """Return a line on the first texts and one on the second texts, if they look like no text."""
+        if self.b is None:
+            return remarks_on_texts(str(self.file), self.a)
+        return [
+            *remarks_on_texts(f"{self.file}, first texts,", self.a),
+            *remarks_on_texts(f"{self.file}, second texts,", self.b),
+        ]
 
     def sample(self, size: int) -> Texts:
         """Return a fixed random sample of at most `size` examples, in the order of the file."""

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from typing_extensions import override
 
+from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import find_file
 from electra_dist.finetune.passage_windows import (
@@ -230,6 +231,7 @@ class SquadTask(Task):
                 self.notes.append(
                     f"{file}: {len(numbers)} questions are left out, because {reason}; first: question {numbers[0]}"
                 )
+            self.notes += remarks_on_texts(str(file), content.passages)
         if num_lost == len(self.train.questions):
             raise UserError(
                 f"{train_file}: no answer is in the passage of its question; replace it with a SQuAD {version} file"

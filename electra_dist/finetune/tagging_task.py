@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
+from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import held_out_rows
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights
@@ -169,6 +170,7 @@ class TaggingTask(Task):
             self.notes.append(
                 f"{file}: {len(sentences)} sentences, {num_words} words, {len(tags_of(sentences))} different tags"
             )
+            self.notes += remarks_on_texts(str(file), (" ".join(sentence.words) for sentence in sentences))
         unknown_tags = sorted(set(tags_of(self.dev)) - set(self.tags))
         if unknown_tags:
             self.notes.append(

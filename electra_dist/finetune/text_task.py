@@ -288,6 +288,7 @@ class TextTask(Task):
         for texts in files:
             if texts.skipped > 0:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
+            self.notes += texts.remarks()
 
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
 from electra_dist.finetune.labelled_texts import Texts, find_text_column, texts_of
@@ -47,6 +48,7 @@ class Predictions(NamedTuple):
     objects: list[Row]  # one for each text, sentence or question
     rows: list[Row]  # one for each text, word or question, of plain values
     metrics: dict[str, float]  # empty without labels
+    notes: Sequence[str] = ()  # remarks about the file for the user, one line each
 
     def text(self, suffix: str) -> str:
         """Return the content of a file of predictions: a table for .csv and .tsv, otherwise JSON lines."""
@@ -129,15 +131,25 @@ def open_predictions(
     `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
     used if the file has it; otherwise the column of the text is searched for.
     """
+    notes, predict = _open(model, file, text_a, text_b, label, delimiter)
+    return lambda progress: predict(progress)._replace(notes=notes)
+
+
+def _open(
+    model: TunedModel, file: Path, text_a: str | None, text_b: str | None, label: str | None, delimiter: str | None
+) -> tuple[Sequence[str], Predict]:
+    """Return remarks on a file, and the function that predicts for its texts."""
     suffix = file.suffix.lower()
     is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
-        return lambda progress: _predict_answers(model, questions, progress)
+        notes = remarks_on_texts(str(file), questions.passages)
+        return notes, lambda progress: _predict_answers(model, questions, progress)
     if model.kind == "TokenClassification" and (not is_table or suffix == ".tsv"):
         with readable(file):
             words, tags = read_words(file)
-        return lambda progress: _predict_tags(model, words, tags, progress)
+        notes = remarks_on_texts(str(file), map(" ".join, words))
+        return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
     text_a, text_b, label = _columns_of(model, table, text_a, text_b, label)
     texts = texts_of(table, text_a, text_b, label or text_a)
@@ -145,12 +157,12 @@ def open_predictions(
         raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
-        return lambda progress: _predict_tags(model, words, None, progress)
+        return texts.remarks(), lambda progress: _predict_tags(model, words, None, progress)
     targets = _label_targets(model)
     target_N1: np.ndarray | None = None
     if label and (not targets.labels or set(texts.label) & set(targets.labels)):
         target_N1 = targets.targets(texts)
-    return lambda progress: _predict_texts(model, texts, targets, target_N1, progress)
+    return texts.remarks(), lambda progress: _predict_texts(model, texts, targets, target_N1, progress)
 
 
 def _label_targets(model: TunedModel) -> LabelTargets:

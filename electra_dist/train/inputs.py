@@ -16,7 +16,12 @@ from electra_kernels.backend_choice import resolve
 from electra_dist.checkpoint.checkpoint import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
-from electra_dist.corpus.build_report import read_report, remarks_on_unknown_tokens, unknown_tokens_of_report
+from electra_dist.corpus.build_report import (
+    read_report,
+    remarks_on_shape,
+    remarks_on_unknown_tokens,
+    unknown_tokens_of_report,
+)
 from electra_dist.data.corpora import Corpora, check_corpus_fits, describe_tokenizer, open_corpora
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.engine.engine import check_precision
@@ -110,7 +115,7 @@ def open_training_corpora(config: Config, patience: Patience | None = None) -> C
 
 
 def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[str]:
-    """Return a log line for each source of the training corpora in which many tokens are unknown ([UNK]).
+    """Return a log line for each source of the training corpora with many unknown tokens ([UNK]), or that is no text.
 
     If the run `begins` at step 0, UserError is raised if the share of unknown tokens in a source exceeds
     `corpus.max_unk_rate`. The counts come from the report of the corpus build (build.json), if there is one.
@@ -125,6 +130,7 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
         if report is not None:
             counts = unknown_tokens_of_report(report)
             lines += remarks_on_unknown_tokens(counts, max_rate, "corpus.max_unk_rate", phase.url)
+            lines += [f"{phase.url}: {line}" for line in remarks_on_shape(report)]
     return lines
 
 

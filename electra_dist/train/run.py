@@ -185,6 +185,8 @@ def _build(
         notes += from_rank_0(lambda: _set_earlier_run_aside(run_dir, inputs, patience=patience))
     begins = inputs.from_scratch or not checkpoints(inputs.targets)
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
+    if inputs.heldout is None:
+        notes.append("data.heldout is not set, so nothing is evaluated: no context AUC, and no best checkpoint")
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module, attention = build_module(config, special, token_counts)
     notes += _build_notes(config, attention)

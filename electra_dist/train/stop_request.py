@@ -29,8 +29,8 @@ from types import FrameType
 
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
-# Passed on by a supervisor that was interrupted. It is not SIGINT, because a rank that gets SIGINT a second time, as one
-# does if all processes of a job are sent it, ends without a save. No library in use claims this signal.
+# Passed on by a supervisor that was interrupted. It is not SIGINT, because a rank that gets SIGINT a second time ends
+# without a save, and if all processes of a job are sent SIGINT, it would. No library in use claims this signal.
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 6
 INTERRUPTED = "interrupted (Ctrl-C)"  # the reason of such a stop, and the content of the file `stop` that asks for it
 STOP_SIGNALS = (

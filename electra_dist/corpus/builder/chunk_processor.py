@@ -115,6 +115,7 @@ class ChunkProcessor:
                 continue
             counts.add_undecodable(source, decoded.replaced_bytes)
             names[index] = decoded.names
+            counts.add_shape(source, decoded.text)
             yield _Text(index, decoded.text, document)
 
     def _tokenized(self, texts: Iterable[_Text], counts: Counts) -> Iterator[tuple[_Text, list[list[int]]]]:

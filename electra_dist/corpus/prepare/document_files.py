@@ -27,6 +27,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from electra_dist.corpus.text_shape import measure
 from electra_dist.store.atomic_files import file_sha256, make_folder, replacing
 from electra_dist.store.open_store import open_store
 
@@ -140,6 +141,7 @@ class DropRecorder:
         self.characters_in: Counter[str] = Counter()
         self.documents_out: Counter[str] = Counter()
         self.characters_out: Counter[str] = Counter()
+        self.shapes_out: defaultdict[str, Counter[str]] = defaultdict(Counter)  # source -> counts of `TextShape`
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # (step, reason, source) -> documents
         self._samples: defaultdict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
         self._current: Any = None
@@ -159,6 +161,7 @@ class DropRecorder:
         """Count a document that passed all steps of the stage."""
         self.documents_out[document.metadata["source"]] += 1
         self.characters_out[document.metadata["source"]] += len(document.text)
+        self.shapes_out[document.metadata["source"]].update(measure(document.text))
 
     def drop(self, step: str, reason: str, document: Any) -> None:
         """Count a document that a step drops, and keep it as a sample if few dropped documents have a smaller hash."""
@@ -190,6 +193,7 @@ class DropRecorder:
             "characters_in": dict(self.characters_in),
             "documents_out": dict(self.documents_out),
             "characters_out": dict(self.characters_out),
+            "shapes_out": self.shapes_out,
             "dropped": [[*key, number] for key, number in sorted(self.dropped.items())],
             "samples": {step: [sample for _, sample in pairs] for step, pairs in sorted(self._samples.items())},
         }

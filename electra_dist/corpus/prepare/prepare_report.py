@@ -6,7 +6,7 @@ and no path of the work folder, so a repetition gives the same bytes.
 
 | key | content |
 | --- | --- |
-| `sources` | for each source: licence, files, bytes, documents and characters read and kept |
+| `sources` | for each source: licence, files, bytes, documents and characters read and kept, `TextShape` |
 | `dropped` | step -> reason -> source -> documents |
 | `inputs_skipped` | source -> reason -> ending -> files that were not read |
 | `outputs` | the files with the documents: name, sha256, bytes, documents |
@@ -20,15 +20,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import (
+    Any,
+    NotRequired,  # pydantic needs this one before Python 3.12
+)
 
 from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict
 
 from electra_dist.corpus.prepare.document_files import RECORDS_DIR, record_of_task
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
+from electra_dist.corpus.text_shape import TextShape, remark_on_shape
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
@@ -52,6 +56,7 @@ class SourceCounts(TypedDict):
     documents_out: int
     characters_in: int
     characters_out: int
+    shape: NotRequired[dict[str, int]]
 
 
 class OutputFile(TypedDict):
@@ -132,6 +137,7 @@ def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Seque
             "documents_out": documents_out[name],
             "characters_in": _sum(records[0], "characters_in")[name],
             "characters_out": _sum(records[-1], "characters_out")[name],
+            "shape": _shape(records[-1], name),
         }
     return {
         "format": _FORMAT,
@@ -163,6 +169,13 @@ def _sum_dropped(records: Sequence[Sequence[Tree]]) -> tuple[Tree, Counter[str]]
             by_source[source] = by_source.get(source, 0) + number
             num_dropped[source] += number
     return dropped, num_dropped
+
+
+def _shape(records: Sequence[Tree], source: str) -> dict[str, int]:
+    total = Counter(dict.fromkeys(TextShape.model_fields, 0))
+    for record in records:
+        total.update(record.get("shapes_out", {}).get(source, {}))
+    return dict(total)
 
 
 def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
@@ -198,3 +211,9 @@ def refuse_nothing_kept(report: PrepareReport, output: str) -> list[str]:
             "another `output` and `work`"
         )
     return lines
+
+
+def remarks_on_shapes(report: PrepareReport) -> list[str]:
+    """Return a line for each source whose kept documents look like no text."""
+    shapes = {name: TextShape(**source.get("shape", {})) for name, source in report["sources"].items()}
+    return [line for name, shape in shapes.items() if (line := remark_on_shape(f"source {name}", shape))]

@@ -54,7 +54,7 @@ def _without_nan(tree: object) -> object:
 
 
 class _ProgressLines:
-    """Lines of progress for an output that is no terminal: the first after ten seconds, later ones ever more rarely."""
+    """Lines of progress for an output that is no terminal: the first after ten seconds, later ones more rarely."""
 
     def __init__(self, out: Console, amount: Callable[[int], str] = "{:,}".format) -> None:
         self._out = out

@@ -293,6 +293,8 @@ def predict(
         with replacing(output) as written:
             written.write(content.encode())
     out = Console(stderr=True) if output is None else open_console()
+    for note in predictions.notes:
+        out.print(note)
     for name, value in predictions.metrics.items():
         out.print(f"{name} {value:.4f}")
     if output is not None:

@@ -34,7 +34,9 @@ class Size(StrEnum):
 
 def init(
     folder: Annotated[Path, typer.Argument(help="folder for the config, and later for its corpus and its run")],
-    size: Annotated[Size, typer.Option(help="size of the model; tiny learns from 60 KB to 5 MB of text on two CPU cores")] = Size.SMALL,
+    size: Annotated[
+        Size, typer.Option(help="size of the model; tiny learns from 60 KB to 5 MB of text on two CPU cores")
+    ] = Size.SMALL,
 ) -> None:
     """Write FOLDER/pretrain.yaml, a config of your own with each key explained, and print the commands that use it.
 

@@ -44,7 +44,8 @@ class ReceivedSignals:
         if number == signal.SIGINT:
             self.interrupts += 1
         # SIGHUP would kill a rank without handlers, which ignores SIGTERM.
-        self.number = {signal.SIGINT: INTERRUPT_SIGNAL, signal.SIGHUP: signal.SIGTERM}.get(number, number)
+        passed_on: dict[int, int] = {signal.SIGINT: INTERRUPT_SIGNAL, signal.SIGHUP: signal.SIGTERM}
+        self.number = passed_on.get(number, number)
 
 
 class StartMonitor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from pathlib import Path
 
@@ -102,6 +104,23 @@ def test_a_wrong_command_gives_an_error_of_one_line(tmp_path: Path, arguments: l
     result = CliRunner().invoke(app, ["finetune", *arguments, "--model", "nowhere", "--data", str(tmp_path)])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_file_of_base64_is_named_before_training_and_before_prediction(
+    model_arguments: list[str], tmp_path: Path
+) -> None:
+    codes = [base64.b64encode(hashlib.sha256(bytes([number])).digest()).decode() for number in range(40)]
+    rows = [f"{code},{('good', 'bad')[number % 2]}" for number, code in enumerate(codes)]
+    (tmp_path / "own.csv").write_text("text,label\n" + "\n".join(rows))
+    arguments = ["finetune", "--data", str(tmp_path / "own.csv"), *model_arguments, "--output", str(tmp_path / "out")]
+    tuned = CliRunner().invoke(
+        app, [*arguments, "--set", "epochs=1", "--set", "max_unk_rate=1"], catch_exceptions=False
+    )
+    remark = f"{tmp_path}/own.csv looks like no text: its words have 44 characters on average, as in base64"
+    assert remark in tuned.stdout, tuned.output
+    command = ["predict", str(tmp_path / "out"), str(tmp_path / "own.csv")]
+    predicted = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert remark in predicted.stderr and remark not in predicted.stdout
 
 
 @pytest.mark.parametrize("parallel", ["1", pytest.param("2", marks=pytest.mark.multiproc)])

@@ -52,7 +52,7 @@ def prepare(
         raise missing_packages("corpus prepare", "corpus")
     from electra_dist.corpus.inputs.find_inputs import num_with_content
     from electra_dist.corpus.prepare import preparation as steps
-    from electra_dist.corpus.prepare.prepare_report import refuse_nothing_kept
+    from electra_dist.corpus.prepare.prepare_report import refuse_nothing_kept, remarks_on_shapes
 
     out = open_console(soft_wrap=False)
     preparation = steps.check(config)
@@ -77,7 +77,7 @@ def prepare(
         report = steps.finished_report(preparation)
         assert report is not None
     _print_report(report, out)
-    for line in refuse_nothing_kept(report, config.output):
+    for line in [*refuse_nothing_kept(report, config.output), *remarks_on_shapes(report)]:
         out.print(line, soft_wrap=True)
     out.print(
         f"{config.output}: prepared; next: electra-dist corpus build --input {config.output.rstrip('/')}/documents",
