@@ -26,6 +26,19 @@ _FILES = ("*.json", "vocab.txt", "model.safetensors", "model-*.safetensors")
 _FOLDERS = ("", "discriminator/", "generator/", "best/")  # of an export, and of fine-tuning
 _WANTED = [folder + name for folder in _FOLDERS for name in _FILES]
 _OLD_WEIGHTS = "pytorch_model.bin"  # downloaded only where there are no others
+UNKNOWN_LICENSE = "unknown"  # identifier of the hub for a model whose licence is not stated
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")  # such as apache-2.0
+
+
+def check_license(license_id: str) -> None:
+    """Raise UserError if a text does not look like a licence identifier of Hugging Face's hub, such as apache-2.0.
+
+    Only the form is checked: lower-case letters, digits, dots and hyphens.
+    """
+    if not _LICENSE_ID.fullmatch(license_id):
+        raise UserError(
+            f"--license {license_id}: not a licence identifier; give one such as apache-2.0, mit, cc-by-4.0 or other"
+        )
 
 
 def model_folder(spec: str) -> Path:

@@ -10,7 +10,6 @@ if the corpus has a build.json. An older README.md in the folder is replaced.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,8 @@ import yaml
 
 from electra_dist.config import ModelConfig
 from electra_dist.data.corpora import token_shares, uses_of_phases
-from electra_dist.errors import UserError
 from electra_dist.escapes import markdown_code, markdown_text
+from electra_dist.hub import UNKNOWN_LICENSE, check_license
 from electra_dist.model.counts import run_flops
 from electra_dist.pretrained.export import Export
 from electra_dist.report.curves import write_curves_png
@@ -34,8 +33,6 @@ from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"
 CURVES_FILE = "curves.png"
-UNKNOWN_LICENSE = "unknown"  # identifier of the hub for a model whose licence is not stated
-_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")  # such as apache-2.0
 
 # Field of an evaluation record -> how the card names it.
 _MEASURES = {
@@ -46,17 +43,6 @@ _MEASURES = {
     "context_auc": "discriminator: the same, where token frequency alone gives 0.5",
     "token_loss": "large tower: loss, nats per predicted token",
 }
-
-
-def check_license(license_id: str) -> None:
-    """Raise UserError if a text does not look like a licence identifier of Hugging Face's hub, such as apache-2.0.
-
-    Only the form is checked: lower-case letters, digits, dots and hyphens.
-    """
-    if not _LICENSE_ID.fullmatch(license_id):
-        raise UserError(
-            f"--license {license_id}: not a licence identifier; give one such as apache-2.0, mit, cc-by-4.0 or other"
-        )
 
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:

@@ -46,12 +46,14 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
     (its manifest is wrong), of another run (than that of the run folder PATH), set aside (a load or a repair rejected
     it), leftover (an unfinished save). Only manifests are read; `verify` reads the tensors, too.
     """
+    owner = find_owner(path)
+    targets = find_targets(path, endpoint_url)
+
     from rich.table import Table
 
     from electra_dist.checkpoint.repair import survey
 
-    owner = find_owner(path)
-    surveys = [(target, survey(target, owner)) for target in find_targets(path, endpoint_url)]
+    surveys = [(target, survey(target, owner)) for target in targets]
     if as_json:
         print_json(
             [{"target": target.url, "checkpoints": [_json_tree(each) for each in found]} for target, found in surveys]
@@ -144,11 +146,13 @@ def verify(
 
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
     """Return the checkpoints below `path` that have a manifest, good or damaged; raise UserError if there is none."""
+    owner = find_owner(path)
+    targets = find_targets(path, endpoint_url)
+
     from electra_dist.checkpoint.repair import survey
 
-    owner = find_owner(path)
     chosen = []
-    for target in find_targets(path, endpoint_url):
+    for target in targets:
         for found in survey(target):
             if owner is not None and found.manifest is not None:
                 owner.check(found.manifest.state, target.url)
@@ -321,10 +325,11 @@ def repair(
     refused before anything is changed, and what the run has given up itself is not restored. A damaged checkpoint
     without a good copy is set aside: the run no longer loads it, and its files are kept.
     """
-    from electra_dist.checkpoint.repair import repair as repair_targets
-
     targets = find_targets(path, endpoint_url)
     donors = find_targets(source, endpoint_url) if source else []
+
+    from electra_dist.checkpoint.repair import repair as repair_targets
+
     num_actions = 0
     out = open_console()
     with byte_progress(out, None) as advance:
@@ -339,9 +344,10 @@ def repair(
 
 def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     """Find one of the two checkpoints to compare and read its manifest; raise UserError if a step of this fails."""
+    checkpoint = find_checkpoint(path, endpoint_url)
+
     from electra_dist.checkpoint.reader import CheckpointReader
 
-    checkpoint = find_checkpoint(path, endpoint_url)
     try:
         reader = CheckpointReader(checkpoint)
     except (TornCheckpoint, StoreMissing) as error:

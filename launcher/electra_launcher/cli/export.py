@@ -79,9 +79,12 @@ def export(
     With --layout revisions, each checkpoint gets such folders below OUTPUT/NAME, and the lines are printed that upload
     them as revisions of one model. Nothing is uploaded.
     """
-    from electra_dist.report.model_card import check_license
+    from electra_dist.hub import check_license
+    from electra_dist.run.folder import open_run
 
     check_license(license_id)
+    choice = _parse_checkpoint(checkpoint) if layout is Layout.single else None
+    open_run(run)
     if layout is Layout.revisions:
         if average is not None:
             raise UserError("--average: goes with one checkpoint; leave out --average, or --layout revisions")
@@ -89,7 +92,8 @@ def export(
         return
     if name_by is not None:
         raise UserError(f"--name-by {name_by}: names revisions; add --layout revisions")
-    _export_one(run, output, _parse_checkpoint(checkpoint), _parse_average(average), license_id)
+    assert choice is not None
+    _export_one(run, output, choice, _parse_average(average), license_id)
 
 
 def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: int, license_id: str) -> None:

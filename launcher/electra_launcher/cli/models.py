@@ -142,12 +142,14 @@ def compare(
 
     Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
     """
-    from electra_dist.compare.comparison import Comparison
     from electra_dist.compare.comparison_config import CompareConfig
     from electra_dist.config.load import load_section
 
+    config = load_section(file, CompareConfig)  # A mistake in it is found before torch is imported.
+    from electra_dist.compare.comparison import Comparison
+
     out = open_console()
-    comparison = Comparison(load_section(file, CompareConfig), file, glue)
+    comparison = Comparison(config, file, glue)
     if comparison.search.plan is not None:
         out.print("short runs first, which choose the learning rates that are not chosen yet:")
         out.print(_plan_table(comparison.search.plan))
@@ -211,11 +213,16 @@ def score(
     different models are not comparable. --tokens prints the probability that a token was replaced or, for models that
     give none, its log-probability.
     """
-    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.text_scores import TextScorer
+    from electra_dist.pretrained.locate import locate_model
 
-    lines = _read_lines(texts)
-    scorer = TextScorer(load_pretrained(model, tower.value), device_of_choice())
+    located = locate_model(model, tower.value)  # A wrong name or file is found before torch is imported.
+    data = _read_texts(texts)
+
+    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.scoring.text_scores import TextScorer, read_text_lines
+
+    lines = read_text_lines(data, "standard input" if texts == _STDIN else texts)
+    scorer = TextScorer(load_pretrained(located, tower.value), device_of_choice())
     with progress_bar(Console(stderr=True)) as progress:
         scores = scorer.score([line.text for line in lines], progress)
         if not rerank:
@@ -226,20 +233,18 @@ def score(
     _print_ranked(lines, all_scores, tokens, as_json)
 
 
-def _read_lines(texts: str) -> list[TextLine]:
-    """Read the lines of the file `texts`, or of stdin if it is "-"; raise UserError if there is no such file."""
-    from electra_dist.scoring.text_scores import read_text_lines
+def _read_texts(texts: str) -> bytes:
+    """Read the file `texts`, or stdin if it is "-"; raise UserError if there is no such file."""
     from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 
     if texts == _STDIN:
-        return read_text_lines(sys.stdin.buffer.read(), "standard input")
+        return sys.stdin.buffer.read()
     file = Path(texts)
     try:
         with readable(file):
-            data = read_regular(file, MOST_DATA_BYTES)
+            return read_regular(file, MOST_DATA_BYTES)
     except StoreMissing:
         raise UserError(f"{file}: no such file; give a file with one text on each line, or - to read them") from None
-    return read_text_lines(data, str(file))
 
 
 def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:

@@ -41,6 +41,7 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
     from electra_dist.run.failures import account_of_end, read_failures
     from electra_dist.run.ledger import read_ledger
 
+    _refuse_missing(run)
     known = account_of_end(run, read_ledger(run), read_failures(run))
     if as_json:
         print_json(known)
@@ -87,14 +88,30 @@ def verify(
     again and compared with the digests of their manifests. Exit codes: 0 all are good, 78 with a line for each that
     is not.
     """
+    from electra_dist.data.manifest import MANIFEST_KEY
+    from electra_dist.run.folder import is_run_folder, open_run
+    from electra_dist.store.open_store import open_store
+
+    # A wrong path is found before torch is imported.
     if read_bytes:
+        is_run = "://" not in path and is_run_folder(Path(path))
+        if not is_run and not open_store(path, endpoint_url).exists(MANIFEST_KEY):
+            raise UserError(
+                f"{path}: neither a run (config.yaml) nor a finished corpus ({MANIFEST_KEY}); give the folder of one"
+            )
         from electra_launcher.cli.verify_bytes import verify_bytes
 
         verify_bytes(path, endpoint_url, as_json)
     else:
+        open_run(path)
         from electra_launcher.cli.verify import verify_rows
 
         verify_rows(Path(path), as_json)
+
+
+def _refuse_missing(run: Path) -> None:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder; give the run_dir of an existing run")
 
 
 def _check_local_checkpoints(run: Path) -> None:
@@ -126,11 +143,12 @@ def report(
     The page is one HTML file, made from the records in the run folders, so it can be written at any time. It replaces
     an older one. A run folder with checkpoints of another run is refused.
     """
+    for run in runs:
+        _refuse_missing(run)
+        _check_local_checkpoints(run)
     from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
     from electra_dist.report.report_page import write_report
 
-    for run in runs:
-        _check_local_checkpoints(run)
     out = open_console()
     if len(runs) == 1:
         out.print(str(write_report(runs[0], output)))

@@ -60,8 +60,8 @@ class Part:
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     """Read all bytes of a run or a corpus, print every bad file, and raise a UserError if a file is bad.
 
-    The files of a run are the corpora that its config names, the vocabulary and the token counts in the run folder,
-    and the checkpoints.
+    `path` is a run folder, or has a corpus.json. The files of a run are the corpora that its config names, the
+    vocabulary and the token counts in the run folder, and the checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
@@ -106,10 +106,6 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
         yield from _run_parts(Path(path), temporary)
         return
     store = open_store(path, endpoint_url)
-    if not store.exists(MANIFEST_KEY):
-        raise UserError(
-            f"{path}: neither a run (config.yaml) nor a finished corpus ({MANIFEST_KEY}); give the folder of one"
-        )
     yield from _corpus_parts(store, None, temporary)
     heldout = open_store(f"{path.rstrip('/')}/heldout", endpoint_url)
     if heldout.exists(MANIFEST_KEY):

@@ -66,6 +66,54 @@ def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+MISTAKES = """
+train nothere.yaml; train . --gpus 1; status nothere; why nothere; export nothere; export . --checkpoint x
+export nothere --layout revisions; export . --license "A B"; report nothere; report runs nothere
+verify nothere; verify nothere --bytes; checkpoint list nothere; checkpoint verify nothere
+checkpoint repair nothere; checkpoint diff nothere there; score --model nothere texts.txt
+score --model random:x.yaml nothere.txt; minimal-pairs nothere; compare nothere.yaml
+finetune --model nothere --data nothere.csv; finetune --model nothere --data texts.txt --set lr=x
+predict nothere texts.txt; plan nothere.yaml; config nothere.yaml; resolve nothere.yaml; speed nothere.yaml
+submit --config nothere.yaml --nodes 1 --time 1:00:00; init old; corpus prepare nothere.yaml
+corpus vocab --input nothere --output v.txt; corpus build --input nothere --output o --config small.yaml
+corpus build --input texts.txt --output o --config nothere.yaml; corpus merge nothere; corpus info nothere
+corpus stats nothere; corpus find nothere word; corpus plan --input nothere
+corpus index nothere --vocab nothere.txt; exprot nothere
+"""
+
+
+@pytest.mark.real_start
+def test_a_mistake_is_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    """All mistakes are made in one process, so the first one that loads a heavy library names itself."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pretrain.yaml").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "texts.txt").write_text("one text\n")
+    (tmp_path / "small.yaml").write_text((REPOSITORY / "configs" / "small.yaml").read_text())
+    (tmp_path / "defaults.yaml").write_text((REPOSITORY / "configs" / "defaults.yaml").read_text())
+    program = f"""
+import shlex, sys
+from electra_launcher.cli.main import app
+heavy = ("torch", "matplotlib", "transformers", "deepspeed", "scipy", "sklearn", "datatrove")
+for mistake in {MISTAKES!r}.replace(chr(10), ";").split(";"):
+    if not mistake.strip():
+        continue
+    try:
+        app(shlex.split(mistake), standalone_mode=False)
+        print("ACCEPTED", mistake)
+    except BaseException as error:
+        print("REFUSED", mistake, type(error).__name__, error)
+    loaded = [name for name in heavy if name in sys.modules]
+    if loaded:
+        print("HEAVY", mistake, loaded)
+        break
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "HEAVY" not in done.stdout, done.stdout[-2000:]
+    assert "ACCEPTED" not in done.stdout, done.stdout
+    assert done.stdout.count("REFUSED") == len(re.findall(r"[^;\n]+", MISTAKES)), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[name] for name in COMMANDS] + [["checkpoint", "diff"]])
 def test_every_command_has_the_short_help_option(arguments: list[str]) -> None:
     shown = CliRunner().invoke(app, [*arguments, "-h"])

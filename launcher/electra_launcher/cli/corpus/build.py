@@ -68,20 +68,22 @@ def build(
     A build that was interrupted is resumed; a finished corpus is left unchanged.
     """
     from electra_dist.config.load import load_config
+    from electra_dist.corpus.inputs.find_inputs import num_with_content, search_inputs
+
+    settings = load_config(config, overrides or ())
+    _refuse_output_among_inputs(inputs, output)
+    files, skipped = search_inputs(inputs, settings.data.endpoint_url)
+
+    # Only now, because these modules take seconds, and a wrong path should be named at once.
     from electra_dist.corpus.build_console import BuildConsole, plural
     from electra_dist.corpus.build_report import find_preparations
     from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
     from electra_dist.corpus.builder.build_request import BuildRequest
-    from electra_dist.corpus.inputs.find_inputs import num_with_content, search_inputs
     from electra_dist.store.open_store import open_store
     from electra_dist.tokenizer import VOCAB_FILE
     from electra_launcher.cli.corpus.vocab import find_vocabulary
 
     chosen_part = parse_part(part) if part else None
-
-    settings = load_config(config, overrides or ())
-    _refuse_output_among_inputs(inputs, output)
-    files, skipped = search_inputs(inputs, settings.data.endpoint_url)
     console = open_console(soft_wrap=False)
     total_bytes = sum(file.size for file in files)
     size_text = f"input: {plural(num_with_content(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
@@ -132,11 +134,17 @@ def merge(
 
     The corpus, with its fingerprint, is the same for any number of parts. A part that is missing is reported.
     """
-    from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+    from electra_dist.corpus.builder.build_records import BuildRecords
     from electra_dist.data.manifest import MANIFEST_KEY
     from electra_dist.store.open_store import open_store
 
-    is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
+    store = open_store(corpus, endpoint_url)
+    is_merged = store.exists(MANIFEST_KEY)
+    if not is_merged:
+        BuildRecords(store).parameters()
+    # Only now, because it imports torch, and a wrong path should be named at once.
+    from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+
     result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
     _print_result(corpus, result, open_console(soft_wrap=False))
 
@@ -217,11 +225,14 @@ def index(
     Both files are written into the folder of the shards. Nothing is written if a shard is refused, or if the folder
     has a corpus.json already.
     """
-    from electra_dist.corpus.index_shards import index_corpus
     from electra_dist.store.open_store import open_store
     from electra_dist.tokenizer import Vocabulary
 
-    manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
+    store, vocabulary = open_store(corpus, endpoint_url), Vocabulary.read(vocab)
+
+    from electra_dist.corpus.index_shards import index_corpus
+
+    manifest = index_corpus(store, vocabulary, lowercase=not cased)
     console = open_console()
     console.print(
         f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
@@ -251,10 +262,14 @@ def stats(
     All shards are read once. The page needs no other file and no network. Exit codes: 0 the page was written, 78 the
     corpus is missing or damaged.
     """
-    # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
-    from electra_dist.corpus.stats.stats_page import write_stats_page
+    from electra_dist.data.manifest import read_manifest
     from electra_dist.store.open_store import open_store
 
+    store = open_store(corpus, endpoint_url)
+    read_manifest(store)
+    # Only now, because the module imports matplotlib and torch, and a wrong path should be named at once.
+    from electra_dist.corpus.stats.stats_page import write_stats_page
+
     name = corpus.rstrip("/").rpartition("/")[2]
-    path = write_stats_page(open_store(corpus, endpoint_url), name, output, partial(tracked, activity="reading"))
+    path = write_stats_page(store, name, output, partial(tracked, activity="reading"))
     open_console().print(str(path))
