@@ -21,7 +21,7 @@ from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.hf_folders import PretrainingRecord, write_pretraining_record
 from electra_dist.scoring.minimal_pairs import SentencePair, score_sentence_pairs
-from electra_dist.scoring.text_scores import TextLine, TextScorer, cut_windows, ranks, read_text_lines
+from electra_dist.scoring.text_scores import TextScorer, cut_windows
 from electra_dist.scoring.token_scores import kept_log_probs, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 
@@ -206,22 +206,3 @@ def test_a_model_without_its_head_is_refused(encoder: Pretrained) -> None:
     without_head = {name: weight for name, weight in encoder.state.items() if not name.startswith("head.")}
     with pytest.raises(UserError, match="no pretraining head of the kind needed"):
         TextScorer(dataclasses.replace(encoder, state=without_head), CPU)
-
-
-def test_lines_are_texts_and_blank_lines_end_groups() -> None:
-    data = "\ufeffa b\r\nc\n\n \n d \ne".encode()
-    assert read_text_lines(data, "f") == [
-        TextLine(line=1, group=1, text="a b"),
-        TextLine(line=2, group=1, text="c"),
-        TextLine(line=5, group=2, text="d"),
-        TextLine(line=6, group=2, text="e"),
-    ]
-    with pytest.raises(UserError, match="f:2: not UTF-8"):
-        read_text_lines(b"a\n\xff\n", "f")
-    with pytest.raises(UserError, match="f: no text"):
-        read_text_lines(b"\n \n", "f")
-
-
-def test_re_ranking_sorts_each_group_by_score_and_keeps_the_order_of_ties() -> None:
-    lines = [TextLine(line=number, group=group, text="") for number, group in enumerate([1, 1, 1, 2, 2])]
-    assert ranks(lines, [-3.0, -1.0, -3.0, -9.0, -8.0]) == [(1, 1), (0, 2), (2, 3), (4, 1), (3, 2)]

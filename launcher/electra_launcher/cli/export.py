@@ -124,9 +124,9 @@ def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: in
         out.print(f"  model card     {card}")
     out.print("next:")
     discriminator = exported.folders["discriminator"]
-    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{discriminator}'))"
-    out.print(f'  python -c "{load_model}"')
-    out.print(f"  electra-dist finetune --model {shlex.quote(str(discriminator))} --task cola --data GLUE")
+    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained({str(discriminator)!r}))"
+    out.print(f"  python -c {shlex.quote(load_model)}")
+    out.print(f"  electra-dist finetune --model {shlex.quote(str(discriminator))} --data TEXTS.csv --output tuned")
 
 
 def _export_revisions(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
-    from electra_dist.scoring.text_scores import TextLine, TextScore
+    from electra_dist.scoring.text_scores import TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
 _STDIN = "-"
@@ -190,6 +190,53 @@ def _plan_table(plan: ComparisonPlan) -> Table:
     return table
 
 
+class TextLine(NamedTuple):
+    """Text of one input line, with the numbers of the line and of its group."""
+
+    line: int  # number of the line, from 1
+    group: int  # number of its group, from 1; a group is a run of lines without a blank line between them
+    text: str
+
+
+def read_text_lines(data: bytes, name: str) -> list[TextLine]:
+    r"""Return the texts of an input in UTF-8, one for each line that is not blank.
+
+    A byte order mark is left out, and `\r\n` ends a line, too. Raises UserError, which gives the input's `name`, if
+    there is no text or a line is not UTF-8.
+    """
+    texts: list[TextLine] = []
+    group = 0
+    previous_is_blank = True
+    for number, raw_line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = raw_line.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise UserError(f"{name}:{number}: not UTF-8; convert the file to UTF-8") from None
+        if not text:
+            previous_is_blank = True
+            continue
+        if previous_is_blank:
+            group += 1
+        previous_is_blank = False
+        texts.append(TextLine(line=number, group=group, text=text))
+    if not texts:
+        raise UserError(f"{name}: no text; write one text on each line")
+    return texts
+
+
+def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
+    """Rank the texts of each group, highest score first, ties by line; return (index in `texts`, rank from 1)."""
+    order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
+    ranked = []
+    rank = 0
+    previous_group = 0
+    for index in order:
+        rank = rank + 1 if texts[index].group == previous_group else 1
+        previous_group = texts[index].group
+        ranked.append((index, rank))
+    return ranked
+
+
 def score(
     model: Annotated[
         str, typer.Option(help="a run, a Hugging Face folder, ORG/NAME on the Hub, or random:CONFIG.yaml")
@@ -215,13 +262,11 @@ def score(
     """
     from electra_dist.pretrained.locate import locate_model
 
+    lines = read_text_lines(_read_texts(texts), "standard input" if texts == _STDIN else texts)
     located = locate_model(model, tower.value)  # A wrong name or file is found before torch is imported.
-    data = _read_texts(texts)
-
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.text_scores import TextScorer, read_text_lines
+    from electra_dist.scoring.text_scores import TextScorer
 
-    lines = read_text_lines(data, "standard input" if texts == _STDIN else texts)
     scorer = TextScorer(load_pretrained(located, tower.value), device_of_choice())
     with progress_bar(Console(stderr=True)) as progress:
         scores = scorer.score([line.text for line in lines], progress)
@@ -249,8 +294,6 @@ def _read_texts(texts: str) -> bytes:
 
 def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
     """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
-    from electra_dist.scoring.text_scores import ranks
-
     all_lines = list(lines)
     previous_group = 1
     for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):

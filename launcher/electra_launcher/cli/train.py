@@ -233,6 +233,6 @@ def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> 
     `place` has this command's options about where to run.
     """
     if code == EXIT_DONE:
-        out.print(f"finished; next: electra-dist export {shlex.quote(run_dir)}")
+        out.print(f"finished, {run_dir}/report.html has its curves; next: electra-dist export {shlex.quote(run_dir)}")
     elif code == EXIT_STOPPED:
         out.print(f"to go on: electra-dist train {shlex.join([run_dir, *place])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -267,6 +268,19 @@ def test_a_preparation_that_ends_before_it_has_a_result_leaves_its_work_folder_t
     assert report["documents_out"] == 1
     with pytest.raises(UserError, match=r"holds a preparation with samples_per_filter 5, not 4"):
         prepare(run, lambda *progress: None, sources=[{**source, "text_field": "body"}], samples_per_filter=4)
+
+
+def test_a_source_whose_kept_documents_are_no_text_is_named(write: Write, tmp_path: Path) -> None:
+    codes = [hashlib.sha256(bytes([number])).hexdigest() * 4 for number in range(20)]
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(codes))
+    path = write(samples_per_filter=1)
+    for _ in ("prepares", "finds it complete"):
+        done = CliRunner().invoke(app, ["corpus", "prepare", str(path)], catch_exceptions=False)
+        assert "source web looks like no text: its words have 256 characters on average" in " ".join(
+            done.output.split()
+        )
+    report = json.loads((tmp_path / "out" / "prepare.json").read_text())
+    assert report["sources"]["web"]["shape"]["plain_characters"] == 20 * 256
 
 
 def test_a_preparation_that_keeps_nothing_ends_with_78_and_names_the_steps(write: Write, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from electra_launcher.cli.main import app
+from electra_launcher.cli.models import TextLine, ranks, read_text_lines
 from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
@@ -109,3 +110,22 @@ def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
     long = CliRunner().invoke(app, [*command, model_folder], input=INPUT, catch_exceptions=False)
     assert " of " not in quick.stderr and long.stdout == quick.stdout
     assert re.search(r"^(score|predict): \d+ of \d+", long.stderr, re.MULTILINE), long.stderr
+
+
+def test_lines_are_texts_and_blank_lines_end_groups() -> None:
+    data = "\ufeffa b\r\nc\n\n \n d \ne".encode()
+    assert read_text_lines(data, "f") == [
+        TextLine(line=1, group=1, text="a b"),
+        TextLine(line=2, group=1, text="c"),
+        TextLine(line=5, group=2, text="d"),
+        TextLine(line=6, group=2, text="e"),
+    ]
+    with pytest.raises(UserError, match="f:2: not UTF-8"):
+        read_text_lines(b"a\n\xff\n", "f")
+    with pytest.raises(UserError, match="f: no text"):
+        read_text_lines(b"\n \n", "f")
+
+
+def test_re_ranking_sorts_each_group_by_score_and_keeps_the_order_of_ties() -> None:
+    lines = [TextLine(line=number, group=group, text="") for number, group in enumerate([1, 1, 1, 2, 2])]
+    assert ranks(lines, [-3.0, -1.0, -3.0, -9.0, -8.0]) == [(1, 1), (0, 2), (2, 3), (4, 1), (3, 2)]

@@ -128,7 +128,10 @@ def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one
     done = subprocess.run([*TRAIN, str(run)], capture_output=True, text=True, timeout=300)
 
     assert done.returncode == 0, done.stderr
-    assert "ranks 0 to 1 of 2" in done.stdout and done.stdout.endswith(f"finished; next: electra-dist export {run}\n")
+    assert "ranks 0 to 1 of 2" in done.stdout and done.stdout.endswith(
+        f"finished, {run}/report.html has its curves; next: electra-dist export {run}\n"
+    )
+    assert (run / "report.html").exists()
     pretrain(whole := tiny_config("whole", **settings), 2)
     assert losses(run) == losses(whole.with_suffix(""))
 
