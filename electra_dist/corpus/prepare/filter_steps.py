@@ -285,19 +285,27 @@ class _LocalLanguageModel(FT176LID):
 
 
 class OfflineLanguageFilter(LanguageFilter):
-    """Filter that keeps documents in given languages; a dropped document's language is the recorded reason."""
+    """Filter that keeps documents in given languages; the recorded reason names a dropped document's language."""
 
     def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
         languages = list(settings.languages)
         super().__init__(languages, settings.threshold, exclusion_writer)
+        self._wanted = languages
+        self._reason_of_doubt = f"score below {settings.threshold:g}"
         self.model = _LocalLanguageModel(settings.model, languages)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True to keep a document, or (False, its likeliest language, or "unknown" if none is found)."""
+        """Return True to keep a document, or (False, reason).
+
+        The reason is the likeliest language, "unknown" if none is found, or "en, score below 0.65" for a wanted one.
+        """
         labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
         if not labels:
             return False, "unknown"  # nothing in the text is in the vocabulary of the model
-        return True if super().filter(doc) else (False, doc.metadata["language"])
+        if super().filter(doc):
+            return True
+        language = doc.metadata["language"]
+        return False, f"{language}, {self._reason_of_doubt}" if language in self._wanted else language
 
 
 class OfflineBadWordsFilter(C4BadWordsFilter):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from electra_dist.corpus.inputs.text_decoding import RawDocument, decode_counted
-from electra_dist.corpus.prepare.prepare_config import SourceSection
+from electra_dist.corpus.prepare.filter_steps import OfflineLanguageFilter
+from electra_dist.corpus.prepare.prepare_config import LanguageSection, SourceSection
 from electra_dist.corpus.prepare.read_sources import _read_record
 
 Run = tuple[Path, subprocess.CompletedProcess[str]]
@@ -133,3 +134,17 @@ def test_corpus_build_reads_what_was_prepared(full_run: Run, report: dict[str, A
 
     stream = DocumentStream(find_inputs([full_run[0] / "out" / "documents"]))
     assert len([decode(document) for document in stream]) == report["documents_out"]
+
+
+def test_the_reason_of_a_document_in_a_wanted_language_names_the_score(language_model: Path) -> None:
+    from datatrove.data import Document
+    from made_sources import english
+
+    def reason(languages: tuple[str, ...], threshold: float) -> object:
+        settings = LanguageSection(model=language_model, languages=languages, threshold=threshold)
+        return OfflineLanguageFilter(settings, None).filter(Document(text=english(1), id="1"))
+
+    assert reason(("en",), 0.5) is True
+    assert reason(("en",), 1.0) == (False, "en, score below 1")
+    (is_kept, other) = reason(("de",), 0.9)  # type: ignore[misc]
+    assert not is_kept and other == "en"
