@@ -331,8 +331,7 @@ class Supervisor:
     def _why_not_started(self) -> StartOutcome:
         """Return the exit code and the reason with which this supervisor ends without starting its ranks again."""
         if self._signals.number:
-            name = signal.Signals(self._signals.number).name
-            return StartOutcome(code=EXIT_STOPPED, why=f"received {name} while no ranks ran")
+            return StartOutcome(code=EXIT_STOPPED, why=f"received {self._signals.name} while no ranks ran")
         newer_session = self._meeting.taken_over()
         if newer_session:
             return StartOutcome(code=EXIT_STOPPED, why=f"{newer_session} has taken the run over")

@@ -39,6 +39,11 @@ class ReceivedSignals:
     number: int = 0  # the newest signal to pass on to the ranks; 0: none yet
     interrupts: int = 0  # how often SIGINT was received
 
+    @property
+    def name(self) -> str:
+        """Return the name of what was received, as a user knows it."""
+        return "Ctrl-C" if self.interrupts else signal.Signals(self.number).name
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a received signal; pass this method to `signal.signal` as the handler."""
         if number == signal.SIGINT:
@@ -115,9 +120,10 @@ class StartMonitor:
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
             self._passed_on = newest_signal
-            name = "Ctrl-C" if self._signals.interrupts else signal.Signals(newest_signal).name
             again = "; a second Ctrl-C ends them at once, without one" if self._signals.interrupts else ""
-            self._log(f"received {name}: passing it on to the ranks, which save a checkpoint and end{again}")
+            self._log(
+                f"received {self._signals.name}: passing it on to the ranks, which save a checkpoint and end{again}"
+            )
         if self._passed_on != 0:
             self._ranks.tell(self._passed_on)
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from electra_launcher.supervise.wait_for_ranks import ReceivedSignals
 from support.supervised_runs import FAKE, Supervised, supervised
 
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.processes import status_field
+from electra_dist.train.stop_request import STOP_SIGNALS
 
 pytestmark = pytest.mark.multiproc
 
@@ -92,6 +94,17 @@ def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
         assert len(run.events("start")) == 1 and not run.events("resume")
         assert run.pids() == []
         print(f"{send.__name__}: {time.time() - sent:.1f} s, saved at step {stop.step}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_every_signal_that_a_supervisor_receives_has_a_name_and_is_one_that_ranks_handle(
+    number: signal.Signals,
+) -> None:
+    received = ReceivedSignals()
+    received.handle(number, None)
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGTERM"}
+    assert received.name == names.get(number, number.name)
+    assert received.number in STOP_SIGNALS and received.number not in (signal.SIGINT, signal.SIGHUP)
 
 
 def test_the_ranks_are_children_of_the_supervisor_in_sessions_of_their_own(
