@@ -95,7 +95,8 @@ class RetrievalTask(Task):
         for texts in (self.train, self.dev):
             if texts.skipped:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
-            self.notes += texts.remarks()
+            if texts is self.train or split is None:
+                self.notes += texts.remarks()
 
         self.queries = list(dict.fromkeys(self.dev.a))
         self.documents = list(dict.fromkeys(_second(self.dev)))

@@ -80,7 +80,7 @@ class _ProgressLines:
         if total is not None and new > 0:
             left_s = (now - self._activity_began) * (total - done) / new
             line += f", about {left_s:,.0f} s left"
-        self._out.print(line)
+        self._out.print(line, soft_wrap=True)
 
 
 @contextmanager

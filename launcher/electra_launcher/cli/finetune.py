@@ -294,7 +294,7 @@ def predict(
             written.write(content.encode())
     out = Console(stderr=True) if output is None else open_console()
     for note in predictions.notes:
-        out.print(note)
+        out.print(note, soft_wrap=True)
     for name, value in predictions.metrics.items():
         out.print(f"{name} {value:.4f}")
     if output is not None:
