@@ -232,7 +232,11 @@ def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> 
 
     `place` has this command's options about where to run.
     """
+    from electra_dist.run.folder import REPORT_FILE
+
     if code == EXIT_DONE:
-        out.print(f"finished, {run_dir}/report.html has its curves; next: electra-dist export {shlex.quote(run_dir)}")
+        report = Path(run_dir) / REPORT_FILE
+        curves = f", {report} has its curves" if report.exists() else ""
+        out.print(f"finished{curves}; next: electra-dist export {shlex.quote(run_dir)}")
     elif code == EXIT_STOPPED:
         out.print(f"to go on: electra-dist train {shlex.join([run_dir, *place])}")

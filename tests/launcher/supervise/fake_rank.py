@@ -80,7 +80,9 @@ def train(arguments: list[str]) -> int:
             return int((run / f"exit-{rank}").read_text())
         step += 1
         if stop.wants_stop():
-            stop_file.write_text(stop.reason)
+            unfinished = stop_file.with_name(f"{stop_file.name}-of-{rank}")
+            unfinished.write_text(stop.reason)
+            unfinished.replace(stop_file)  # no other rank finds it empty
         stops = stop_file.exists() and not (run / "deaf").exists()
         if ledger and (stops or step % SAVE_EVERY == 0):
             ledger.append("checkpoint", step, attempt=attempt)
