@@ -93,7 +93,7 @@ def _download(repo: str, revision: str | None) -> Path:
 
 
 def hub_error(name: str, error: Exception) -> UserError:
-    """Return the error of one line for an error that huggingface_hub has raised for a repository."""
+    """Return the exception of huggingface_hub about the repository `name` as an error with the next step."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

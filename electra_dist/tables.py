@@ -286,7 +286,7 @@ def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
 
 
 def _arrow_lines(file: Path, table: pa.Table) -> Iterator[tuple[int, JsonLine]]:
-    """Yield number and content of each row; the number of a class is replaced by the name of the class."""
+    """Yield each row's number, from 1, and content; numbers of class labels are replaced by the labels' names."""
     names_of = _class_names(table.schema)
     number = 0
     for batch in table.to_batches(max_chunksize=1024):

@@ -166,10 +166,11 @@ class GoodCopy(NamedTuple, Generic[T]):
 def first_good(
     groups: Sequence[Sequence[Checkpoint]], read: Callable[[Checkpoint], T]
 ) -> tuple[GoodCopy[T] | None, dict[Checkpoint, Exception]]:
-    """Read checkpoints, each given as its copies, until one is good; return it, or None, and the damaged copies found.
-    `read` raises TornCheckpoint or StoreMissing for damage. A copy that cannot be read for another reason may be good:
-    it is skipped if another copy is good; otherwise its error is raised. All copies are first tried with a short wait,
-    so that a store that does not respond is waited for only if no other one has a good copy.
+    """Read checkpoints in order until one is good; return it, or None, and the damaged copies found.
+    Each item of `groups` has the copies of one checkpoint, in several stores. `read` raises TornCheckpoint or
+    StoreMissing for a damaged copy. A copy that cannot be read for another reason may be good: it is skipped if
+    another copy is good; otherwise its error is raised. All copies are first tried with a short wait, so that a store
+    that does not respond is waited for only if no other one has a good copy.
     """
     damaged: dict[Checkpoint, Exception] = {}
     for copies in groups:

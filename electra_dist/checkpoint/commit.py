@@ -93,7 +93,7 @@ def begin_attempt(
 
 
 def _newest_start(target: Store) -> tuple[int, bytes]:
-    """Return the number of the newest start in a target and the content of its file, or (0, b"") if there is none."""
+    """Return the number of the newest start of the run, and the content of its file in `target`; (0, b"") if none."""
     number = newest_attempt(target)
     return number, target.read(_attempt_key(number)) if number else b""
 
@@ -133,8 +133,8 @@ def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> boo
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
     """Raise UserError if the store's `write_new` replaces an existing file, instead of refusing it.
     This process has just created `key` with the content `document`. Some S3 services ignore the header If-None-Match
-    of a PUT. There, two starts of a run could take the same number, and the older one could overwrite a checkpoint of
-    the newer one.
+    of a PUT. There, two processes that train the same run could not be told apart, and the older one could overwrite a
+    checkpoint of the newer one.
     """
     if target.write_new(key, document):
         raise UserError(

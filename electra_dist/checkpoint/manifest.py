@@ -149,7 +149,7 @@ class RunState(_Frozen):
         return self.zero_stage in _EVENLY_DIVIDED
 
     def parts(self, rank: int) -> dict[str, Range]:
-        """Return the ranges of parameters that a rank stores if they are divided evenly, by name; none is empty."""
+        """Return by name the range of each parameter that a rank stores if they are divided evenly; none is empty."""
         ranges = {name: part(math.prod(shape), self.world_size, rank) for name, shape in self.shapes.items()}
         return {name: (start, end) for name, (start, end) in ranges.items() if start < end}
 

@@ -76,9 +76,10 @@ class CheckpointReader:
         self._store = checkpoint.store
 
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
-        """Read verified values into the views of `fragments`; return what is wrong, [] if all is good. Not collective.
-        Only stored tensors that share elements with a fragment are read. If something is wrong, the views are partly
-        overwritten. Size and header of the files in `check` are verified, too, so that the ranks can share this work.
+        """Read verified values into the tensors of `fragments`; return what is wrong, [] if nothing. Not collective.
+        Only stored tensors that share elements with a fragment are read. If something is wrong, the tensors are
+        partly overwritten. Size and header of the files in `check` are verified, too, so that the ranks can share this
+        work.
         Raises TornCheckpoint if a file does not fit the manifest.
         """
         destinations = _Destinations(fragments)

@@ -299,7 +299,7 @@ class Comparison:
 
 
 def _first_blocks(corpora: Corpora, num_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
-    """Yield the rows of a corpus's shards, in order, until they have `num_tokens` tokens."""
+    """Yield the corpus's first rows, together at most `num_tokens` tokens, as blocks of token ids [rows, seq_len]."""
     num_rows = min(corpora.num_rows, num_tokens // corpora.seq_len)
     num_read = 0
     for _, block_RS in rows_of_shards(corpora, range(len(corpora.shards))):

@@ -70,7 +70,7 @@ def _table(title: str, rows: list[str], introduction: str = "") -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """Return the type and the default of a key; of several choices, the default is bold."""
+    """Return the type and the default of a key; a default that is one of the listed choices is bold among them."""
     kind = _type_name(field.annotation)
     default = _default(field)
     if get_origin(field.annotation) is Literal and default in kind:

@@ -67,6 +67,6 @@ def hide_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def whole_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return this process's overrides with the secrets that the parent process has hidden with `hide_overrides`."""
+    """Return this process's overrides with the secrets that its parent has put into an environment variable."""
     whole: list[str] = json.loads(os.environ.get(_VARIABLE, "[]"))
     return whole if without_secret_arguments(whole) == list(overrides) else list(overrides)

@@ -156,7 +156,7 @@ class OriginFile(Section):
 
 
 class OriginsManifest(Section):
-    """Content of origins.json, the list of a corpus's origin files."""
+    """Content of origins.json: lists the files that say for each shard from which inputs its texts came."""
 
     format: Literal[1] = Field(default=1, description="version of the file's format")
     corpus: Sha256 = Field(description="fingerprint of the corpus to which the origin files belong")
@@ -192,7 +192,9 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the table in a shard's origin file (`SCHEMA`); raise ManifestMismatch if it is damaged."""
+        """Return from which input each text of a shard came (`SCHEMA`).
+        Raises ManifestMismatch if the file is damaged.
+        """
         entry = self._entries[shard]
         return self._store.verified(entry.name, lambda: self._read(entry))
 

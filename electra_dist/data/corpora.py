@@ -141,7 +141,7 @@ class Corpora:
         return f"phase-{phase}/{name}" if phase else name
 
     def row_url(self, row_id: int) -> str:
-        """Return the name of a row together with the URL of its corpus."""
+        """Return a row's name below the URL of its corpus, such as "s3://bucket/corpus/NAME"; for messages."""
         phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
         return f"{self.phases[phase].store.url}/{self.phases[phase].manifest.row_name(row_in_corpus)}"
 

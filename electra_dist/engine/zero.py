@@ -90,10 +90,10 @@ class ZeroLayout(ABC):
         """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
 
     def forget_gradients(self) -> None:  # noqa: B027
-        """Drop gradients of the last step that DeepSpeed keeps for parameters that get none in the next one."""
+        """Drop the last step's gradients that DeepSpeed keeps, in case a parameter gets none in the next step."""
 
     def clean_up_skipped_step(self) -> None:  # noqa: B027
-        """Repair the state that DeepSpeed leaves when it skips the update of a step. Collective."""
+        """Repair what DeepSpeed leaves when it skips an update: old gradients, or partitioned weights. Collective."""
 
 
 class Whole(ZeroLayout):

@@ -208,7 +208,9 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return a mask of rows to hold out: a fixed random tenth of the examples, or none if there are fewer than 10."""
+    """Return which rows to hold out, bool [num_rows]: those of a fixed random tenth of the `num_distinct` examples.
+    Row i is of example i % num_distinct. None is held out if there are fewer than 10 examples.
+    """
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
     num_held_out = num_distinct // 10

@@ -121,7 +121,8 @@ class LabelTargets:
     def targets(self, texts: Texts) -> np.ndarray:
         """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
-        If the range of a regression was taken from the training file, targets of other files may lie outside [0, 1].
+        Numbers are scaled to [0, 1]: by the task's range or, if it has none, by that of the training file, so that
+        those of other files may lie outside.
         """
         if self.labels:
             return np.array(_label_numbers(texts, self.labels))[:, None]

@@ -242,7 +242,7 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
 
 
 def _num_marked(block: Sequence[_Line]) -> int:
-    """Count the lines at the beginning of a sentence that look like comments: they begin with # and a space or tab."""
+    """Count the leading lines of a block that look like comments: they begin with # and a space or tab."""
     for number, line in enumerate(block):
         if line.columns[0] != "#" and not line.columns[0].startswith("# "):
             return number

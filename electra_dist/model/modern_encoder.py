@@ -183,7 +183,9 @@ class ModernEncoder(Encoder):
 
         inputs = []
         for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):
-            keys = ModernDropoutKeys(attention_keys, attention_keys, attention_keys)  # the last two drop nothing
+            keys = ModernDropoutKeys(
+                attention_keys, attention_keys, attention_keys
+            )  # without dropout in hidden states only the first is used
             if self.training and model.hidden_dropout:
                 keys = ModernDropoutKeys(
                     attention=attention_keys,

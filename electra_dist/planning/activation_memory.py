@@ -204,9 +204,9 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 
 
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return how many values per token the discriminator's head keeps while its layers run their backward pass.
+    """Return how many values per token the discriminator's head still holds during the layers' backward pass.
 
-    A head that detects replaced tokens has freed its values by then; only one that predicts tokens keeps some. With
+    A head that detects replaced tokens has freed its values by then; only one that predicts tokens holds some. With
     `mlm` the discriminator is the only network.
     """
     if objective.facts.copies_tokens:

@@ -97,8 +97,7 @@ class RunWeights(NamedTuple):
 def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
 
-    Nothing is verified in the folder of an older run, which has no SHA256SUMS. `read_run_vocabulary` compares all
-    settings with the vocabulary, except whether the tokenizer lower-cases.
+    Nothing is verified in the folder of an older run, which has no SHA256SUMS.
     """
     file = run_dir / TOKENIZER_FILE
     next_step = "copy it from a backup of this run, or start the run once more, which writes it again from the corpus"

@@ -297,7 +297,7 @@ class ReportRefresh:
             threading.Thread(target=self._work, args=(60 * every_minutes,), daemon=True).start()
 
     def _work(self, every_s: float) -> None:
-        """Write the report every `every_s` seconds in a process of low priority; body of a thread."""
+        """Start a process of low priority that writes the report, every `every_s` seconds; a thread runs this."""
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         while not self._is_closed.wait(every_s):
             try:

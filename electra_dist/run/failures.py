@@ -47,7 +47,7 @@ class Failure(DatedRecord):
 
     @property
     def account(self) -> str:
-        """Return one line on where the rank failed and why, and whether that ends the run."""
+        """Return one line: which rank failed, where and why, and whether that ends the run."""
         text = f"rank {self.rank} on {self.node}: {self.kind.title}, {self.place}"
         if not self.repeated:
             return text

@@ -126,7 +126,7 @@ class Heartbeat:
         self._overwrite(self.last)
 
     def _overwrite(self, beat: Beat) -> None:
-        """Replace the record in the file; a disk that may recover is ignored, another one raises StoreError."""
+        """Replace the record in the file. An error that may pass is ignored; another one is raised as a StoreError."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)

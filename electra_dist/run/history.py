@@ -76,7 +76,7 @@ class Start:
 
     @property
     def num_steps(self) -> int:
-        """Return how many optimizer steps this start made until its times (`spent`) were last recorded."""
+        """Return the optimizer steps of this start, up to the newest record of its times (`spent`)."""
         return max(0, self.newest.step - self.first_step)
 
     @property

@@ -199,7 +199,7 @@ class MetricsWriter:
         return newest_step
 
     def _rewrite_until(self, step: int) -> int:
-        """Replace a file that is out of order by its records up to `step`; return the last step that was recorded."""
+        """Sort metrics.jsonl by step, without the records after `step`; return the last step that it had."""
         records = read_metrics(self._file.path)
         # Of equal kinds and steps, which have the same losses, the newest remains.
         kept = {(record.step, record.kind): record for record in records if record.step <= step}

@@ -293,7 +293,9 @@ def _encode_sentences(encoder: Pretrained, pairs: Sequence[SentencePair]) -> lis
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
-    """Return the accuracy for each kind of pair, then for all; `scores` alternates grammatical and ungrammatical."""
+    """Return for each kind of pair, then for all, how often the grammatical sentence has the higher score.
+    `scores` alternates grammatical and ungrammatical sentences; `examples` has a pair of each kind as text.
+    """
     margins = (scores[0::2].double() - scores[1::2].double()).tolist()
     margins_of: dict[str, list[float]] = {kind: [] for kind in examples}
     for kind, margin in zip(kinds, margins, strict=True):

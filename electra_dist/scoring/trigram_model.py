@@ -104,7 +104,7 @@ class TrigramModel:
         return torch.from_numpy(np.log(probability)).float()
 
     def score(self, ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return each row's log-probabilities of its tokens without [CLS] and the last [SEP]; see `TokenScorer`."""
+        """Return for each row the log-probabilities of its tokens, fp32 [n], without [CLS] and the last [SEP]."""
         values = []
         for number, row in enumerate(ids, start=1):
             values.append(self.log_probs(row)[:-1])

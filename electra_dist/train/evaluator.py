@@ -220,7 +220,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Read the ids of `num_rows` rows, evenly spaced over the held-out corpus, or of all rows if it has fewer."""
+        """Read `num_rows` held-out rows [num_rows, seq_len], evenly spaced over the corpus; all if there are fewer."""
         rows_per_shard = [shard.entry.rows for shard in self.cache.corpora.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])

@@ -72,10 +72,11 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
     """Return the ROC-AUC and its standard error for scores that depend on each other within a cluster (int64 [N]).
 
-    To first order, the AUC's deviation from its expected value is a sum with a term per token: (share of negatives
-    below it - AUC) / number of positives for a positive, (share of positives above it - AUC) / number of negatives for
-    a negative. Clusters count as independent, so the error follows from the sums of the terms in each cluster
-    (Obuchowski, Biometrics 1997). It is NaN with fewer than two clusters; both results are NaN if a class is empty.
+    To first order, the AUC deviates from its expected value by a sum over the scores. The term of a positive is
+    (share of the negatives below it - AUC) / number of positives; that of a negative is (share of the positives above
+    it - AUC) / number of negatives. Clusters count as independent, so the error follows from the sum of the terms in
+    each cluster (Obuchowski, Biometrics 1997). It is NaN with fewer than two clusters; both results are NaN if there
+    are no positives or no negatives.
     """
     score = np.asarray(scores, np.float64)
     positive = np.asarray(labels).astype(bool)

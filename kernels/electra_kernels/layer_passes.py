@@ -317,7 +317,8 @@ def reference_forward(
 def reference_backward(
     grad: torch.Tensor, kept: KeptForBackward, weight_H: torch.Tensor, bias_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias, in the precision of the computation.
+    """Return the gradients of LayerNorm(residual + dropout(x)): of x, the residual, the weight and the bias.
+    They have the precision of the computation.
 
     Without dropout, the gradients of x and of the residual are the same tensor object.
     """

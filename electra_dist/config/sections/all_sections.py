@@ -50,7 +50,7 @@ class AllSections(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train`, which names the initial weights, but without a frozen generator's weights."""
+        """Return section `train` as the source of initial weights, without a frozen generator's (no start)."""
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})

@@ -22,7 +22,7 @@ from electra_dist.config.sections.base import NonNegative, Section
 
 
 class ObjectiveFacts(NamedTuple):
-    """Properties of an objective. The defaults are those of replaced-token detection."""
+    """What an objective has and predicts, by which other code chooses. Defaults: replaced-token detection."""
 
     has_generator: bool = True  # without one, the large tower is the only network, and it reads [MASK]
     generator_can_be_fixed: bool = True  # `objective.generator` and `objective.random_share` may replace its samples

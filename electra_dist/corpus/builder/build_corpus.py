@@ -31,7 +31,7 @@ from electra_dist.corpus.build_report import remarks_on_unknown_tokens
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.examples import MIN_SEQ_LEN
-from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, read_joined
+from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, take_joined
 from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills, refuse_unknown_sources, source_epochs
 from electra_dist.corpus.builder.worker_stages import (
     InputGroup,
@@ -87,7 +87,7 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
     """
     resumed_shards = build_part(request, WHOLE, console)
     if resumed_shards is None:
-        return read_joined(request.output, request.endpoint_url)
+        return take_joined(request.output, request.endpoint_url)
     return join_parts(request.output, request.endpoint_url, resumed_shards)
 
 

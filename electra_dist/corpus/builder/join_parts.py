@@ -69,7 +69,7 @@ class JoinedCorpus:
     report: BuildReport | None  # None if the corpus was indexed
 
 
-def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
+def take_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
     """Return a corpus that is finished already, and delete records of its build that are still in progress/.
 
     A build or merge that is killed after it has written corpus.json leaves its records there.

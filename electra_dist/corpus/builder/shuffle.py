@@ -179,7 +179,9 @@ class SpillFile:
         return offsets
 
     def documents(self, cells: range) -> Iterator[RawDocument]:
-        """Yield the documents of some cells (key ranges), sorted by key; raise ManifestMismatch for a damaged file."""
+        """Yield the documents of some cells (ranges of the shuffle's key), sorted by it.
+        Raises ManifestMismatch for a damaged file.
+        """
         if cells and self._offsets[cells.stop] > self._offsets[cells.start]:
             for data in self._store.verified(self._name, lambda: self._read_cells(cells)):
                 yield from _split_documents(data)

@@ -199,7 +199,7 @@ class _Search:
         self._add_object(store, name, store.size(name), source, is_given=True)
 
     def _add_url(self, url: str, source: str) -> None:
-        """Add the file at a URL, or all files of known kind below it."""
+        """Add the file at a URL, or all files below it whose ending names a format; `source` labels their text."""
         listing = list_url(url)
         for file in listing.files:
             if not self._is_read(file.name):

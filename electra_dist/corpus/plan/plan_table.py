@@ -38,7 +38,9 @@ def plan_table(plan: CorpusPlan, prices: Prices) -> Table:
 def remarks(
     plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
 ) -> list[str]:
-    """Return the lines below the table of the plan: sizes of the corpus, duration, and the measured rates."""
+    """Return the lines below the table of the plan: sizes of the corpus, duration, and the measured rates.
+    With `hours`, the time in which the build is to finish, a line has the machines needed; None: no number suffices.
+    """
     most_busy_cores = min(plan.num_groups, plan.num_buckets)
     lines = [
         f"{format_count(plan.tokens)} tokens from {work.text_bytes / 1e9:,.1f} GB of text in {work.num_files:,} "

@@ -35,7 +35,7 @@ def sum_strips_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the sums of BLOCK_C columns over all strips."""
+    """Write the sums of BLOCK_C columns over all strips (rows of `partials`); programs are numbered by columns."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float64)
     for first in range(0, num_strips, BLOCK_P):

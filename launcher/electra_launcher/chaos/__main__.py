@@ -180,7 +180,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
 
 
 def _make_reference(reference: Path, args: argparse.Namespace) -> None:
-    """Make or continue the run without faults; its output is appended to FOLDER.log beside the run's folder."""
+    """Make or continue the uninterrupted run in the folder `reference`; append its output to `reference`.log."""
     output = reference.with_name(f"{reference.name}.log")
     command = _supervise(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:

@@ -150,7 +150,9 @@ def _here(start: _Start, num_ranks: int) -> int:
 
 
 def _hosts(file: Path, most: int | None) -> list[Host]:
-    """Return the hosts of a hostfile, at most `most`; raise UserError for a line that names no host."""
+    """Return the first `most` hosts of a hostfile, or all for None.
+    Raises UserError for a line that names no host, or if there are fewer hosts.
+    """
     from electra_dist.store.atomic_files import read_regular, readable
 
     with readable(file):

@@ -66,7 +66,7 @@ def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Measured speed of one device on a bf16 matrix product."""
+    """Speed of one device on a bf16 matrix product, in TFLOP/s."""
 
     node: str
     device: str  # torch's name, for example "cuda:0"

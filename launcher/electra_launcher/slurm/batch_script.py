@@ -76,7 +76,7 @@ class Submission:
 
     @property
     def config_file(self) -> Path:
-        """Return where the config is written, from which the jobs read it."""
+        """Return the path of the config that the jobs read."""
         return self.script_file.with_suffix(".yaml")
 
 

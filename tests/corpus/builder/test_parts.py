@@ -17,7 +17,7 @@ from support.folder_contents import finished_files
 from electra_dist.corpus.builder.build_corpus import Part, build_corpus, build_part, parse_part
 from electra_dist.corpus.builder.build_records import BuildRecords
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+from electra_dist.corpus.builder.join_parts import join_parts, take_joined
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import Vocabulary
 
@@ -89,9 +89,9 @@ def test_records_that_a_killed_merge_has_left_are_deleted_by_the_next_one(
         join_parts(request.output, None)
     assert (tmp_path / "parts" / "progress" / "build.json").exists()
 
-    merged = read_joined(request.output, None)
+    merged = take_joined(request.output, None)
 
-    assert merged.was_there and merged.manifest == read_joined(whole.output, None).manifest
+    assert merged.was_there and merged.manifest == take_joined(whole.output, None).manifest
     assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 

@@ -14,7 +14,7 @@ from support.killed_forks import operations_of, run_killed
 
 from electra_dist.corpus.builder.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+from electra_dist.corpus.builder.join_parts import join_parts, take_joined
 from electra_dist.data.manifest import MANIFEST_KEY
 
 NUM_SAMPLED = 12  # kills of the default tests in each phase
@@ -48,7 +48,7 @@ class Build:
         if phase == "part":
             build_part(self.request, Part(2, 2))
         elif (self.output / MANIFEST_KEY).exists():
-            read_joined(self.request.output, None)
+            take_joined(self.request.output, None)
         else:
             join_parts(self.request.output, None)
 

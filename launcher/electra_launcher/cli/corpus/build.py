@@ -143,9 +143,9 @@ def merge(
     if not is_merged:
         BuildRecords(store).parameters()
     # Only now, because it imports torch, and a wrong path should be named at once.
-    from electra_dist.corpus.builder.join_parts import join_parts, read_joined
+    from electra_dist.corpus.builder.join_parts import join_parts, take_joined
 
-    result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
+    result = take_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
     _print_result(corpus, result, open_console(soft_wrap=False))
 
 
