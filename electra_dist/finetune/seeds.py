@@ -225,11 +225,15 @@ class SeedProcesses:
         try:
             job_of = {pool.submit(_compute, self._model, *self._tasks[job.task], job): job for job in jobs}
             remaining = set(job_of)
+            num_done = 0
             while remaining:
                 ended, remaining = wait(remaining, _POLL_S, FIRST_COMPLETED)
+                self._progress("seeds", num_done, len(jobs))
                 for future in ended:
-                    yield job_of[future], future.result()
-                self._progress("seeds", len(jobs) - len(remaining), len(jobs))
+                    result = future.result()
+                    num_done += 1
+                    self._progress("seeds", num_done, len(jobs))
+                    yield job_of[future], result
         except BrokenProcessPool:
             raise UserError(
                 "a process of --parallel was killed, perhaps for lack of memory; finished seeds are kept: run the "

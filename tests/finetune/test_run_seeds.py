@@ -254,7 +254,7 @@ def test_seeds_in_two_processes_give_the_bytes_of_seeds_one_after_another(
     assert [result.numbers() for result in parallel] == [result.numbers() for result in serial]
     for name in ("seed-0", "seed-1", "seed-2", "best"):
         assert contents(tmp_path / "a" / name) == contents(tmp_path / "b" / name)
-    assert reports == [("seeds", done, 3) for done in range(4)]
+    assert list(dict.fromkeys(reports)) == [("seeds", done, 3) for done in range(4)]  # each at least once, in order
 
     # What a process does if the model or the data are no longer those that its parent has read.
     other_job = SeedJob(task="custom", seed=3, identity="of other data", folder=None)
