@@ -132,7 +132,7 @@ class StepNumbers:
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Return the values of int64 and float64 tensors, copied from the device at once as 64-bit words."""
     words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
-    host_words = words.cpu().numpy()
+    host_words = np.array(words.tolist(), np.int64)
     values = []
     start = 0  # first word of the next tensor
     for tensor in tensors:

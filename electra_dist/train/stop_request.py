@@ -27,7 +27,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from electra_dist.errors import StoreError
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
+from electra_dist.store.atomic_files import read_regular
 
 # Passed on by a supervisor that was interrupted. It is not SIGINT, because a rank that gets SIGINT a second time ends
 # without a save, and if all processes of a job are sent SIGINT, it would. No library in use claims this signal.
@@ -115,8 +117,8 @@ class StopRequest:
 
     def _is_of_interrupt(self) -> bool:
         """Return whether `electra-dist train` on another host has made the file `stop` after Ctrl-C."""
-        with contextlib.suppress(OSError), self._stop_file.open("rb") as file:
-            return file.read(len(INTERRUPTED) + 1) == INTERRUPTED.encode()
+        with contextlib.suppress(OSError, StoreError):  # a person may have made it of any kind
+            return read_regular(self._stop_file) == INTERRUPTED.encode()
         return False
 
     def wants_save(self) -> bool:

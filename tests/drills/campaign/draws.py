@@ -121,6 +121,7 @@ DRAWS: dict[str, Draw] = {
     "model.generator_embedding_size": maybe(one_of(8, 16, 32)),
     "model.hidden_dropout": one_of(0.0, 0.1, 0.5, 0.99),
     "model.attention_dropout": one_of(0.0, 0.1, 0.5, 0.99),
+    "model.generator_dropout": maybe(one_of(0.0, 0.1, 0.5)),
     "model.layer_norm_eps": one_of(1e-12, 1e-5, 1.0, rarely=[1e-300, 1e30]),
     "model.initializer_range": one_of(0.002, 0.02, 0.2, rarely=[1e-30, 1e3]),
     "objective.name": one_of(
@@ -133,6 +134,7 @@ DRAWS: dict[str, Draw] = {
     "objective.masking": one_of("without_replacement", "reference"),
     "objective.mlm_weight": number_or_schedule(0.0, 0.5, 1.0, 3.0, rarely=[1e-300, 1e30]),
     "objective.rtd_weight": number_or_schedule(0.0, 1.0, 10.0, 50.0, rarely=[1e-300, 1e30]),
+    "objective.rtd_balance": maybe(one_of(0.1, 0.5, 0.9, 1 - 1e-12)),
     "objective.token_weight": one_of(0.0, 0.5, 5.0, rarely=[1e-300, 1e30]),
     "objective.discriminator_mlm_weight": one_of(0.0, 0.5, 2.0, rarely=[1e-300, 1e30]),
     "objective.temperature": number_or_schedule(0.1, 0.5, 1.0, 4.0, 100.0, rarely=[1e-30, 1e30]),
