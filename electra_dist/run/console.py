@@ -78,7 +78,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a line of free text (a start, a checkpoint, a warning), and write it to log.txt with the UTC time."""
-        self._show(printable(text))
+        self._show(text)
 
     def close(self) -> None:
         """Remove the progress bar and close log.txt. Calling it twice is fine."""
@@ -89,12 +89,12 @@ class Console:
 
     def _show(self, text: str) -> None:
         """Write a line to log.txt and print it; a line that a full disk refuses is lost, and the run goes on."""
-        self._write_to_log(text)
+        self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:
                 self._progress.console.print(text, soft_wrap=True)
             else:
-                print(text, file=self._stream, flush=True)
+                print(printable(text), file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
         """Write a line to log.txt; if the disk has refused earlier lines, first write how many are missing."""
