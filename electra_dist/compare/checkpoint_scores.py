@@ -15,7 +15,7 @@ from typing import Any
 from electra_dist.compare.comparison_config import TRIGRAM
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.compare.measures import Measure
-from electra_dist.finetune.scores import Measured, ScoreStore, digest_of
+from electra_dist.finetune.stored_scores import Measured, ScoreStore, digest_of
 from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.folder import recorded_numerics

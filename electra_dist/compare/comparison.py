@@ -42,7 +42,7 @@ from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.scoring.trigram_model import TrigramModel
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
-from electra_dist.train.inputs import check_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 _TRIGRAM_TOKENS = 20_000_000  # of the training rows, the first ones, that the trigram model counts at most
 SCORES_FILE = "scores.jsonl"  # in the output folder: the score of each checkpoint by each measure

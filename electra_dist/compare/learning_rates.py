@@ -24,7 +24,7 @@ from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.finetune.scores import digest_of
+from electra_dist.finetune.stored_scores import digest_of
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.run.metrics import iter_evaluations
 from electra_dist.run.records import JsonlFile, Record, read_records

@@ -33,8 +33,8 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import ItemResults, Measured, digest_of, summarize
 from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.stored_scores import ItemResults, Measured, digest_of, summarize
 from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_metrics import resampled

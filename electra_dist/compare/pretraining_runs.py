@@ -23,7 +23,7 @@ from typing import Self
 from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.processes import mark_of, marked_pids
+from electra_dist.run.process_table import mark_of, marked_pids
 
 Progress = Callable[[str, int, int], None]  # called with (activity, parts done, parts in total)
 _POLL_S = 0.5  # seconds between checks of a run

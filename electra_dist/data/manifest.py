@@ -117,7 +117,7 @@ class CorpusManifest(Section):
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
         # A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
-        # shows which kind it has (`train/inputs.py`).
+        # shows which kind it has (`train/check_inputs.py`).
         if self.tokenizer.lowercase and not self.builder.get("lowercase", True):
             raise ValueError("tokenizer.lowercase is true, but builder.lowercase is false")
         return self

@@ -1,4 +1,4 @@
-"""Fine-tune an encoder with one seed, or probe it, and score the result; `seeds.py` runs several seeds.
+"""Fine-tune an encoder with one seed, or probe it, and score the result; `run_seeds.py` runs several seeds.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
 `identity` is a digest of the first three.
@@ -24,8 +24,8 @@ import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.scores import Measured, best_layer, digest_of
 from electra_dist.finetune.seed_folder import write_seed_folder
+from electra_dist.finetune.stored_scores import Measured, best_layer, digest_of
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.text_task import TextTask

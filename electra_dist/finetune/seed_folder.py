@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from electra_dist.errors import StoreError, UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import TaskModel
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.task import TextFile
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_task_model

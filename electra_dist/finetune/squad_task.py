@@ -372,7 +372,7 @@ def score_answers(version: int, file: SquadFile, answers: Answers) -> TaskOutcom
         failures = ("degenerate: no question has an answer",)
     files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
     if version == 1:
-        from electra_dist.finetune.scores import ItemResults
+        from electra_dist.finetune.stored_scores import ItemResults
         from electra_dist.finetune.task_metrics import resampled
 
         score = partial(f1, version=1)

@@ -15,7 +15,7 @@ from electra_dist.errors import UserError
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.models import TaskModel
-    from electra_dist.finetune.scores import ItemResults
+    from electra_dist.finetune.stored_scores import ItemResults
     from electra_dist.finetune.training_loop import Examples, Progress
     from electra_dist.pretrained.encoder import Pretrained
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from electra_dist.extras import missing_packages
-from electra_dist.finetune.scores import ItemResults
+from electra_dist.finetune.stored_scores import ItemResults
 
 try:
     from scipy import stats

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from electra_kernels.operation_types import SpecialIds
 
     from electra_dist.finetune.models import Classifier, Network, TaskModel
-    from electra_dist.finetune.scores import ItemResults
+    from electra_dist.finetune.stored_scores import ItemResults
     from electra_dist.finetune.training_loop import Examples, Ids, Progress
     from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.tokenizer import TextTokenizer

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.scores import Measured, best_layer
+from electra_dist.finetune.stored_scores import Measured, best_layer
 from electra_dist.finetune.task_metrics import sentence_errors
 from electra_dist.finetune.training_loop import Progress, predict, quiet, row_sequence
 from electra_dist.finetune.word_files import Sentence, Treebank

@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import StoreError
 from electra_dist.run.folder import HEARTBEAT_DIR
-from electra_dist.run.processes import node_name
+from electra_dist.run.process_table import node_name
 from electra_dist.run.records import Count, Number
 from electra_dist.store.atomic_files import read_regular, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for

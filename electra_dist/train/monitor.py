@@ -36,7 +36,7 @@ from electra_dist.errors import StoreAway
 from electra_dist.nvml import GpuReading, GpuSampler
 from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
 from electra_dist.run.lease import RunLease
-from electra_dist.run.processes import node_name
+from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
 

@@ -40,12 +40,12 @@ from electra_dist.report.tracking import (
     log_record,
     open_trackers,
 )
-from electra_dist.run.console import Console
 from electra_dist.run.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
+from electra_dist.run.log_lines import Console
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
 from electra_dist.store.patience import waits
 from electra_dist.train.evaluator import ScoredRow, text_sample

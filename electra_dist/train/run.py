@@ -54,12 +54,12 @@ from electra_dist.run.folder import (
 )
 from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
-from electra_dist.run.processes import seconds_since_process_start
+from electra_dist.run.process_table import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
+from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.guard import SkipList
-from electra_dist.train.inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
 from electra_dist.train.start import Start

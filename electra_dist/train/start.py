@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.store.patience import Patience
+from electra_dist.train.check_inputs import RunInputs
 from electra_dist.train.guard import SkipList
-from electra_dist.train.inputs import RunInputs
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.stop_request import StopRequest
 

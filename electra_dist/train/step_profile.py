@@ -34,7 +34,7 @@ from electra_dist.engine.process_group import init_distributed, local_device, se
 from electra_dist.errors import StoreMissing
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
-from electra_dist.train.inputs import open_training_corpora
+from electra_dist.train.check_inputs import open_training_corpora
 from electra_dist.train.run import build_module
 from electra_dist.train.step import TrainStep
 from electra_dist.train.step_operators import OperatorCounter, part_of, product_shapes, products_alone_s

@@ -28,7 +28,7 @@ from electra_dist.compare.significance import (
 )
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.stored_scores import Measured
 
 
 def score(entry: str, seed: int, task: str, value: float | None, error: float | None = None) -> CheckpointScore:

@@ -9,7 +9,7 @@ import pytest
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.significance import Difference, difference_text, paired_difference
-from electra_dist.finetune.scores import ItemResults, Measured
+from electra_dist.finetune.stored_scores import ItemResults, Measured
 from electra_dist.finetune.task_metrics import resampled
 
 KINDS = 67

@@ -16,7 +16,7 @@ from electra_dist.compare.comparison_results import (
     summarize_rows,
 )
 from electra_dist.compare.score_plot import panel_titles, write_scores
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.stored_scores import Measured
 
 
 def score(entry: str, seed: int, step: int, task: str, value: float | None, *failures: str) -> CheckpointScore:

@@ -21,7 +21,7 @@ from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.data.corpora import open_corpora
 from electra_dist.finetune.retrieval_task import RetrievalTask
-from electra_dist.train.inputs import remarks_on_corpora
+from electra_dist.train.check_inputs import remarks_on_corpora
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RNG = random.Random(1)

@@ -19,7 +19,7 @@ from electra_dist.data.corpora import open_corpora
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
-from electra_dist.train.inputs import remarks_on_corpora
+from electra_dist.train.check_inputs import remarks_on_corpora
 
 Request = Callable[..., BuildRequest]
 KNOWN = "to in he was that it his her as had " * 3

@@ -25,7 +25,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.store.local_store import LocalStore
 from electra_dist.tokenizer import NamedDigest, Vocabulary
-from electra_dist.train.inputs import check_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 ERROR_DOCUMENT = b'<?xml version="1.0"?>\n<Error><Code>InternalError</Code></Error>\n'
 

@@ -13,7 +13,7 @@ from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
-from electra_dist.train.inputs import check_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 
 @pytest.fixture

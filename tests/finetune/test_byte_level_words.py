@@ -19,8 +19,8 @@ from transformers import pipeline
 
 from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.seed_folder import write_seed_folder
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.tagging_task import TaggingTask, tagged_rows
 from electra_dist.finetune.word_files import Sentence, TaggedSentence
 from electra_dist.finetune.word_probes import compute_word_states

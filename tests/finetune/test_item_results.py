@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from electra_dist.finetune.passage_windows import Passage, Question, SquadFile
-from electra_dist.finetune.scores import ItemResults
 from electra_dist.finetune.squad_task import Answers, score_answers
+from electra_dist.finetune.stored_scores import ItemResults
 from electra_dist.finetune.tagging_task import TaggingTask
 
 

@@ -14,7 +14,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.finetune.finetune_and_probe import pooled, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
-from electra_dist.finetune.scores import best_layer
+from electra_dist.finetune.stored_scores import best_layer
 from electra_dist.finetune.task_metrics import metric_with_error
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import padded

@@ -15,9 +15,9 @@ from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
-from electra_dist.finetune.scores import summarize
-from electra_dist.finetune.seeds import RESULTS_FILE, run_all
+from electra_dist.finetune.run_seeds import RESULTS_FILE, run_all
 from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.stored_scores import summarize
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, fit
 from electra_dist.pretrained.encoder import Pretrained

@@ -27,9 +27,9 @@ from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
 from electra_dist.finetune.models import TaskModel
-from electra_dist.finetune.scores import Measured
 from electra_dist.finetune.seed_folder import write_seed_folder
 from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.text_task import TextTask

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import electra_dist.finetune.seeds as seeds_module
+import electra_dist.finetune.run_seeds as seeds_module
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.run_seeds import ModelRequest, SeedJob, SeedProcesses, advice_on_threads, run_all
 from electra_dist.finetune.seed_folder import copy_best
-from electra_dist.finetune.seeds import ModelRequest, SeedJob, SeedProcesses, advice_on_threads, run_all
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.task import Task
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained

@@ -35,8 +35,8 @@ from electra_dist.engine.micro_batch import read_known_sizes
 from electra_dist.errors import TornCheckpoint
 from electra_dist.finetune.labelled_texts import read_texts
 from electra_dist.finetune.passage_windows import read_squad
-from electra_dist.finetune.scores import ScoreStore
 from electra_dist.finetune.seed_folder import read_identity
+from electra_dist.finetune.stored_scores import ScoreStore
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.run.failures import read_failures
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
@@ -46,8 +46,8 @@ from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.scoring.minimal_pairs import read_pair_files
 from electra_dist.store.open_store import open_store
+from electra_dist.train.check_inputs import check_inputs
 from electra_dist.train.guard import SkipList
-from electra_dist.train.inputs import check_inputs
 from electra_dist.train.token_counts import read_counts
 
 

@@ -28,7 +28,7 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import REPORT_FILE, make_report
 from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.data.manifest import read_manifest
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.pretrained.export import export_run
 from electra_dist.run.failures import Failure, record_failure
 from electra_dist.run.folder import LEASE_DIR, token_counts_file

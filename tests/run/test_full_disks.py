@@ -11,9 +11,9 @@ import pytest
 from support.run_records import EVAL, STEP
 
 from electra_dist.errors import StoreAway, StoreError
-from electra_dist.run.console import Console
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.run.log_lines import Console
 from electra_dist.run.metrics import MetricsWriter, read_metrics
 from electra_dist.run.records import JsonlFile, read_records
 from electra_dist.store.patience import Patience

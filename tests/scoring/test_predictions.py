@@ -20,7 +20,7 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import Measured
+from electra_dist.finetune.stored_scores import Measured
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower

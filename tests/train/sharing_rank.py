@@ -22,7 +22,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.store.open_store import open_store
-from electra_dist.train.inputs import RunInputs
+from electra_dist.train.check_inputs import RunInputs
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, open_shared_cache
 
 FOLDER = Path(sys.argv[1])

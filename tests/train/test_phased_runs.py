@@ -25,7 +25,7 @@ from electra_dist.report.model_card import write_model_cards
 from electra_dist.report.report_page import describe_run
 from electra_dist.report.run_record import read_run
 from electra_dist.store.open_store import open_store
-from electra_dist.train.inputs import check_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 

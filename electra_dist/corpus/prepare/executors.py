@@ -31,7 +31,7 @@ from datatrove.utils.logging import logger
 from typing_extensions import override
 
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
+from electra_dist.corpus.prepare.sbatch_environment import directive, environment_of_submission
 from electra_dist.corpus.prepare.stages import Stage
 from electra_dist.corpus.workers import WorkerKilled, WorkerPool
 from electra_dist.errors import UserError

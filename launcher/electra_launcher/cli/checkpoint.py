@@ -16,7 +16,7 @@ import typer
 
 from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
-from electra_launcher.cli.console import byte_progress, open_console, print_json, progress_bar
+from electra_launcher.cli.command_output import byte_progress, open_console, print_json, progress_bar
 from electra_launcher.cli.options import AsJson
 
 if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for --help.

@@ -18,7 +18,7 @@ import typer
 from electra_dist.console import Console, styled
 from electra_dist.errors import StoreError, UserError
 from electra_dist.escapes import printable
-from electra_launcher.cli.console import open_console, progress_bar
+from electra_launcher.cli.command_output import open_console, progress_bar
 from electra_launcher.cli.options import RunFolder
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, progress_bar, write_json
+from electra_launcher.cli.command_output import open_console, progress_bar, write_json
 from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
-    from electra_dist.finetune.scores import SeedSummary
+    from electra_dist.finetune.stored_scores import SeedSummary
     from electra_dist.pretrained.encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
@@ -157,8 +157,8 @@ def finetune(
     step = choose_step(model, checkpoint)
     located = locate_model(model, tower.value)
 
-    from electra_dist.finetune.scores import summarize
-    from electra_dist.finetune.seeds import ModelRequest, SeedProcesses, run_all
+    from electra_dist.finetune.run_seeds import ModelRequest, SeedProcesses, run_all
+    from electra_dist.finetune.stored_scores import summarize
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
     encoder = load_pretrained(located, tower.value, vocab, step)
@@ -200,7 +200,7 @@ def _advise_on_threads(out: Console, parallel: int) -> None:
     """Print a line if the processes of --parallel need more cores than this machine has."""
     import torch
 
-    from electra_dist.finetune.seeds import advice_on_threads
+    from electra_dist.finetune.run_seeds import advice_on_threads
 
     advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
     if advice:
@@ -209,7 +209,7 @@ def _advise_on_threads(out: Console, parallel: int) -> None:
 
 def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
     """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
-    from electra_dist.finetune.scores import results_table
+    from electra_dist.finetune.stored_scores import results_table
 
     out.print(results_table(title, summaries))
     for summary in summaries:
@@ -234,7 +234,7 @@ def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
     """Write the scores and the settings of a fine-tuning command as JSON, for other programs to read."""
-    from electra_dist.finetune.scores import glue_average
+    from electra_dist.finetune.stored_scores import glue_average
 
     write_json(
         path,

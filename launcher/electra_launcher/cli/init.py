@@ -11,7 +11,7 @@ import typer
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing, writable
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 
 _CONFIG_FILE = "pretrain.yaml"  # config.yaml would make the folder a run folder
 

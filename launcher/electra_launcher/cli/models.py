@@ -18,7 +18,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, StoreMissing, UserError
 from electra_dist.escapes import printable
-from electra_launcher.cli.console import open_console, progress_bar, write_json
+from electra_launcher.cli.command_output import open_console, progress_bar, write_json
 from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.command_output import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:

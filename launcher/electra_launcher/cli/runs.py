@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.command_output import open_console, print_json
 from electra_launcher.cli.options import AsJson, RunFolder
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 from electra_launcher.cli.options import AcceptNewNumerics, Overrides
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from electra_dist.escapes import printable
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 from electra_launcher.cli.options import AcceptNewNumerics, Overrides
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from electra_dist.run.history import starts
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics import iter_steps
 from electra_dist.train.guard import SkipList
-from electra_launcher.cli.console import open_console, print_json, progress_bar
+from electra_launcher.cli.command_output import open_console, print_json, progress_bar
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 

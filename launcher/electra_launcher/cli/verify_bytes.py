@@ -41,7 +41,7 @@ from electra_dist.run.folder import (
 from electra_dist.store.atomic_files import open_regular, readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_launcher.cli.console import byte_progress, open_console, print_json
+from electra_launcher.cli.command_output import byte_progress, open_console, print_json
 
 Advance = Callable[[int], None]  # called with the number of bytes read since its last call
 _BYTES_AT_A_TIME = 1 << 20

@@ -28,7 +28,7 @@ from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.engine.rank_environment import RankPlace, rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.processes import node_name
+from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import add_strike
 from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience
@@ -82,13 +82,13 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
     findings = check_node(config, node, patience) if is_first_of_node else []
     if world_size > 1:
         # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
-        from electra_launcher.preflight.rank_checks import check_ranks
+        from electra_launcher.preflight.rank_comparison import check_ranks
 
         return check_ranks(node, findings)
     has_gpus = any(finding.device for finding in findings)
     is_fit = exit_code(findings, node) == EXIT_DONE
     if has_gpus and is_fit:
-        from electra_launcher.preflight.rank_checks import check_load
+        from electra_launcher.preflight.rank_comparison import check_load
 
         return findings + check_load(node)
     return findings

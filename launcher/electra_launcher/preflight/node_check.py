@@ -3,7 +3,7 @@
 Guarantees: each finding names the node, the device and the next step. `check_node` imports no torch and needs no GPU.
 
 Limits: what counts as a fault is defined in gpu_checks.py and storage_checks.py. Checks that need several ranks or a
-GPU under load are in rank_checks.py.
+GPU under load are in rank_comparison.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.errors import EXIT_STOPPED, EXIT_UNHEALTHY
 from electra_dist.nvml import GpuProbe
-from electra_dist.run.processes import node_name
+from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
 from electra_launcher.preflight.findings import Finding

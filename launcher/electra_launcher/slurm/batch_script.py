@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.config import Config
-from electra_dist.corpus.prepare.slurm_submission import HANDED_ON, directive, left_out
+from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, directive, left_out
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR
 from electra_launcher.slurm.slurm import job_name, user_options

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
+from electra_dist.corpus.prepare.sbatch_environment import environment_of_submission
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import read_regular
 

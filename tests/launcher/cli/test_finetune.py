@@ -127,8 +127,8 @@ def test_a_file_of_base64_is_named_before_training_and_before_prediction(
 def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
     model_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
 ) -> None:
-    monkeypatch.setattr("electra_launcher.cli.console._LEAST_PAUSE_S", 0.0)
-    monkeypatch.setattr("electra_launcher.cli.console._MOST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.command_output._LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.command_output._MOST_PAUSE_S", 0.0)
     write_rte(tmp_path)
     arguments = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path), "--seeds", "2"]
     arguments += ["--set", "epochs=8", "--output", str(tmp_path / "out"), "--parallel", parallel]

@@ -105,8 +105,8 @@ def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
     command: list[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = CliRunner().invoke(app, [*command, model_folder], input=INPUT, catch_exceptions=False)
-    monkeypatch.setattr("electra_launcher.cli.console._LEAST_PAUSE_S", 0.0)
-    monkeypatch.setattr("electra_launcher.cli.console._MOST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.command_output._LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr("electra_launcher.cli.command_output._MOST_PAUSE_S", 0.0)
     long = CliRunner().invoke(app, [*command, model_folder], input=INPUT, catch_exceptions=False)
     assert " of " not in quick.stderr and long.stdout == quick.stdout
     assert re.search(r"^(score|predict): \d+ of \d+", long.stderr, re.MULTILINE), long.stderr

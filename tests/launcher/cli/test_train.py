@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 from electra_launcher.cli.main import app
 from electra_launcher.cli.train import Host, _codes_of, _cpu_ranks, _hosts, _print_next, _slots
 from support.real_runs import step_records, wait_until

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from electra_launcher.preflight import rank_checks
-from electra_launcher.preflight.rank_checks import exchange, partner, peers
+from electra_launcher.preflight import rank_comparison
+from electra_launcher.preflight.rank_comparison import exchange, partner, peers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +34,8 @@ def test_the_peers_of_a_rank_have_its_local_number_on_all_nodes_or_are_all_ranks
 
 
 def test_the_speed_of_a_product_is_its_operations_divided_by_its_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rank_checks.torch, "mm", lambda a, b, out: time.sleep(0.004))
-    tflops = rank_checks.matmul_tflops(torch.device("cpu"), 1000, 0.1)  # 2e9 operations in a little over 4 ms
+    monkeypatch.setattr(rank_comparison.torch, "mm", lambda a, b, out: time.sleep(0.004))
+    tflops = rank_comparison.matmul_tflops(torch.device("cpu"), 1000, 0.1)  # 2e9 operations in a little over 4 ms
     assert 0.25 < tflops <= 0.5
 
 
@@ -59,9 +59,9 @@ def test_all_ranks_of_a_ring_take_part_in_the_first_operation_on_the_gpu(
             calls.append(("batch_isend_irecv", operations[0].peer))
             return []
 
-        monkeypatch.setattr(rank_checks.dist, "all_reduce", all_reduce)
-        monkeypatch.setattr(rank_checks.dist, "batch_isend_irecv", batch)
-        monkeypatch.setattr(rank_checks.dist, "P2POp", lambda _, tensor, peer: SimpleNamespace(peer=peer))
+        monkeypatch.setattr(rank_comparison.dist, "all_reduce", all_reduce)
+        monkeypatch.setattr(rank_comparison.dist, "batch_isend_irecv", batch)
+        monkeypatch.setattr(rank_comparison.dist, "P2POp", lambda _, tensor, peer: SimpleNamespace(peer=peer))
         assert exchange(list(range(count)), rank, torch.device("meta")) is not None
         assert sum(name == "batch_isend_irecv" for name, _ in on_gpu) == 2 * 6  # with two neighbours, six tries each
         first_operations.append(on_gpu[0])

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config.load import load_config
-from electra_dist.corpus.prepare.slurm_submission import HANDED_ON, environment_of_submission, left_out
+from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, environment_of_submission, left_out
 from electra_dist.errors import UserError
 
 LARGE = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml", ["run_dir=/shared/runs/large"])

@@ -15,7 +15,7 @@ from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_sc
 from support.small_disks import can_mount, small_disk
 
 from electra_dist.config.load import load_config
-from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
+from electra_dist.corpus.prepare.sbatch_environment import environment_of_submission
 
 JOB = "7"
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml")

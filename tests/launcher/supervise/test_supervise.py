@@ -16,7 +16,7 @@ from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
 from electra_dist.run.lease import read_owner
-from electra_dist.run.processes import node_name
+from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import read_strikes
 
 MakeConfig = Callable[..., Path]

@@ -14,7 +14,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, tracked
+from electra_launcher.cli.command_output import open_console, tracked
 from electra_launcher.cli.options import Corpus, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from electra_dist.errors import UserError
-from electra_launcher.cli.console import open_console, print_json, tracked
+from electra_launcher.cli.command_output import open_console, print_json, tracked
 from electra_launcher.cli.options import AsJson, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.

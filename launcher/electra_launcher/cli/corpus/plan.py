@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from electra_dist.console import Console
-from electra_launcher.cli.console import open_console, print_json
+from electra_launcher.cli.command_output import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
 
 DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus

@@ -11,7 +11,7 @@ import typer
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.extras import missing_packages
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from rich.table import Table
@@ -89,7 +89,7 @@ def _run(preparation: Preparation, out: Console) -> None:
     """Run the preparation with a progress bar; end the process with 75 on Ctrl-C, and with 1 if a task was killed."""
     from electra_dist.corpus.prepare.preparation import run
     from electra_dist.corpus.workers import WorkerKilled
-    from electra_launcher.cli.console import progress_bar
+    from electra_launcher.cli.command_output import progress_bar
 
     try:
         with progress_bar(out) as on_progress:

@@ -19,10 +19,10 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from electra_dist.corpus.prepare.slurm_submission import directive
+from electra_dist.corpus.prepare.sbatch_environment import directive
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
-from electra_launcher.cli.console import open_console
+from electra_launcher.cli.command_output import open_console
 from electra_launcher.slurm.slurm import run_sbatch, user_options
 
 

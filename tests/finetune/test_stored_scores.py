@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from electra_dist.finetune.scores import Measured, SeedSummary, glue_average, results_table, summarize
+from electra_dist.finetune.stored_scores import Measured, SeedSummary, glue_average, results_table, summarize
 
 GLUE_TASKS = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
 

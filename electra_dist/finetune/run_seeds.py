@@ -41,8 +41,8 @@ from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.scores import Measured, ScoreStore
 from electra_dist.finetune.seed_folder import check_folder, copy_best, read_identity, seed_dir
+from electra_dist.finetune.stored_scores import Measured, ScoreStore
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained

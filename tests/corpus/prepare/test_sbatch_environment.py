@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
+from electra_dist.corpus.prepare.sbatch_environment import environment_of_submission
 
 KEPT = (
     *("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_EXPORT", "SBATCH_QOS", "SBATCH_GRES"),

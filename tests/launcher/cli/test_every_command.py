@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from electra_launcher import pretrain
 from electra_launcher.chaos import __main__ as chaos
-from electra_launcher.cli import console, main, run_facts
+from electra_launcher.cli import command_output, main, run_facts
 from electra_launcher.cli.main import COMMANDS, _CorpusCommands, app
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
@@ -123,9 +123,9 @@ def test_every_command_has_the_short_help_option(arguments: list[str]) -> None:
 def test_lines_of_progress_become_rarer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A process of a day that reports every second gets 8 lines in 100 s, and one every five minutes in the end."""
     clock = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(command_output.time, "monotonic", lambda: clock)
     times = []
-    with console.progress_bar(console.open_console()) as report:
+    with command_output.progress_bar(command_output.open_console()) as report:
         for second in range(86_401):
             clock = float(second)
             report("train" if second < 50 else "predict", second % 50 if second < 50 else second - 50, 86_350)
@@ -138,9 +138,9 @@ def test_lines_of_progress_become_rarer(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_lines_of_verified_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(console, "_LEAST_PAUSE_S", 0.0)
-    monkeypatch.setattr(console, "_MOST_PAUSE_S", 0.0)
-    with console.byte_progress(console.open_console(), None) as advance:
+    monkeypatch.setattr(command_output, "_LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr(command_output, "_MOST_PAUSE_S", 0.0)
+    with command_output.byte_progress(command_output.open_console(), None) as advance:
         advance(2_000_000)
     assert capsys.readouterr().out == "verified: 0 MB\nverified: 2 MB\n"
 

@@ -13,7 +13,7 @@ from electra_launcher.supervise.supervisor import Log
 from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.errors import UserError
-from electra_dist.run.console import (
+from electra_dist.run.log_lines import (
     LEGEND,
     LINES_PER_HEADER,
     Console,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from electra_launcher.preflight import rank_checks
+from electra_launcher.preflight import rank_comparison
 from electra_launcher.preflight.findings import Finding
 from electra_launcher.preflight.gpu_checks import Speed
-from electra_launcher.preflight.rank_checks import RankReport, check_load, classify_ranks, partner
+from electra_launcher.preflight.rank_comparison import RankReport, check_load, classify_ranks, partner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_nvml import pynvml as fake
@@ -91,8 +91,8 @@ def test_load_check_finds_faults_that_appear_under_load_and_names_the_device_tha
     fake.configure([{}, {}])
     devices = [fake.nvmlDeviceGetHandleByIndex(index) for index in range(2)]
     monkeypatch.setattr(nvml, "pynvml", fake)
-    monkeypatch.setattr(rank_checks, "matmul_tflops", product)
-    monkeypatch.setattr(rank_checks, "LOAD_S", 0.3)
+    monkeypatch.setattr(rank_comparison, "matmul_tflops", product)
+    monkeypatch.setattr(rank_comparison, "LOAD_S", 0.3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     findings = check_load("n1")
@@ -123,7 +123,7 @@ def test_ranks_on_a_node_whose_gpus_torch_does_not_see_do_not_compare_their_cpus
     fake.configure([{}, {}])
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     own = Finding(severity="ok", node="n1", what="a check before")
-    first, second = rank_checks.check_ranks("n1", [own])
+    first, second = rank_comparison.check_ranks("n1", [own])
     assert first == own
     assert second.severity == "user error" and "has 2 GPUs, but torch sees none" in second.what
 
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_reach_the_others_ends_with_1_and_no_node_gets_a_stri
     tiny_config: Callable[..., Path], free_port: int
 ):
     code = (
-        "import sys, datetime, electra_launcher.preflight.rank_checks as r\n"
+        "import sys, datetime, electra_launcher.preflight.rank_comparison as r\n"
         "r.TIMEOUT = datetime.timedelta(seconds=3)\n"
         "from electra_launcher.preflight.__main__ import main; sys.exit(main(sys.argv[1:]))\n"
     )
