@@ -108,7 +108,6 @@ OWN_OUTPUT = (
     "electra_dist/config/reference.py",
     "electra_dist/corpus/prepare/prepare_config.py",
     "electra_dist/planning/plan_page.py",
-    "electra_dist/run/log_lines.py",
     "launcher/electra_launcher/chaos/__main__.py",
     "launcher/electra_launcher/cli/plans.py",
     "launcher/electra_launcher/cli/command_output.py",
