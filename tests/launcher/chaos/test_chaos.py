@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from electra_launcher.chaos import __main__, drill
 from electra_launcher.chaos.__main__ import differences
-from electra_launcher.chaos.drill import Drill, Planned, plan
+from electra_launcher.chaos.drill import Drill, Hit, Planned, plan
+from electra_launcher.chaos.fault_plot import fault_figure
 from electra_launcher.chaos.faults import FAULTS, FILLER, SmallDisk, Victim, free_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,6 +170,25 @@ def test_a_difference_of_one_bit_in_one_loss_is_found(tmp_path: Path) -> None:
     assert differences(write_metrics(tmp_path / "short", losses[:2]), reference)[1] == (
         f"{tmp_path / 'short'} recorded 2 steps, the reference run 3"
     )
+
+
+def test_the_picture_shows_both_runs_every_fault_in_its_group_and_how_far_the_losses_are_apart(tmp_path: Path) -> None:
+    reference = write_metrics(tmp_path / "reference", [5.0, 4.0, 3.0])
+    hits = [Hit(kind=kind, step=2, what="") for kind in ("kill", "hang", "flip", "disk", "s3-500")]
+    losses, difference = fault_figure(reference, write_metrics(tmp_path / "same", [5.0, 4.0, 3.0]), hits).axes
+    labels = losses.get_legend_handles_labels()[1]
+    assert labels[:2] == ["uninterrupted run", "run with 5 faults"]
+    assert sorted(labels[2].splitlines()) == [
+        "1 files damaged",
+        "2 failures of the storage",
+        "2 processes killed or frozen",
+    ]
+    assert list(losses.lines[2].get_xdata()) == [2] * 5
+    assert difference.get_title().endswith("exactly 0 at every step")
+    other = write_metrics(tmp_path / "other", [5.0, 4.0, 3.5])
+    _, difference = fault_figure(reference, other, hits).axes
+    assert list(difference.lines[0].get_ydata()) == [0, 0, 0.5]
+    assert difference.get_title().endswith("up to 0.5")
 
 
 def test_each_kind_of_process_fault_is_injected_observed_and_survived(
