@@ -286,7 +286,10 @@ def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_dee
 
 
 def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows) -> None:
-    """The rows are short; in long ones, local attention on a CPU also keeps the output of each block."""
+    """The rows are short; in long ones, local attention on a CPU also keeps the output of each block.
+
+    A CPU keeps the result of GELU as well, which the kernel of a GPU, for which the plan is, does not.
+    """
     width, inner = 64, 96
     ids = make_rows([[(100, 0)], [(50, 30)]], seq_len=110)
 
@@ -315,4 +318,4 @@ def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows)
     shorter = modern_model(width=width, heads=4, layers=3, generator_layers=1)
     objective = ObjectiveConfig(generator="uniform")
     planned = [activation_bytes_per_row(of, objective, 110, precision="fp32") for of in (model, shorter)]
-    assert (planned[0] - planned[1]) / 110 == 4 * of_four_layers
+    assert (planned[0] - planned[1]) / 110 == 4 * (of_four_layers - 4 * inner)

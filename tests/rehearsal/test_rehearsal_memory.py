@@ -15,7 +15,7 @@ from electra_dist.planning.activation_memory import GPU_MEMORY_GB, activation_by
 
 CONFIGS = REPOSITORY / "configs"
 # More rows than where a row outweighs the gradients, which the backward pass makes while it frees activations.
-ENOUGH_ROWS = {"small": 128, "base_size": 32, "large_25pct_mask": 32}
+ENOUGH_ROWS = {"small": 128, "base_size": 32, "large_25pct_mask": 32, "modern_base": 16}
 RECOMPUTE = "engine.activation_checkpointing=true"
 
 
@@ -25,7 +25,7 @@ RECOMPUTE = "engine.activation_checkpointing=true"
         *(("small", "bf16", overrides) for overrides in ([], [RECOMPUTE])),
         *(
             pytest.param(size, "bf16", overrides, marks=pytest.mark.sample)
-            for size in ("base_size", "large_25pct_mask")
+            for size in ("base_size", "large_25pct_mask", "modern_base")
             for overrides in ([], [RECOMPUTE])
         ),
         ("base_size", "fp32", []),
