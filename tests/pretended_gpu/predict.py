@@ -1,8 +1,9 @@
-"""Predict the time of a step of ELECTRA-Large on one H200 from counts. It is a prediction, never a measurement.
+"""Predict the time of a step of a large model on one H200 from counts. It is a prediction, never a measurement.
 
     PYTHONPATH=tests python tests/pretended_gpu/predict.py                        # 64 rows, as the paper trained
     PYTHONPATH=tests python tests/pretended_gpu/predict.py --mode fast            # large_fast.yaml
     PYTHONPATH=tests python tests/pretended_gpu/predict.py --mode "fast, flash3"  # the same with FlashAttention 3
+    PYTHONPATH=tests python tests/pretended_gpu/predict.py --mode "large modern"  # modern_400m.yaml, not compiled
     PYTHONPATH=tests python tests/pretended_gpu/predict.py --set products=700     # with another assumption
 
 Counted are the sizes of all products, the copies and the number of kernels (`recorded.json`, from the pretended GPU),
@@ -10,15 +11,17 @@ and the bytes of all other kernels (`support/rehearsal.py`, on torch's device `m
 printed with its range and the part of `benchmarks/gpu.py` that will test it. A part takes the sum over its kernels of
 the longer of its FLOPs and its bytes.
 
-Limits: rows are full, and each holds one example, for which attention costs most. Evaluation, checkpoints and waits
-for data are left out. The columns `best` and `worst` take all assumptions at one end of their ranges, which is wider
-than likely.
+Limits: rows are full, and each holds one example, for which attention costs most. In windows, attention is taken to
+compute whole blocks of 128 keys. What Inductor would fuse is not counted: `large modern` is eager, and its config is
+compiled. Evaluation, checkpoints and waits for data are left out. The columns `best` and `worst` take all assumptions
+at one end of their ranges, which is wider than likely.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,8 +50,12 @@ class Subject(NamedTuple):
 
 SUBJECTS = {
     "large": Subject("large"),
+    "large 128": Subject("large 128"),
     "fast": Subject("fast"),
     "fast, flash3": Subject("fast", attention="flash3"),
+    "fast 128": Subject("fast 128"),
+    "fast 128, flash3": Subject("fast 128", attention="flash3"),
+    "large modern": Subject("large modern"),
 }
 FABRIC = 8 * 50e9  # bytes per second of a node with eight links of 400 Gb/s
 _UPDATE_BYTES = 42  # a parameter: norm, clipping, AdamW on fp32 masters and moments, the bf16 weight
@@ -84,15 +91,20 @@ _PRODUCTS = ("aten.mm.", "aten.addmm", "aten._addmm")
 _NAME_OF_PRODUCT = re.compile(r" m(\d+) n(\d+) k(\d+) in(\w+) out(\w+)")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Kernels that move more than their arguments once: the row kernel reads the logits twice and writes their gradient.
-_PASSES = {"row_kernel": 3, "gelu_gradient_kernel": 1.5}
+# Those of modern read what they overwrite, and the rotary one leaves the value, a third of its argument, alone.
+_PASSES = {"row_kernel": 3, "gelu_gradient_kernel": 1.5, "geglu_backward_kernel": 5 / 3, "rotary_kernel": 4 / 3}
 # The part of a kernel, and the assumed speed of those like it.
 _PART_OF_KERNEL = {
     "norm_forward_kernel": ("dropout + add + norm", "norms"),
     "norm_backward_kernel": ("dropout + add + norm", "norms"),
     "gelu_gradient_kernel": ("GELU", "elementwise"),
+    "geglu_forward_kernel": ("GeGLU", "elementwise"),
+    "geglu_backward_kernel": ("GeGLU", "elementwise"),
+    "rotary_kernel": ("rotary positions", "elementwise"),
     "join_gradients_kernel": ("bias sums, gradients of qkv", "elementwise"),
     "sum_strips_kernel": ("bias sums, gradients of qkv", "elementwise"),
 }
+_BLOCK = 128  # queries, and keys, that FlashAttention multiplies at once for heads of width 64
 # Columns that a kernel writes of the partial sums that the kernels of a layer share: an argument, how often it counts.
 _SUMMED_COLUMNS = {"norm_backward_kernel": ("hidden", 3), "gelu_gradient_kernel": ("width", 1)}
 
@@ -143,7 +155,7 @@ def _add_call(
         kind = "flash3" if attention == "flash3" else "attention" if config.model.attention_dropout else "plain"
         hidden = max(shape[-2] * shape[-1] for shape in call.shapes if len(shape) == 3)
         tokens = config.train.micro_batch * config.data.seq_len
-        flops = 4.0 * tokens * config.data.seq_len * hidden  # forward; the backward pass has 2.5 times as many
+        flops = 4.0 * tokens * _mean_keys(config) * hidden  # forward; the backward pass has 2.5 times as many
         if "backward" in call.name:
             parts["attention"] += 2.5e-9 * flops / speeds[f"{kind}_backward"]
         else:
@@ -156,6 +168,17 @@ def _add_call(
         parts["bias sums, gradients of qkv"] += ms
     else:
         parts["small operators"] += ms
+
+
+def _mean_keys(config: Config) -> float:
+    """Return how many keys a query is multiplied by, on average over the layers, of which both towers have as many."""
+    model, seq_len = config.model, config.data.seq_len
+    num_layers = model.discriminator.num_layers
+    # The window of a block of queries reaches into the blocks of keys on both sides.
+    num_blocks = 1 + 2 * math.ceil(model.local_window // 2 / _BLOCK)
+    in_window = min(seq_len, num_blocks * _BLOCK)
+    num_global = sum(model.is_global(number) for number in range(num_layers))
+    return (num_global * seq_len + (num_layers - num_global) * in_window) / num_layers
 
 
 def _moved_bytes(launch: Launch) -> float:

@@ -58,6 +58,7 @@ def step(self: engine.Engine, *arguments: Any, **options: Any) -> tuple[float, b
     if _steps == LAST_STEP:
         _counted["attention"] = self.module.attention.name
         _counted["peak_bytes"] = torch.cuda.max_memory_allocated()
+        _counted["reserved_bytes"] = torch.cuda.max_memory_reserved()
         COUNTS.write_text(json.dumps(_counted), encoding="utf-8")
         os._exit(0)
     return result
