@@ -182,7 +182,7 @@ def test_the_tested_deepspeed_is_accepted(version: str, monkeypatch: pytest.Monk
 def test_every_place_that_names_deepspeed_names_the_version_that_is_accepted():
     root = Path(__file__).parents[2]
     assert f"deepspeed=={DEEPSPEED}" in (root / "constraints.txt").read_text().splitlines()
-    assert f"deepspeed-{DEEPSPEED}-" in (root / "README.md").read_text()
+    assert f"DeepSpeed {DEEPSPEED}," in (root / "README.md").read_text()
     assert "f\"deepspeed=={VERSIONS['DEEPSPEED']}\"" in (root / "setup.py").read_text()
 
 
