@@ -98,8 +98,8 @@ def test_gradients_of_query_key_and_value_are_joined_bit_for_bit_and_summed_with
 
     assert torch.equal(joined, reference)
     assert total.dtype == torch.float32
-    # The bound of a sum of eight terms in fp32, in any order (Higham, Accuracy and Stability, section 4.2). In so short a
-    # sum it is a matter of luck whether the kernel or torch is nearer to float64.
+    # The bound of a sum of eight terms in fp32, in any order (Higham, Accuracy and Stability, section 4.2). In so
+    # short a sum it is a matter of luck whether the kernel or torch is nearer to float64.
     assert ((total.double() - exact).abs() <= 8 * 2.0**-24 * sum_of_sizes).all()
 
 
