@@ -158,18 +158,19 @@ class SdpaMask(LayerMask):
     ) -> torch.Tensor:
         query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
         num_tokens = query.shape[2]
-        bias = self.bias_B1SS
         if dropout and qkv.device.type == "cpu":
             keep_BNSS = _keyed_factors(num_heads, num_tokens, dropout, dropout_keys)
-            context_BNSD = attend_with_plain_operations(query, key, value, bias, keep_BNSS)
+            context_BNSD = attend_with_plain_operations(query, key, value, self.bias_B1SS, keep_BNSS)
         elif dropout:
-            context_BNSD = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+            context_BNSD = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=self.bias_B1SS, dropout_p=dropout
+            )
         elif _is_short_bf16_on_cpu(qkv, num_tokens):
-            context_BNSD = attend_with_plain_operations(query, key, value, bias)
-        elif self.reach is not None and blocks_are_faster(num_tokens, self.reach, bias.dtype):
-            context_BNSD = attend_in_windows(query, key, value, bias, self.reach)
+            context_BNSD = attend_with_plain_operations(query, key, value, self.bias_B1SS)
+        elif self.reach is not None and blocks_are_faster(num_tokens, self.reach, self.bias_B1SS.dtype):
+            context_BNSD = attend_in_windows(query, key, value, self.bias_B1SS, self.reach)
         else:
-            context_BNSD = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=0.0)
+            context_BNSD = F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias_B1SS, dropout_p=0.0)
         return context_BNSD.transpose(1, 2).reshape(len(qkv), -1)
 
     @classmethod
@@ -180,7 +181,7 @@ class SdpaMask(LayerMask):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashMask(LayerMask):
-    """Bounds of the examples for FlashAttention, which computes each example as a sequence of its own."""
+    """Boundaries of the examples in packed rows; FlashAttention computes each example as a sequence of its own."""
 
     name = "flash"
     title = "FlashAttention"

@@ -183,9 +183,8 @@ class ModernEncoder(Encoder):
 
         inputs = []
         for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):
-            keys = ModernDropoutKeys(
-                attention_keys, attention_keys, attention_keys
-            )  # without dropout in hidden states only the first is used
+            # Without dropout in hidden states only the first is used.
+            keys = ModernDropoutKeys(attention_keys, attention_keys, attention_keys)
             if self.training and model.hidden_dropout:
                 keys = ModernDropoutKeys(
                     attention=attention_keys,
