@@ -133,8 +133,8 @@ def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> boo
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
     """Raise UserError if the store's `write_new` replaces an existing file, instead of refusing it.
     This process has just created `key` with the content `document`. Some S3 services ignore the header If-None-Match
-    of a PUT. There, two processes that train the same run could not be told apart, and the older one could overwrite a
-    checkpoint of the newer one.
+    of a PUT. There, two processes that train the same run would not notice each other, and the older one could
+    overwrite a checkpoint of the newer one.
     """
     if target.write_new(key, document):
         raise UserError(

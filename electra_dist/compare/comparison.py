@@ -92,7 +92,7 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def _plan_with_rates(self) -> None:
-        """Plan the runs with the learning rates that are chosen so far.
+        """Plan the runs anew; an objective whose learning rate is not chosen yet takes the first one in its list.
 
         Raises UserError if the folder of a run has checkpoints of another run.
         """

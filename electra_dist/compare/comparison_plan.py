@@ -65,7 +65,7 @@ class Plan:
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
-    """Determine the runs of a comparison; a relative path of the base config starts at the folder of config `file`.
+    """Make the config of each run of the comparison in `file`; a relative path there starts at the folder of `file`.
 
     Raises UserError if the base config or an objective's `set` is not valid, or a run has too few steps for as many
     checkpoints as `evaluate_at` asks for.

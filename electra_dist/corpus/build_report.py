@@ -92,7 +92,7 @@ class SourceReport(TokenCounts):
     documents_in: int = Field(description="documents read")
     documents_skipped: int = Field(description="documents left out, for any reason")
     licence: str | None = Field(default=None, description="licence of the source's text; null: not stated")
-    shape: TextShape = Field(default=TextShape(), description="counts that tell text from what is none")
+    shape: TextShape = Field(default=TextShape(), description="counts by which input that is no text is recognised")
 
 
 class BuildReport(Section):

@@ -122,7 +122,7 @@ class Counts(Section):
             counts.update(kept)
 
     def add_shape(self, source: str, text: str) -> None:
-        """Count what tells text from what is none, at the beginning of a document."""
+        """Count, at the beginning of a document, that by which input that is no text is recognised."""
         self.of_source(source).update({SHAPE + name: number for name, number in measure(text).items()})
 
     def add_undecodable(self, source: str, num_bytes: int) -> None:

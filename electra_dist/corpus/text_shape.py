@@ -1,4 +1,4 @@
-"""Tell text from what is none: base64, the bytes of a program, or one character on each line.
+"""Recognise input that is no text: base64, the bytes of a program, or one character on each line.
 
 Guarantee: a source is judged by sums over its documents, so neither their order nor the number of workers matters.
 
@@ -30,7 +30,7 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\ufffd]")
 
 
 class TextShape(Section):
-    """Counts by which text is told from what is none, over the beginnings of some documents."""
+    """Counts over the beginnings of some documents, by which input that is no text is recognised."""
 
     lines: int = Field(default=0, description="lines that are not empty")
     characters: int = Field(default=0, description="their characters that are no white space")

@@ -42,7 +42,7 @@ class TokenRuns:
         # Length of a run -> hash of a run -> indices of the forms with such a run.
         self._forms_of_hash: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, form in enumerate(self._forms):
-            *_, (length, hashes) = _hashes(np.array(form.tokens), form.least)  # the last ones: of `form.least` tokens
+            length, hashes = list(_hashes(np.array(form.tokens), form.least))[-1]  # of the longest runs: `form.least`
             for one in set(hashes.tolist()):
                 self._forms_of_hash[length][one].append(index)
         self._tables: dict[int, NDArray[np.bool_]] = {}

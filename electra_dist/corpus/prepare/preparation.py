@@ -134,7 +134,7 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 
 
 def _begin(preparation: Preparation) -> bool:
-    """Make the work folder and write plan.json; return True if the preparation is new (there was no plan.json).
+    """Make the work folder and write plan.json; return whether there was none, so that the preparation is new.
 
     If prepare.json is missing, the last stage, which writes it, is made to run again.
     """

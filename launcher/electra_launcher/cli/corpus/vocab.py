@@ -172,7 +172,7 @@ class _Training:
         return lines
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
-        """Copy a random sample of the documents in `files`, with a progress bar of the bytes read."""
+        """Fill `sample` with random documents of `files`, and show how many MB are read."""
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
