@@ -7,7 +7,6 @@ the names of metadata. Source: https://cloud.google.com/storage/docs/xml-api/ref
 from __future__ import annotations
 
 import hashlib
-import http.client
 import http.server
 import json
 import threading
@@ -15,47 +14,31 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+from support.forwarding import ForwardingHandler, without_connection
 from support.s3_server import ACCESS_KEY, S3Server, make_bucket
 from typing_extensions import override
 
 _TO_S3 = ("x-goog-meta-", "x-amz-meta-")
-_OF_CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "authorization"}
 _CREDENTIAL = f"{ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
 _AUTHORIZATION = f"AWS4-HMAC-SHA256 Credential={_CREDENTIAL}, SignedHeaders=host, Signature=0"  # moto checks none
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    upstream: str  # host:port of moto
-    protocol_version = "HTTP/1.1"
-
-    def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        headers = {"Authorization": _AUTHORIZATION}
-        for name, value in self.headers.items():
-            if name.lower() not in _OF_CONNECTION:
-                headers[name.lower().replace(*_TO_S3)] = value
+class _Handler(ForwardingHandler):
+    @override
+    def headers_of_request(self) -> dict[str, str]:
+        headers = {
+            name.lower().replace(*_TO_S3): value
+            for name, value in without_connection(self.headers.items())
+            if name.lower() != "authorization"
+        }
         if headers.pop("x-goog-if-generation-match", None) == "0":
             headers["If-None-Match"] = "*"
-        connection = http.client.HTTPConnection(self.upstream)
-        connection.request(self.command, self.path, body, headers)
-        answer = connection.getresponse()
-        data = answer.read()
-        length = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(data))
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in _OF_CONNECTION:
-                self.send_header(name.lower().replace(_TO_S3[1], _TO_S3[0]), value)
-        self.send_header("x-goog-generation", "1")
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        self.wfile.write(data)
-        connection.close()
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+        return headers | {"Authorization": _AUTHORIZATION}
 
     @override
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def headers_of_answer(self, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        translated = [(name.lower().replace(*reversed(_TO_S3)), value) for name, value in headers]
+        return [*translated, ("x-goog-generation", "1")]
 
 
 @pytest.fixture(scope="session")

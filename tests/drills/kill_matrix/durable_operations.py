@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from support.forwarding import ForwardingHandler
 from typing_extensions import override
 
 import electra_dist.store.s3.requests
@@ -293,7 +294,10 @@ class OperationLog:
         def make_watched_client(store: CloudStore) -> Any:
             assert store._endpoint_url is not None
             upstream = store._endpoint_url
-            proxy = _Proxy(("127.0.0.1", 0), type("Handler", (_ProxyHandler,), {"log": self, "upstream": upstream}))
+            proxy = _Proxy(
+                ("127.0.0.1", 0),
+                type("Handler", (_ProxyHandler,), {"log": self, "upstream": urlsplit(upstream).netloc}),
+            )
             threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
             store._endpoint_url = f"http://127.0.0.1:{proxy.server_port}{urlsplit(upstream).path}"
             try:
@@ -319,39 +323,20 @@ class _Proxy(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
 
-class _ProxyHandler(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to a server, and kills this process before or after the one that the log says."""
+class _ProxyHandler(ForwardingHandler):
+    """Kills this process before or after the request that the log says."""
 
     log: OperationLog
-    upstream: str
-    protocol_version = "HTTP/1.1"
 
-    def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    @override
+    def ask_upstream(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
         moment = self.log.number_blob_request(self.command, self.path, body)
         if moment == "before":
             die()
-        connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc)
-        connection.request(self.command, self.path, body, dict(self.headers.items()))
-        answer = connection.getresponse()
-        data = answer.read()
+        answer = super().ask_upstream(body)
         if moment == "after":
             die()
-        self.send_response_only(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("connection", "transfer-encoding", "keep-alive", "content-length"):
-                self.send_header(name, value)
-        length = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(data))
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        self.wfile.write(data)
-        connection.close()
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
-
-    @override
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        return answer
 
 
 class WatchedFile(io.FileIO):
