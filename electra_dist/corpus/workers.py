@@ -67,7 +67,9 @@ class WorkerPool(Generic[Task, Result]):
             _shorten_socket_paths()
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([self._preload])
-            self._pool = ProcessPoolExecutor(self._num_workers, context, _start_worker, (self._start,))
+            self._pool = ProcessPoolExecutor(
+                self._num_workers, context, _start_worker, (self._start, dict(os.environ))
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
@@ -135,11 +137,14 @@ def _shorten_socket_paths() -> None:
             tempfile.tempdir = folder
 
 
-def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
+def _start_worker(start: Callable[[], Callable[[Any], Any]], environment: dict[str, str]) -> None:
     """Set up a worker process: ignore Ctrl-C, end with the main process, and make the function that does tasks."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # The process from which workers are forked has the environment that the first pool of the program found: variables
+    # that were set since, such as credentials of a store, would be missing.
+    os.environ.clear()
+    os.environ.update(environment)
     # A worker that went on after a `kill -9` of the command could write a file while a restarted command reads it.
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     _work = start()

@@ -37,3 +37,18 @@ def test_the_only_worker_is_this_process_unless_its_tasks_are_isolated() -> None
     with WorkerPool(start, 1, preload="electra_dist.errors", isolated=True) as pool:
         [worker] = set(pool.results([1, 2]))
         assert worker != os.getpid()
+
+
+def start_reading_the_environment() -> Callable[[str], str | None]:
+    """Return a task that gives the value of an environment variable."""
+    return os.environ.get
+
+
+def test_workers_have_the_environment_of_the_pool_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pools share one process that workers are forked from; it keeps the environment of the first pool."""
+    values = []
+    for value in ("first", "second"):
+        monkeypatch.setenv("ELECTRA_TEST_CREDENTIAL", value)
+        with WorkerPool(start_reading_the_environment, 2, preload="electra_dist.errors") as pool:
+            values += list(pool.results(["ELECTRA_TEST_CREDENTIAL"]))
+    assert values == ["first", "second"]
