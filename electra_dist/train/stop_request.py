@@ -72,7 +72,7 @@ class StopRequest:
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        self._reason = ""  # why to stop; empty as long as there is no request
+        self.reason = ""  # why to stop: a signal, the file `stop`, the end of the job; empty without a request
         self._stop_file = run_dir / STOP_FILE
         self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
@@ -86,21 +86,21 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
-        if number == signal.SIGINT and self._reason:
+        if number == signal.SIGINT and self.reason:
             raise KeyboardInterrupt
         is_interrupt = number in (signal.SIGINT, INTERRUPT_SIGNAL)
-        self._reason = INTERRUPTED if is_interrupt else signal.Signals(number).name
+        self.reason = INTERRUPTED if is_interrupt else signal.Signals(number).name
 
     def wants_stop(self) -> bool:
         """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
 
         Once the answer is True, it stays True.
         """
-        if self._watches and not self._reason:
+        if self._watches and not self.reason:
             reason = self._find_reason()
             if reason:  # an empty text must not overwrite the reason of a signal that arrives meanwhile
-                self._reason = reason
-        return bool(self._reason)
+                self.reason = reason
+        return bool(self.reason)
 
     def _find_reason(self) -> str:
         if self._stop_file.exists():
@@ -133,11 +133,6 @@ class StopRequest:
     def margin_s(self) -> float:
         """Seconds before the end of the Slurm job at which the run stops by itself."""
         return max(_LEAST_MARGIN_S, _SAFETY_FACTOR * (self.longest_step_s + self.longest_save_s))
-
-    @property
-    def reason(self) -> str:
-        """Why the run stops, as one line: a signal, the file `stop`, the end of the job, or another rank."""
-        return self._reason or "another rank received a request to stop"
 
     def remove_save_file(self) -> None:
         """Remove the file `save`, because its request is fulfilled; if that fails, ignore the file. Rank 0 only."""

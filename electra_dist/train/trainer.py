@@ -153,6 +153,7 @@ class Trainer:
                 skips.write()
             self.checkpointer.writer.on_commit = self._committed
             self.checkpointer.writer.before_commit = self.reporter.before_commit
+        self._stop_reason = ""  # why the round stopped on request
         self._next_look_at_space = time.monotonic()
         self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
@@ -183,7 +184,7 @@ class Trainer:
             elif self.restored is not None and self.reporter:
                 self.checkpointer.finish(self.restored)
             ending = _ENDINGS[code]
-            why = self.stop.reason if ending == "stop" else ""
+            why = self._stop_reason
         except (LeaseLost, Fenced):
             ending = "replaced"
             raise
@@ -399,10 +400,14 @@ class Trainer:
 
     def _stop(self) -> int:
         """Wait until the save of this step is committed, then log that the run stops on request. Collective."""
+        # A signal may reach the ranks on either side of a step's sum, so this rank may not have received it yet. Asked
+        # before the wait for the save, during which a rank may be killed.
+        reasons = gather(self.stop.reason)
+        self._stop_reason = self.stop.reason or next(filter(None, reasons))
         self.checkpointer.writer.close()
         if self.reporter:
             self.stop.remove_stop_file()
-            self.reporter.stopped(self.state.step, self.stop.reason)
+            self.reporter.stopped(self.state.step, self._stop_reason)
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:

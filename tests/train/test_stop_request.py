@@ -63,6 +63,8 @@ def test_run_stopped_by_signal_file_and_deadline_gives_the_losses_of_an_uninterr
     assert [event["step"] for event in resumes] == stops  # nothing was lost
     assert [event["repeated"] for event in resumes] == [0, 0, 0]
     assert stops[2] == stops[1] + 1
+    reasons = [event["why"] for event in events if event["event"] == "stop"]
+    assert reasons[:2] == ["SIGUSR2", f"file {run_dir / 'stop'}"]  # the signal came to rank 1, the ledger is rank 0's
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
     assert len(saved) == 5 and saved[-1] == 80 and stops[2] < saved[3] < 80
 
