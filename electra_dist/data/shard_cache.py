@@ -76,7 +76,6 @@ class ShardCache:
         for thread in self._threads:
             thread.start()
 
-    @waits
     def open(self, shard_index: int) -> Shard:
         """Return a shard, verified and mapped into memory, by its index in `corpora.shards`; wait for it if necessary.
 
@@ -84,12 +83,17 @@ class ShardCache:
         closes it; until then, further calls return at once.
         """
         shard = self._shards.get(shard_index)
-        if isinstance(shard, Shard):
-            return shard
-        if shard is not None:
-            has_ended = shard.done()
+        # Every batch asks for all shards of its window, so one that is open must cost nothing.
+        return shard if isinstance(shard, Shard) else self._fetched(shard_index)
+
+    @waits
+    def _fetched(self, shard_index: int) -> Shard:
+        queued = self._shards.get(shard_index)
+        if queued is not None:
+            assert isinstance(queued, Future)
+            has_ended = queued.done()
             try:
-                return self._wait_for(shard_index, shard)
+                return self._wait_for(shard_index, queued)
             except (UserError, OSError):
                 if not has_ended:
                     raise

@@ -86,6 +86,22 @@ def test_local_corpora_are_read_in_place_without_a_cache_folder(corpus: Any, tmp
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_shard_that_is_open_costs_no_preparation_for_a_wait(
+    corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch asks for all shards of its window: with 64 of them, that preparation doubled the loader's time."""
+    waits = []
+    call = Patience.call
+    monkeypatch.setattr(Patience, "call", lambda self, operation: waits.append(1) or call(self, operation))
+    with closing(ShardCache(corpus.corpora, tmp_path, fetch_threads=1)) as cache:
+        shard = cache.open(0)
+        assert waits
+        waits.clear()
+        assert cache.open(0) is shard
+        cache.read_rows(np.zeros(3, np.int64), np.arange(3))
+        assert not waits
+
+
 def test_remote_shards_are_fetched_once(corpus: Any, remote: Remote, tmp_path: Path) -> None:
     for _ in range(2):
         cache = ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=3)
