@@ -24,13 +24,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 from pydantic import Field
 
 from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import NodeError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
-from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.run.records import Count, Number, Record
 from electra_dist.store.atomic_files import PRIVATE, replacing
@@ -194,6 +192,8 @@ def cpu() -> dict[str, Any]:
 
     If Slurm or a container limits the process, it may use fewer cores than there are.
     """
+    import psutil  # here, because `electra-dist status` reads this record and asks for no hardware
+
     num_cores = os.cpu_count()
     can_ask_affinity = hasattr(os, "sched_getaffinity")  # Linux only
     return {
@@ -218,6 +218,8 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def gpus() -> dict[str, Any]:
     """Return driver version, and name and memory (1e9 bytes) of each GPU of this node; {} if NVML is missing."""
+    from electra_dist.nvml import GpuProbe  # as in `cpu`: its import takes longer than that of this module
+
     probe = GpuProbe.open()
     if probe is None:
         return {}

@@ -68,7 +68,8 @@ Time = Annotated[str, AfterValidator(_check_time)]  # ISO 8601
 class Record(BaseModel):
     """Base class of all records. Reading one fails for a value of a wrong type, and accepts unknown fields."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+    # A class is built at its first use, because a command reads few of the kinds that its imports define.
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), defer_build=True)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that were set, in the order in which they are written."""

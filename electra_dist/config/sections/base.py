@@ -48,7 +48,8 @@ class Section(BaseModel):
     Validation refuses unknown keys, and numbers that are infinite, NaN, or too large or too small for float32.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # A section is built at its first use, because those of a config are built as parts of `Config`.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

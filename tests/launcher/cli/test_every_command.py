@@ -66,6 +66,19 @@ def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.real_start
+def test_status_loads_no_module_that_only_asks_for_hardware() -> None:
+    """It is what a person waits for most often, so it loads what reads records, and builds only what it reads."""
+    program = (
+        "import sys, electra_launcher.cli.status\n"
+        "from electra_dist.run.records import Record\n"
+        "print([name for name in ('psutil', 'pynvml') if name in sys.modules])\n"
+        "print([kind.__name__ for kind in Record.__subclasses__() if kind.__pydantic_complete__])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n[]\n", done.stdout + done.stderr
+
+
 MISTAKES = """
 train nothere.yaml; train . --gpus 1; status nothere; why nothere; export nothere; export . --checkpoint x
 export nothere --layout revisions; export . --license "A B"; report nothere; report runs nothere
