@@ -18,6 +18,7 @@ import numpy as np
 
 from electra_dist.extras import missing_packages
 from electra_dist.finetune.stored_scores import ItemResults
+from electra_dist.word_pattern import WORD_PATTERN
 
 try:
     from scipy import stats
@@ -25,7 +26,7 @@ try:
 except ImportError:
     raise missing_packages("fine-tuning", "finetune") from None
 
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(WORD_PATTERN)
 _NUM_RESAMPLES = 200  # resamples of the bootstrap; the relative error of a standard error is then about 5 %
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on standardized features
 
@@ -72,7 +73,7 @@ def retrieval_metrics(
 def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Iterator[np.ndarray]:
     """Yield the BM25 scores of all documents [D] for each query, with k1 = 1.2 and b = 0.75 as in Lucene.
 
-    Words are runs of letters and digits, in lower case.
+    Words are runs of letters and digits with their marks, in lower case.
     """
     k1, b = 1.2, 0.75
     words_of = [Counter(_WORD.findall(document.lower())) for document in documents]

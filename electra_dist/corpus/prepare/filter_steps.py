@@ -64,6 +64,7 @@ from electra_dist.corpus.prepare.prepare_config import (
 from electra_dist.corpus.prepare.read_sources import IS_HTML
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import check_regular, read_regular
+from electra_dist.word_pattern import WORD_PATTERN
 
 EVALUATION_KEY = "filters.decontamination.files"
 _STEP = "extraction"
@@ -136,10 +137,15 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
-# A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line. Of several
-# such marks in a row only the last one is matched as a mark: matching all of them would be quadratic in their number.
-_SENTENCE = re.compile(r"[^\n]*?[.!?\u2026][\"'\u201d\u2019)\]]*(?=\s|$)|[^\n]+")
+_WORD = re.compile(rf"{WORD_PATTERN}(?:['\u2019-]{WORD_PATTERN})*|[^\w\s]")
+# A sentence ends at a line's end, with a mark of Chinese or Japanese or, before white space, with . ! ? an ellipsis,
+# or the mark of Hindi, Urdu or Arabic; closing quotes and brackets belong to it. Of several marks in a row before
+# white space only the last one is matched as a mark: matching all of them would be quadratic in their number.
+_SENTENCE = re.compile(
+    r"[^\n]*?(?:[.!?\u2026\u0964\u06d4\u061f][\"'\u201d\u2019)\]]*(?=\s|$)"
+    r"|[\u3002\uff01\uff1f]++[\"'\u201d\u2019)\]\uff09\u300d\u300f]*+)"
+    r"|[^\n]+"
+)
 
 
 class FilterSteps(NamedTuple):
@@ -349,8 +355,9 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 class DecontaminationFilter(BaseFilter):
     """Filter that drops documents with words of evaluation texts; the name of the text's file is the recorded reason.
 
-    Texts are compared in lower case, without punctuation and accents, as by datatrove's NGramsDecontFilter. That
-    filter is not used, because it never finds a text of fewer than `n_grams` words, such as most sentences of BLiMP.
+    Texts are compared in lower case, without punctuation, accents and the values of numbers, as by datatrove's
+    NGramsDecontFilter. That filter is not used, because it never finds a text of fewer than `n_grams` words, such as
+    most sentences of BLiMP.
     """
 
     name = "decontamination"

@@ -139,6 +139,19 @@ def test_words_and_sentences():
     assert words == PlainWords() and hash(words) == hash(PlainWords())
 
 
+def test_sentences_end_with_the_marks_of_other_scripts():
+    from electra_dist.corpus.prepare.filter_steps import PlainWords
+
+    sentences = {
+        "\u092f\u0939 \u0918\u0930 \u0939\u0948\u0964 \u0935\u0939 \u0928\u0926\u0940 \u0939\u0948\u0964": 2,  # Hindi
+        "\u4eca\u5929\u4e0b\u96e8\u3002\u300c\u56de\u5bb6\uff01\uff01\u300d\u597d\u5417\uff1f\u662f": 4,  # Chinese
+        "\u0647\u0644 \u0647\u0630\u0627 \u0628\u064a\u062a\u061f \u0646\u0639\u0645.": 2,  # Arabic
+        "1.5 or 2.5?!": 1,
+    }
+    assert [len(PlainWords().sent_tokenize(text)) for text in sentences] == list(sentences.values())
+    assert "".join(PlainWords().sent_tokenize("\uff01" * 50000)) == "\uff01" * 50000
+
+
 def test_samples_depend_on_the_documents_and_not_on_their_order():
     from datatrove.data import Document
 
