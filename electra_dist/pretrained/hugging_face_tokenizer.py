@@ -86,6 +86,7 @@ def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
     vocabulary = Vocabulary(tokenizer.to_str(), str(source))
     _check_roles(folder, vocabulary)
     _check_ends(folder, vocabulary, content)
+    _check_added_tokens_are_found(folder, vocabulary, content)
     return vocabulary, False
 
 
@@ -331,6 +332,17 @@ def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]
             f"{folder.file(_TOKENIZER_FILE)}: its post_processor does not make rows `{cls} A {sep}` and `{cls} A "
             f"{sep} B {sep}`, the only ones that are known here; give it the post_processor of BERT, if the model was "
             f"trained on such rows"
+        )
+
+
+def _check_added_tokens_are_found(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]) -> None:
+    """Raise UserError if transformers does not find special tokens without a role in text, where this project does."""
+    special = [token for token in content["added_tokens"] if token["special"]]
+    names = [token["content"] for token in special if token["id"] not in vocabulary.special.values()]
+    if names and folder.settings.get("split_special_tokens"):
+        raise UserError(
+            f"{folder.file(_SETTINGS_FILE)}: with split_special_tokens, {', '.join(names)} in a text would not be "
+            f"found as special tokens, which is not supported here; remove split_special_tokens, or those tokens"
         )
 
 

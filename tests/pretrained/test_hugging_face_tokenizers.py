@@ -103,6 +103,7 @@ SETTINGS: dict[str, Json] = {
     "declared": {"added_tokens_decoder": {**DECLARED, str(NEW_ID): entity}},
     "declared elsewhere": {"added_tokens_decoder": {**DECLARED, str(NEW_ID + 7): {**entity, "single_word": True}}},
     "split": {"split_special_tokens": True},
+    "split more special tokens": {"split_special_tokens": True, "additional_special_tokens": ["[E1]"]},
 }
 # Files that are used as they are, by their change.
 FILES: dict[str, Json] = {
@@ -190,7 +191,11 @@ def check_equal(folder: Path) -> Vocabulary:
 
 FORMS = ["vocab.txt", "tokenizer.json", "tokenizer.json with another normalizer"]
 EXACTLY_BERT = {"none", "cased", "cased accents kept", "null", "ignored", "lengths", "objects", "split"}
-REFUSED_SETTINGS = {"a new unknown token": "no token <unknown>", "other ends": "encoded as the special token"}
+REFUSED_SETTINGS = {
+    "a new unknown token": "no token <unknown>",
+    "other ends": "encoded as the special token",
+    "split more special tokens": "with split_special_tokens, [E1] in a text would not be found",
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
