@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from electra_dist import errors
 from electra_dist.config import Config
+from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -128,6 +129,15 @@ def test_every_command_that_a_page_shows_exists_with_its_options(page: Path) -> 
         known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         options = {word.split("=")[0] for word in rest if word.startswith("--")}
         assert options <= known | {"--help"}, " ".join(words)
+
+
+def test_every_value_that_the_page_on_fine_tuning_sets_is_accepted() -> None:
+    text = (DOCS / "finetune.md").read_text()
+    keys = "|".join(FinetuneConfig.model_fields)
+    settings = re.findall(rf"(?:'(?=\w)|--set\s+)((?:{keys})=(?:\{{[^}}]*\}}|[^\s'`]+))", text)
+    assert len(settings) >= 8
+    for setting in settings:
+        check_overrides([setting])
 
 
 def anchors(page: Path) -> set[str]:

@@ -16,11 +16,12 @@ those of Hugging Face's models (`head`).
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from electra_dist.config import NonNegative, Positive, Probability, Section
 from electra_dist.config.load import parse_yaml
@@ -132,6 +133,17 @@ class FinetuneConfig(Section):
         description="SQuAD, head paper: weight of the answerability loss, added to the loss of start and end",
     )
 
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _check_class_weights(cls, value: object) -> object:
+        if isinstance(value, dict) and all(isinstance(label, str) for label in value):
+            weights = value.values()
+            if all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights):
+                return value
+        if isinstance(value, str) and value in ("none", "balanced"):
+            return value
+        raise ValueError("give none, balanced or {label: weight}, with a number above 0 for each label")
+
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return the settings, or those named in `only`, that become part of a result's digest, as JSON values.
 
@@ -166,7 +178,8 @@ def check_overrides(overrides: Sequence[str], values: Mapping[str, Any] | None =
     except ValidationError as error:
         first_error = error.errors()[0]
         key = ".".join(map(str, first_error["loc"]))
-        raise UserError(f"--set {key}={first_error['input']}: {first_error['msg']}; correct the value") from None
+        reason = first_error["msg"].removeprefix("Value error, ")
+        raise UserError(f"--set {key}={first_error['input']}: {reason}; correct the value") from None
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
@@ -204,6 +217,10 @@ def _parse_override(text: str) -> dict[str, Any]:
             hint = f"use one of {', '.join(FinetuneConfig.model_fields)}"
         raise UserError(f"--set {text}: unknown key `{key}`; {hint}")
     try:
-        return {key: parse_yaml(value)}
+        parsed = parse_yaml(value)
+        if key == "class_weights" and isinstance(parsed, dict):
+            labels = yaml.load(value, Loader=yaml.BaseLoader)  # as they are written: YAML takes yes for true
+            parsed = dict(zip(labels, parsed.values(), strict=True))
+        return {key: parsed}
     except yaml.YAMLError:
         raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
+from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
 
 SMALL, BASE, LARGE = 256, 768, 1024  # widths of the released models
 POSITIONS = 512
@@ -57,3 +57,23 @@ def test_a_wrong_override_is_a_one_line_error(override: str, expected_message: s
         settings_for("rte", 64, POSITIONS, [override])
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "weights"),
+    [
+        ("{yes: 3}", {"yes": 3.0}),  # the example of docs/finetune.md; YAML takes yes for true
+        ("{0: 1, 1: 2.5}", {"0": 1.0, "1": 2.5}),
+        ("{01: 3, 2.0: 2}", {"01": 3.0, "2.0": 2.0}),
+        ('{true: 3, Null: 1, "a b": 2}', {"true": 3.0, "Null": 1.0, "a b": 2.0}),
+        ("balanced", "balanced"),
+    ],
+)
+def test_class_weights_name_labels_as_they_are_written(value: str, weights: object) -> None:
+    assert check_overrides([f"class_weights={value}"]).class_weights == weights
+
+
+@pytest.mark.parametrize("value", ["Balanced", "{a: 0}", "{a: .inf}", "{a: true}", "[1]", "{a: x}"])
+def test_other_class_weights_are_refused_with_what_is_accepted(value: str) -> None:
+    with pytest.raises(UserError, match=r"^--set class_weights=.*: give none, balanced or {label: weight}, with a"):
+        check_overrides([f"class_weights={value}"])

@@ -38,7 +38,9 @@ LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
 def refuse_boolean(value: Any) -> Any:
     """Return a config value; raise ValueError for a boolean, because pydantic would take `true` for the number 1."""
     if isinstance(value, bool):
-        raise ValueError("a boolean is not a value of this key")
+        raise ValueError(
+            "a boolean is not a value of this key (in YAML yes, no, on and off are booleans unless they are in quotes)"
+        )
     return value
 
 
