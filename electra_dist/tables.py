@@ -162,7 +162,8 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     if suffix == ".parquet":
         return _arrow_table(file, [raw], digest)
     lines = split_lines(raw, file)
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    is_tsv = has_header and suffix == ".tsv"
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() or (is_tsv and line.strip(" "))]
     if suffix == ".jsonl":
         first_lines = itertools.islice(_json_lines(file, numbered), 1)
         columns = [str(key) for _, line in first_lines for key in line.record]
@@ -215,17 +216,23 @@ def delimiter_of(header_line: str, column: str | None = None) -> str:
 
 
 def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the cells of each record that is not blank, with the number of its first line."""
+    """Yield the cells of each record from the header on, with the number of its first line.
+
+    Blank lines are left out, but not a record of empty cells, so that a row keeps its place.
+    """
     csv.field_size_limit(sys.maxsize)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     except TypeError:
         raise UserError(f"--delimiter {delimiter}: one character is needed, such as --delimiter ';'") from None
     number = 1
+    has_header = False
     try:
         for cells in reader:
-            if any(cell.strip() for cell in cells):
+            is_blank_line = len(cells) < 2 and cells != [""] and not "".join(cells).strip(" \t")
+            if any(cell.strip() for cell in cells) or (has_header and not is_blank_line):
                 yield number, cells
+                has_header = True
             number = reader.line_num + 1
     except csv.Error as error:
         raise UserError(

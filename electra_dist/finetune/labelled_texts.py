@@ -387,16 +387,19 @@ GLUE_TEST_SETS = {
 }
 
 
-def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None) -> list[UnlabelledSet]:
+def read_test_sets(
+    task: str, data: Path, text_a: Column, text_b: Column | None, delimiter: str | None = None
+) -> list[UnlabelledSet]:
     """Read those test files of a task that exist; a missing file is no error.
 
     The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is the table `test` with
-    the columns `text_a` and `text_b`. Raises UserError if a line has too few columns, because a submission needs a
-    prediction for every example.
+    the columns `text_a` and `text_b`, and its `delimiter` if that is given. Raises UserError if a line has too few
+    columns, because a submission needs a prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
         file = find_split(data, "test")
-        return [_read(file, UnlabelledSpec("", text_a, text_b, None, "test_predictions.tsv"))] if file else []
+        spec = UnlabelledSpec("", text_a, text_b, None, "test_predictions.tsv")
+        return [_read(file, spec, delimiter)] if file else []
     test_sets = []
     for spec in GLUE_TEST_SETS[task]:
         files = [folder / spec.path for folder in (data, data / "glue") if (folder / spec.path).is_file()]
@@ -405,11 +408,11 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
     return test_sets
 
 
-def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
+def _read(file: Path, spec: UnlabelledSpec, delimiter: str | None = None) -> UnlabelledSet:
     """Read the texts of a test set without labels, and the index under which each prediction is written."""
     # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
-    texts = read_texts(file, spec.text_a, spec.text_b, label=index_column)
+    texts = read_texts(file, spec.text_a, spec.text_b, index_column, delimiter)
     if texts.skipped > 0:
         raise UserError(
             f"{file}: {texts.skipped} lines have too few columns, but predictions are needed for all examples; "

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
@@ -53,6 +54,14 @@ class SquadFile(NamedTuple):
     passages: list[str]
     questions: list[Question]
     left_out: dict[str, list[int]]  # reason -> numbers of the questions in the file, from 1, that are left out for it
+
+    def remarks(self, file: Path) -> list[str]:
+        """Return a line on the questions of `file` that are left out for each reason, and on passages of no text."""
+        lines = [
+            f"{file}: {len(numbers)} questions are left out, because {reason}; first: question {numbers[0]}"
+            for reason, numbers in self.left_out.items()
+        ]
+        return lines + remarks_on_texts(str(file), self.passages)
 
 
 class Passage(NamedTuple):

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import find_file
 from electra_dist.finetune.passage_windows import (
@@ -227,11 +226,7 @@ class SquadTask(Task):
         num_lost = sum(_is_lost(question) for question in self.train.questions)
         self.notes = []
         for file, content in ((train_file, self.train), (dev_file, self.dev)):
-            for reason, numbers in content.left_out.items():
-                self.notes.append(
-                    f"{file}: {len(numbers)} questions are left out, because {reason}; first: question {numbers[0]}"
-                )
-            self.notes += remarks_on_texts(str(file), content.passages)
+            self.notes += content.remarks(file)
         if num_lost == len(self.train.questions):
             raise UserError(
                 f"{train_file}: no answer is in the passage of its question; replace it with a SQuAD {version} file"

@@ -201,8 +201,8 @@ def label_values(texts: Texts) -> list[float]:
             value = math.nan
         if not math.isfinite(value):
             raise UserError(
-                f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or use "
-                f"classification (--kind classification)"
+                f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or "
+                f"fine-tune for classification (--kind classification)"
             )
         values.append(value)
     return values
@@ -273,7 +273,7 @@ class TextTask(Task):
             )
         self.test_sets: list[UnlabelledSet] = []
         if with_test:
-            self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b)
+            self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b, delimiter)
         if max_train is not None:
             self.train = self.train.sample(max_train)
             digested += f", {max_train} training examples"
@@ -314,7 +314,13 @@ class TextTask(Task):
                 f"{file}: {' and '.join(map(str, columns))} are taken for texts and label, one column for two; "
                 f"correct --text-a, --text-b or --label"
             )
-        return spec, texts_of(table, *spec.columns)
+        texts = texts_of(table, *spec.columns)
+        if table.may_be_short and any(text[0] == text[-1] == '"' and '""' in text[1:-1] for text in texts.a if text):
+            self.notes.append(
+                f"{file}: some texts are in quotes, with quotes in them doubled, and are read so; if the program that "
+                f"wrote the file has added these quotes, pass --delimiter '\\t'"
+            )
+        return spec, texts
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.

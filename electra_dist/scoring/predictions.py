@@ -12,9 +12,10 @@ question. Where the file has labels that the model knows, they are scored with t
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,9 +30,9 @@ from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
 from electra_dist.finetune.text_task import LabelTargets, encode_texts, text_metrics, text_outputs
 from electra_dist.finetune.word_files import read_words
-from electra_dist.store.atomic_files import read_regular, readable
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
-from electra_dist.tables import TABLE_SUFFIXES, Table, read_table
+from electra_dist.tables import TABLE_SUFFIXES, JsonLine, Table, read_table, split_lines
 
 if TYPE_CHECKING:
     from electra_dist.finetune.models import TaskModel
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 Row = dict[str, Any]
+_SHOWN_LABELS = 5  # of a model, in a remark
 _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
@@ -81,6 +83,11 @@ class TunedModel:
         self.kind = kinds[0]
         names = self.config.get("id2label") or {}
         self.labels = tuple(str(names[number]) for number in sorted(names, key=int)) or ("LABEL_0", "LABEL_1")
+        if self.config.get("problem_type") == "regression" and len(self.labels) > 1:
+            raise UserError(
+                f"{folder}: a regression of {len(self.labels)} numbers for each text; only models of one number are "
+                f"predicted"
+            )
         record_file = folder / "finetune.json"
         record = _read_json(record_file) if record_file.exists() else {}
         self.data: Mapping[str, Any] = record.get("data") or {}
@@ -143,8 +150,7 @@ def _open(
     is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
-        notes = remarks_on_texts(str(file), questions.passages)
-        return notes, lambda progress: _predict_answers(model, questions, progress)
+        return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
     if model.kind == "TokenClassification" and (not is_table or suffix == ".tsv"):
         with readable(file):
             words, tags = read_words(file)
@@ -152,22 +158,25 @@ def _open(
         return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
     text_a, text_b, label = _columns_of(model, table, text_a, text_b, label)
+    if label:
+        table = _with_empty_labels(table, label)
     texts = texts_of(table, text_a, text_b, label or text_a)
     if texts.skipped:
         raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
         return texts.remarks(), lambda progress: _predict_tags(model, words, None, progress)
-    targets = _label_targets(model)
-    target_N1: np.ndarray | None = None
-    if label and (not targets.labels or set(texts.label) & set(targets.labels)):
-        target_N1 = targets.targets(texts)
-    return texts.remarks(), lambda progress: _predict_texts(model, texts, targets, target_N1, progress)
-
-
-def _label_targets(model: TunedModel) -> LabelTargets:
-    is_regression = model.config.get("problem_type") == "regression" or len(model.labels) == 1
-    return LabelTargets() if is_regression else LabelTargets(model.labels)
+    targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
+    labelled = [row for row, name in enumerate(texts.label) if label and name]
+    notes = texts.remarks()
+    if labelled and targets.labels and not set(texts.label) & set(targets.labels):
+        known = ", ".join(targets.labels[:_SHOWN_LABELS])
+        notes.append(f"{file}: no label in `{label}` is one of the model's ({known}), so none is scored")
+        labelled = []
+    target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
+    if 0 < len(labelled) < len(texts.a):
+        notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
+    return notes, lambda progress: _predict_texts(model, texts, targets, labelled, target_N1, progress)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -191,21 +200,42 @@ def _columns_of(
     text_a = text_a or known.get("text_a")
     text_b = text_b or known.get("text_b")
     label = label or known.get("label")
+    if columns.get("text_b") is not None and not text_b:
+        raise UserError(
+            f"{table.file}: the model was tuned on pairs of texts, and the file has no column `{columns['text_b']}`; "
+            f"name the column of the second text with --text-b"
+        )
     if not text_a:
         other_columns = [column for column in (text_b, label) if column]
         text_a = str(find_text_column(table, other_columns))
     return text_a, text_b, label
 
 
-def _read_lines(file: Path) -> Table:
-    """Return a file with one text on each line as a table with the column `text`."""
-    table = read_table(file, has_header=False)
+def _with_empty_labels(table: Table, label: str) -> Table:
+    """Return a table in which a label that is missing (null, or NaN as pandas writes it) is an empty text."""
 
-    def lines() -> Any:
+    def lines() -> Iterator[tuple[int, JsonLine]]:
         for number, line in table.lines():
-            yield number, line._replace(record={"text": "\t".join(line.record.values())})
+            value = line.record.get(label, "")
+            is_missing = value is None or value != value  # only NaN is not equal to itself
+            yield number, line._replace(record={**line.record, label: ""}) if is_missing else line
 
-    return table._replace(columns=["text"], lines=lines)
+    return table._replace(lines=lines)
+
+
+def _read_lines(file: Path) -> Table:
+    """Return a file with one text on each line as a table with the column `text`; a blank line is an empty text."""
+    with readable(file):
+        raw = read_regular(file, MOST_DATA_BYTES)
+    texts = split_lines(raw, file)
+    if not texts[-1]:
+        texts.pop()  # after the end of the last line
+
+    def lines() -> Iterator[tuple[int, JsonLine]]:
+        for number, text in enumerate(texts, start=1):
+            yield number, JsonLine(f"{file}:{number}", {"text": text})
+
+    return Table(file, ["text"], lines, hashlib.sha256(raw).hexdigest())
 
 
 def _read_questions(file: Path, delimiter: str | None) -> SquadFile:
@@ -231,26 +261,34 @@ def _probabilities(output_NL: np.ndarray) -> np.ndarray:
 
 
 def _predict_texts(
-    model: TunedModel, texts: Texts, targets: LabelTargets, target_N1: np.ndarray | None, progress: Progress
+    model: TunedModel,
+    texts: Texts,
+    targets: LabelTargets,
+    labelled: Sequence[int],
+    target_N1: np.ndarray | None,
+    progress: Progress,
 ) -> Predictions:
-    """Predict a class or a number for each text; there are metrics if the true values `target_N1` are given."""
+    """Predict a class or a number for each text; those of the rows `labelled` have the true values `target_N1`."""
     encoder, task_model, settings = model.load()
     ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
     output_NL = text_outputs(task_model, ids, targets, settings.batch, progress)
     limits = model.data.get("limits")
     if limits and not targets.labels:
         output_NL = output_NL.clip(*limits)
+    if not targets.labels and model.config.get("problem_type") != "regression":
+        output_NL = 1 / (1 + np.exp(-output_NL))  # as in the pipeline, for cross-encoders
     objects: list[Row] = []
     rows: list[Row] = []
+    true = {row: texts.label[row] for row in labelled}
     probability_NL = _probabilities(output_NL).tolist()
     for index, prediction in enumerate(targets.predicted_labels(output_NL)):
         one: Row = {"index": index, "prediction": prediction if targets.labels else float(prediction)}
-        if target_N1 is not None:
-            one["label"] = texts.label[index]
+        if index in true:
+            one["label"] = true[index]
         probabilities = dict(zip(targets.labels, probability_NL[index], strict=False))
         objects.append({**one, "probabilities": probabilities} if targets.labels else one)
         rows.append({**one, **{f"p({name})": value for name, value in probabilities.items()}})
-    metrics = {} if target_N1 is None else text_metrics(targets, output_NL, target_N1)
+    metrics = {} if target_N1 is None else text_metrics(targets, output_NL[labelled], target_N1)
     return Predictions(objects, rows, metrics)
 
 

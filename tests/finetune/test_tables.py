@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -117,6 +118,31 @@ def test_a_development_file_and_the_splits_of_a_saved_dataset_are_used_as_they_a
 
     assert task.train.a == task.dev[""].a == task.test_sets[0].texts.a == TEXTS
     assert task.data["split"] is None
+
+
+def test_a_given_delimiter_is_that_of_the_test_table_too(tmp_path: Path) -> None:
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"{split}.csv").write_text("text^label\n" + "the dog, it saw^x\na bird^y\n" * 5)
+
+    task = open_custom(tmp_path, delimiter="^", with_test=True)
+
+    assert task.test_sets[0].texts.a == task.train.a == ["the dog, it saw", "a bird"] * 5
+
+
+def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_path: Path) -> None:
+    texts = ['He said "no".', "", 'the "old" dog', "a bird"]
+    frame = pandas.DataFrame({"text": texts, "label": ["x", "x", "y", "y"]})
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    frame.to_csv(tmp_path / "x.tsv", index=False, sep="\t")
+
+    assert open_custom(tmp_path / "x.csv", dev=tmp_path / "x.csv").train.a == texts
+    literal = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.csv")
+    assert literal.train.a[0] == '"He said ""no""."' and "some texts are in quotes" in literal.notes[1]
+    as_csv = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.tsv", delimiter="\\t")
+    assert as_csv.train.a == texts and len(as_csv.notes) == 1
+    (tmp_path / "y.csv").write_text("\n ,\ntext,label\na b,x\n,\nc d,y\n")
+    with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
+        open_custom(tmp_path / "y.csv")
 
 
 def test_sentences_are_held_out_alike_of_those_with_and_without_entities(tmp_path: Path) -> None:

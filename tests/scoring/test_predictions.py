@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from electra_launcher.cli.main import app
@@ -104,6 +105,64 @@ def test_numbers_are_those_of_the_development_predictions_and_of_a_pipeline(
     )
     assert [row["prediction"] for row in rows] == pytest.approx([one["score"] for one in theirs], abs=2e-5)
 
+    # Without the kind of problem, as cross-encoders are written, the pipeline takes the sigmoid.
+    config_file = tmp_path / "best" / "config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "problem_type": None}))
+    rows, _ = predict(tmp_path, tmp_path / "dev.csv")
+    theirs = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu")(texts)
+    assert [row["prediction"] for row in rows] == pytest.approx([one["score"] for one in theirs], abs=2e-5)
+
+    names = {"0": "x", "1": "y"}
+    config_file.write_text(json.dumps({**config, "id2label": names}))
+    with pytest.raises(UserError, match="a regression of 2 numbers for each text; only models of one number"):
+        TunedModel(tmp_path)
+
+
+def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder: Pretrained, tmp_path: Path) -> None:
+    write_texts(tmp_path / "train.csv", 0, 100)
+    tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv")
+    texts = ["the old dog saw", "", "a bird near that house", "", "who knew"]
+    labels = ["animal", None, float("nan"), None, "none"]
+    classify = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu")
+    expected = [one["label"] for one in classify(texts)]
+    files = ["new.txt", "one.csv", "new.csv", "new.tsv", "new.jsonl", "new.parquet"]
+    (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
+    table = pandas.DataFrame({"text": texts, "label": labels})
+    table[["text"]].to_csv(tmp_path / "one.csv", index=False)
+    table.to_csv(tmp_path / "new.csv", index=False)
+    table.to_csv(tmp_path / "new.tsv", index=False, sep="\t")
+    table.to_json(tmp_path / "new.jsonl", orient="records", lines=True)
+    table.to_parquet(tmp_path / "new.parquet")
+    for name in files:
+        rows, metrics = predict(tmp_path, tmp_path / name)
+
+        assert [row["prediction"] for row in rows] == expected, name
+        if "new.txt" != name != "one.csv":
+            assert [row.get("label") for row in rows] == ["animal", None, None, None, "none"]
+            assert metrics["accuracy"] == ((expected[0] == "animal") + (expected[4] == "none")) / 2
+            assert (
+                "2 of 5 rows have a label"
+                in open_predictions(TunedModel(tmp_path), tmp_path / name)(lambda *_: None).notes[-1]
+            )
+
+    table.assign(label="cat").to_csv(tmp_path / "new.csv", index=False)
+    result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
+    assert result.metrics == {} and "no label in `label` is one of the model's (animal, none)" in result.notes[-1]
+
+
+def test_a_model_of_pairs_does_not_predict_from_the_first_texts_alone(encoder: Pretrained, tmp_path: Path) -> None:
+    lines = [f"{a},{b},{'same' if a == b else 'other'}" for a in WORDS[:6] for b in WORDS[:6]]
+    (tmp_path / "train.csv").write_text("\n".join(["question,answer,label", *lines]))
+    tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv", text_a="question", text_b="answer")
+    (tmp_path / "new.csv").write_text("question,reply\nthe,old\n")
+    (tmp_path / "new.txt").write_text("the old\n")
+
+    for name in ("new.csv", "new.txt"):
+        with pytest.raises(UserError, match=r"tuned on pairs of texts, and the file has no column `answer`; name"):
+            open_predictions(TunedModel(tmp_path), tmp_path / name)
+    assert len(predict(tmp_path, tmp_path / "new.csv", text_b="reply")[0]) == 1
+
 
 def test_tags_and_spans_are_those_of_the_development_predictions_and_of_a_pipeline(
     encoder: Pretrained, tmp_path: Path
@@ -178,6 +237,16 @@ def test_answers_are_those_of_the_development_predictions_and_the_best_span_of_t
         ends = {inputs.token_to_chars(end).end: end for end in tokens}
         starts = {inputs.token_to_chars(start).start: start for start in tokens}
         assert score[starts[row["start"]], ends[row["end"]]] == pytest.approx(max(score.values()), abs=1e-4)
+
+    # A question that cannot be used is counted.
+    dev["data"][0]["paragraphs"][1]["qas"][0]["id"] = "q0"
+    (tmp_path / "twice.json").write_text(json.dumps(dev))
+    fewer = open_predictions(TunedModel(tmp_path), tmp_path / "twice.json")(lambda *_: None)
+    assert len(fewer.objects) == NUM_ROWS - 1
+    assert fewer.notes == [
+        f"{tmp_path}/twice.json: 1 questions are left out, because they have the id of an earlier question; first: "
+        "question 2"
+    ]
 
     # The same questions as a table, without answers.
     (tmp_path / "new.csv").write_text("\n".join(table) + "\n")
