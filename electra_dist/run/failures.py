@@ -9,6 +9,7 @@ goes on with the same files, so that a fault that comes back at the same step is
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,20 +117,26 @@ def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[
     failure = newest_failure(failures)
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
     newest = ends[-1] if ends else None
-    if newest is not None and _is_the_end(newest, failure):
+    start = next((event for event in reversed(ends) if event.event in STARTS), None)
+    if newest is not None and _is_the_end(newest, start, failure):
         return _account_of_event(run, newest)
     if failure is not None:
         return _account_of_failure(run, failure)
     return _nothing_known(run)
 
 
-def _is_the_end(event: LedgerEvent, failure: Failure | None) -> bool:
-    """Return whether the ledger's newest end or start says more than the newest failure that was recorded."""
+def _is_the_end(event: LedgerEvent, start: LedgerEvent | None, failure: Failure | None) -> bool:
+    """Return whether the ledger's newest end or start says more than the newest failure that was recorded.
+
+    `start` is the ledger's newest start. If it is newer than the failure, then so is its end: without a supervisor, as
+    under DeepSpeed's launcher, a crash is in the ledger only.
+    """
     if failure is None:
         return True
+    if start is not None and start.unix_s > failure.unix_s:
+        return True
     # The event "crash" of rank 0 is older than the supervisor's record of the same start.
-    is_on_purpose = event.event in ("done", "stop", "storage", "rollback")
-    return event.unix_s > failure.unix_s and (is_on_purpose or event.event in STARTS)
+    return event.unix_s > failure.unix_s and event.event in ("done", "stop", "storage", "rollback")
 
 
 def _nothing_known(run: Path) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def _nothing_known(run: Path) -> dict[str, Any]:
         "state": "running or killed",
         "what": "no end of the newest start is recorded",
         "repeated": False,
-        "next": [f"electra-dist status {run}"],
+        "next": [f"electra-dist status {shlex.quote(str(run))}"],
     }
 
 

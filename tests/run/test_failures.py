@@ -71,3 +71,13 @@ def test_the_account_of_the_last_end_is_that_of_the_newer_record(tmp_path: Path)
     assert (without_supervisor["state"], without_supervisor["what"]) == ("crash", "crash at step 7: RuntimeError")
     runs = account_of_end(tmp_path, [ledger_event("resume", 7)], [failure(time=EARLY)])
     assert runs["state"] == account_of_end(tmp_path, [], [])["state"] == "running or killed"
+
+
+def test_a_crash_that_no_supervisor_saw_is_not_explained_by_an_earlier_failure(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    events = [ledger_event("start", 0), ledger_event("crash", 9, why="OutOfMemoryError")]
+    known = account_of_end(run, events, [failure(time=EARLY)])
+    assert (known["state"], known["what"]) == ("crash", "crash at step 9: OutOfMemoryError")
+    assert known["next"] == [f"electra-dist status '{run}'"]
+    before_its_start = account_of_end(run, [], [failure(time=EARLY, step=None)])
+    assert before_its_start["state"] == "failed"

@@ -6,6 +6,7 @@ targets: the folders or S3 prefixes to which the run saves its checkpoints.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -140,7 +141,7 @@ def verify(
         out.print(f"{num_good} of {len(chosen)} checkpoints are good")
     if num_good < len(chosen):
         if not as_json:
-            out.print(f"next: electra-dist checkpoint repair {path}")
+            out.print(f"next: electra-dist checkpoint repair {shlex.quote(str(path))}", soft_wrap=True)
         raise typer.Exit(EXIT_CRASH)
 
 

@@ -39,10 +39,15 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
     unknown, with the end of the rank's output.
     """
     from electra_dist.run.failures import account_of_end, read_failures
+    from electra_dist.run.folder import SLURM_DIR, is_run_folder
     from electra_dist.run.ledger import read_ledger
 
     _refuse_missing(run)
-    known = account_of_end(run, read_ledger(run), read_failures(run))
+    ledger, failures = read_ledger(run), read_failures(run)
+    # A start may fail before it has written a config, and a submitted run has none.
+    if not (ledger or failures or is_run_folder(run) or (run / SLURM_DIR).is_dir()):
+        raise UserError(f"{run}: not a run folder, because it has no config.yaml; give the run_dir of a run")
+    known = account_of_end(run, ledger, failures)
     if as_json:
         print_json(known)
         return

@@ -428,3 +428,13 @@ def test_text_of_others_reaches_the_terminal_escaped_and_on_the_line_that_it_is_
     result = CliRunner().invoke(app, ["status", str(run)])
     assert result.exit_code == 0, result.output
     assert_shown(result.output, times=5)
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path, command: str) -> None:
+    done = CliRunner().invoke(app, [command, str(tmp_path)])
+    assert str(done.exception) == (
+        f"{tmp_path}: not a run folder, because it has no config.yaml; give the run_dir of a run"
+    )
+    (tmp_path / "slurm").mkdir()
+    assert command == "status" or "running or killed" in CliRunner().invoke(app, ["why", str(tmp_path)]).output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,10 +80,8 @@ def prepare(
     _print_report(report, out)
     for line in [*refuse_nothing_kept(report, config.output), *remarks_on_shapes(report)]:
         out.print(line, soft_wrap=True)
-    out.print(
-        f"{config.output}: prepared; next: electra-dist corpus build --input {config.output.rstrip('/')}/documents",
-        soft_wrap=True,
-    )
+    documents = shlex.quote(f"{config.output.rstrip('/')}/documents")
+    out.print(f"{config.output}: prepared; next: electra-dist corpus build --input {documents}", soft_wrap=True)
 
 
 def _run(preparation: Preparation, out: Console) -> None:
