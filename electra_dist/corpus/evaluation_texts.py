@@ -10,15 +10,17 @@ chance. A text that contains a tab or a line break is two texts in a .tsv or .tx
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
-from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, read_table
+from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, NotText, as_text, read_table
 
 _SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".json")
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell of a .tsv file, as programs write texts that contain quotes
 
 
 class EvaluationText(NamedTuple):
@@ -65,7 +67,7 @@ def _files(paths: Sequence[Path], key: str) -> Iterator[Path]:
     """
     for path in paths:
         if path.is_dir() and not (path / SAVED_STATE).exists():
-            files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
             if not files:
                 raise UserError(f"{key}: {path}: holds no {', '.join(_SUFFIXES)} file; name another folder")
             yield from files
@@ -77,7 +79,7 @@ def _files(paths: Sequence[Path], key: str) -> Iterator[Path]:
 
 def _texts_of_file(file: Path) -> Iterator[tuple[str, str]]:
     """Yield (text, its place in the file), without white space around the text; empty texts are left out."""
-    if file.suffix == ".json":
+    if file.suffix.lower() == ".json":
         with readable(file):
             data = read_regular(file, MOST_DATA_BYTES)
         try:
@@ -86,12 +88,21 @@ def _texts_of_file(file: Path) -> Iterator[tuple[str, str]]:
             raise UserError(f"{file}: not JSON ({error}); copy it again, or call JSON lines .jsonl") from None
     else:
         table = read_table(file, has_header=False)
-        header = table.columns if file.suffix == ".csv" else []  # its first line, which may be no header
+        header = table.columns if file.suffix.lower() == ".csv" else []  # its first line, which may be no header
         values = [(f"{file}:1", header), *((line.place, line.record) for _, line in table.lines())]
+    is_tsv = file.suffix.lower() == ".tsv"
     for place, value in values:
         for text in _texts_in(value):
-            if text.strip():
-                yield place, text.strip()
+            if is_tsv and _QUOTED.fullmatch(text):
+                text = text[1:-1].replace('""', '"')
+            try:
+                stripped = as_text(text).strip()
+            except NotText as error:
+                raise UserError(
+                    f"{place}: the text {text!r} {error}; write the whole character, or remove it"
+                ) from None
+            if stripped:
+                yield place, stripped
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -193,7 +193,7 @@ def read_tagged_file(file: Path) -> list[TaggedSentence]:
 
     Such a line has columns, of which the first is the word and the last its tag; the module explains the details.
     """
-    if file.suffix == ".conllu":
+    if file.suffix.lower() == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
     sentences = []
     for lines in _sentence_lines(file):
@@ -294,7 +294,7 @@ def read_words(file: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]
     A file without tags has one word on each line and no tab or space.
     """
     lines = [line.strip(" ") for line in split_lines(read_regular(file, MOST_DATA_BYTES), file)]
-    if file.suffix == ".conllu" or any("\t" in line or " " in line for line in lines):
+    if file.suffix.lower() == ".conllu" or any("\t" in line or " " in line for line in lines):
         sentences = read_tagged_file(file)
         return [sentence.words for sentence in sentences], [sentence.tags for sentence in sentences]
     text = "\n".join(lines).strip("\n")

@@ -180,11 +180,11 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
 
 
 def tokens_of_texts(texts: Sequence[str], corpora: Corpora) -> list[list[list[int]]]:
-    """Tokenize texts as the build of a corpus does, and return the forms of each: one or two lists of token ids.
+    """Tokenize texts as the build of a corpus does, and return the forms of each: at most two lists of token ids.
 
     Byte-level tokens contain the space before a word, so a text has two forms: one at the beginning of a document, and
-    one after other text. With WordPiece both forms are equal, and the result has one. Raises UserError if a text has
-    no token, for example because it is only white space, or is not UTF-8.
+    one after other text. With WordPiece both forms are equal, and the result has one. A text without a token, for
+    example of white space only, has none. Raises UserError if a text is not UTF-8.
     """
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     tokenizer = new_tokenizer(vocabulary, corpora.tokenizer.lowercase)
@@ -198,7 +198,5 @@ def tokens_of_texts(texts: Sequence[str], corpora: Corpora) -> list[list[list[in
             tokens = list(itertools.chain.from_iterable(ids_of_lines))
             if tokens and tokens not in forms:
                 forms.append(tokens)
-        if not forms:
-            raise UserError(f"TEXT: {text} has no token; give at least one word")
         all_forms.append(forms)
     return all_forms

@@ -286,7 +286,7 @@ def predict(
     run = open_predictions(TunedModel(model_folder(model)), local_copy(file), text_a, text_b, label, delimiter)
     with progress_bar(Console(stderr=True)) as progress:
         predictions = run(progress)
-    content = predictions.text("" if output is None else output.suffix)
+    content = predictions.text("" if output is None else output.suffix.lower())
     if output is None:
         sys.stdout.write(content)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -323,9 +324,20 @@ def test_all_texts_of_files_are_found_at_once_with_the_steps_that_read_them(corp
     assert found["steps"]["read"] == len({step for step in steps if step < 20} - {3})
     shown = run_find(run, "--file", folder, "--min-words", "6", "--least", "100").stdout
     assert "2 of 3 texts are in the corpus" in shown and "the run has read" in shown
+    (folder / "pairs.jsonl").rename(folder / "PAIRS.JSONL")
+    (folder / "more.JSON").write_text(json.dumps({"invisible": "\u200b " * 10, "data": [line]}))
+    again = find("--run", str(run), "--file", str(folder), "--min-words", "6", "--least", "100")
+    assert [text["text"] for text in again["texts"]] == [line, PLANTED]
+    # The invisible text has ten words, but no token.
+    assert (again["texts_sought"], again["texts_too_short"]) == (3, found["texts_too_short"] + 1)
+
+    (tmp_path / "half.json").write_text('["one two three four \\ud83d five six seven eight"]')
+    (tmp_path / "invisible.json").write_text(json.dumps(["\u200b " * 10]))
     for message, options in {
+        "half.json: the text .* has half of a surrogate pair": ("--file", tmp_path / "half.json"),
+        "none of the 1 texts has a token": ("--file", tmp_path / "invisible.json"),
         "there is no file": ("--file", tmp_path / "absent"),
-        "none of the 3 texts": ("--file", folder / "pairs.jsonl", "--min-words", "400"),
+        "none of the 3 texts": ("--file", folder / "PAIRS.JSONL", "--min-words", "400"),
         "both are given": ("--file", folder, "--source", "wiki"),
     }.items():
-        assert message in str(run_find(corpus, *options).exception)
+        assert re.search(message, str(run_find(corpus, *options).exception))

@@ -14,6 +14,7 @@ from electra_launcher.cli.options import AsJson, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.config import Config
+    from electra_dist.corpus.evaluation_texts import EvaluationTexts
     from electra_dist.corpus.find.row_search import FoundRows, Query, RowSearch
     from electra_dist.data.corpora import Corpora
 
@@ -75,7 +76,7 @@ def find(
 
     from electra_dist.corpus.evaluation_texts import read_evaluation_texts
     from electra_dist.corpus.find.found_texts import found_texts, print_texts, tree_of_texts
-    from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out, tokens_of_texts
+    from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out
     from electra_dist.corpus.find.search_result import (
         MAX_SHOWN,
         SearchResult,
@@ -88,11 +89,11 @@ def find(
     query = Query(source=source, document=document)
     corpus, run, query = _parse_request(words or [], query, corpus, run, has_files=bool(file))
     config = open_run(run) if run else None
-    sought = read_evaluation_texts(file, min_words, "--file") if file else None
+    files_texts = read_evaluation_texts(file, min_words, "--file") if file else None
     corpora = _open(corpus, config, endpoint_url)
     search = RowSearch(query, corpora, partial(tracked, activity="searching"))
-    if sought is not None:
-        forms = tokens_of_texts([text.text for text in sought.texts], corpora)
+    if files_texts is not None:
+        sought, forms = _with_tokens(files_texts, corpora)
         rows = search.rows_with_texts(forms, least or _DEFAULT_LEAST)
         texts = found_texts(sought, forms, rows, corpora, (config, run) if config and run else None)
         if as_json:
@@ -134,8 +135,22 @@ def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None
     if query.text is None:
         return search.rows_with_documents(), None
     [forms] = tokens_of_texts([query.text], corpora)
+    if not forms:
+        raise UserError(f"TEXT: {query.text} has no token; give at least one word")
     [found] = search.rows_with_texts([forms], least or _DEFAULT_LEAST)
     return found, max(map(len, forms))
+
+
+def _with_tokens(texts: EvaluationTexts, corpora: Corpora) -> tuple[EvaluationTexts, list[list[list[int]]]]:
+    """Return the texts that have a token, with their forms; the others count as texts of too few words."""
+    from electra_dist.corpus.find.row_search import tokens_of_texts
+
+    forms = tokens_of_texts([text.text for text in texts.texts], corpora)
+    kept = [(text, forms_of_text) for text, forms_of_text in zip(texts.texts, forms, strict=True) if forms_of_text]
+    if not kept:
+        raise UserError(f"--file: none of the {len(forms)} texts has a token of the corpus; name files with text")
+    num_short = texts.num_short + len(forms) - len(kept)
+    return texts._replace(texts=[text for text, _ in kept], num_short=num_short), [found for _, found in kept]
 
 
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
