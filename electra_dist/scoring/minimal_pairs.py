@@ -106,9 +106,9 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
             lines.pop()
         if not lines:
             raise UserError(f"{file}: no sentences; add at least one pair, or remove the file")
-        if file.suffix == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             pairs += [_pair_of_object(file, number, line) for number, line in enumerate(lines, start=1)]
-        elif file.suffix == ".tsv":
+        elif file.suffix.lower() == ".tsv":
             pairs += _pairs_of_table(file)
         else:
             pairs += _pairs_of_lines(file, lines)
@@ -120,13 +120,13 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files_of_folder = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+            files_of_folder = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
             if not files_of_folder:
                 raise UserError(f"{path}: no .jsonl, .tsv or .txt file in this folder; name a folder of minimal pairs")
             files += files_of_folder
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder of minimal pairs; correct the path")
-        elif path.suffix not in _SUFFIXES:
+        elif path.suffix.lower() not in _SUFFIXES:
             raise UserError(
                 f"{path}: not a file of minimal pairs; use a .jsonl file in BLiMP's format, a .tsv file in "
                 f"MultiBLiMP's or a .txt file in Zorro's"
@@ -272,6 +272,18 @@ def score_sentence_pairs(
         accuracies = {"token": by_token.accuracy, "word": by_word.accuracy}
         scores.append(chosen._replace(accuracy_by_readout=accuracies))
     return scores
+
+
+def remarks_on_pairs(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list[str]:
+    """Return a line if the tokens of both sentences of some pairs are equal, such as without case and accents."""
+    rows = _encode_sentences(encoder, pairs)
+    equal = [pair for pair, good, bad in zip(pairs, rows[0::2], rows[1::2], strict=True) if good == bad]
+    if not equal:
+        return []
+    return [
+        f"{encoder.name}: both sentences of {len(equal):,} of {len(pairs):,} pairs have the same tokens, and count as "
+        f"wrong; first: {equal[0].good} / {equal[0].bad}"
+    ]
 
 
 def _encode_sentences(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list[list[int]]:

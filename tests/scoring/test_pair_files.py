@@ -216,6 +216,16 @@ def test_a_sentence_that_is_longer_than_the_models_positions_is_refused(encoder:
         score_sentence_pairs(encoder, [SentencePair("a", "the boy", long_sentence)], CPU)
 
 
+def test_pairs_whose_sentences_have_the_same_tokens_are_remarked_on(encoder: Pretrained) -> None:
+    pairs = [SentencePair("a", "the boy", "the boys"), SentencePair("a", "The b\u00f3y is", "the boy is")]
+
+    assert minimal_pairs.remarks_on_pairs(encoder, pairs[:1]) == []
+    assert minimal_pairs.remarks_on_pairs(encoder, pairs) == [
+        f"{encoder.name}: both sentences of 1 of 2 pairs have the same tokens, and count as wrong; first: "
+        "The b\u00f3y is / the boy is"
+    ]
+
+
 def test_the_command_scores_the_pairs_of_files_and_refuses_two_models(tiny_corpus: Path, tmp_path: Path) -> None:
     config = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", str(tiny_corpus))
     pairs = tmp_path / "order.txt"

@@ -90,7 +90,12 @@ def minimal_pairs(
     spec = locate_model(spec, tower.value)  # A wrong name is found before torch is imported.
 
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.minimal_pairs import read_pair_files, score_minimal_pairs, score_sentence_pairs
+    from electra_dist.scoring.minimal_pairs import (
+        read_pair_files,
+        remarks_on_pairs,
+        score_minimal_pairs,
+        score_sentence_pairs,
+    )
 
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
     encoder = load_pretrained(spec, tower.value, vocab)
@@ -121,6 +126,8 @@ def minimal_pairs(
         percents = [f"{100 * share:.1f}" for share in shares]
         table.add_row(score.phenomenon, str(score.pairs), *percents, f"{score.margin:.2f}", score.example)
     out.print(table)
+    for line in remarks_on_pairs(encoder, sentence_pairs or ()):
+        out.print(line, soft_wrap=True)
     if output:
         trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
         write_json(output, {"model": encoder.name, "scores": trees})
