@@ -139,7 +139,7 @@ def with_rates(compare: CompareConfig, choices: Sequence[RateChoice]) -> Compare
 
 
 def _trial(entry: Entry, rate: float) -> Entry:
-    changes = {"name": f"{entry.name}-lr{rate:g}", "set": entry.set | {"optimizer.lr": rate}, "lr": ()}
+    changes = {"name": f"{entry.name}-lr{rate!r}", "set": entry.set | {"optimizer.lr": rate}, "lr": ()}
     return entry.model_copy(update=changes)
 
 

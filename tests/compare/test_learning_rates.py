@@ -18,7 +18,7 @@ from electra_dist.compare import pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER
+from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER, RateSearch
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 
@@ -155,3 +155,9 @@ def test_rates_need_held_out_rows(make_comparison: MakeComparison, tmp_path: Pat
 
     with pytest.raises(UserError, match=r"chosen on held-out rows; set `data.heldout` in base\.yaml"):
         Comparison(load_section(file, CompareConfig), file, None)
+
+
+def test_rates_that_differ_in_the_seventh_digit_have_folders_of_their_own(make: MakeComparison) -> None:
+    file = make(objectives=[{"name": "rtd", "lr": [0.001, 0.0010000001]}, "mlm"])
+    plan = RateSearch(load_section(file, CompareConfig), file).plan
+    assert plan is not None and len({cell.config.run_dir for cell in plan.cells}) == 2
