@@ -27,11 +27,12 @@ from electra_kernels.operation_types import SpecialIds
 from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
+from electra_dist.compare.comparison_page import RunState, comparison_page
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
 from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
-from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
+from electra_dist.compare.pretraining_runs import Pretrainings, Progress, current_step, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
@@ -39,6 +40,7 @@ from electra_dist.data.corpora import Corpora, with_corpus_vocabulary
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
 from electra_dist.pretrained.encoder import load_pretrained
+from electra_dist.report.pages import write_page
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.scoring.trigram_model import TrigramModel
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
@@ -118,6 +120,8 @@ class Comparison:
             num_scores = len(self.scores())
             self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
         self._score_trigrams(progress, note)
+        if self.search.plan is not None:
+            self.write()  # the short runs may take hours
         for choice in self.search.make(self._inputs.corpora.fingerprint, progress):
             note(f"learning rate of {choice.line()}")
         self._plan_with_rates()
@@ -199,12 +203,25 @@ class Comparison:
 
     def _summary(self, cell: Cell) -> str:
         """Return a line on a finished run: its steps, and how many of its checkpoints have all their scores."""
-        num_scored = 0
-        for step in cell.marks:
-            measures = self._due_measures(cell, step)
-            if measures and not self._scores.missing(cell.entry, cell, step, measures):
-                num_scored += 1
-        return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
+        run = self._state(cell)
+        return f"{run.num_steps:,} steps, {run.num_scored} of {run.num_checkpoints} checkpoints scored"
+
+    def _state(self, cell: Cell) -> RunState:
+        scored_marks = [step for step in cell.marks if self._due_measures(cell, step)]
+        num_scored = sum(
+            not self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in scored_marks
+        )
+        num_steps = cell.marks[-1]
+        saved = saved_steps(cell)
+        is_finished = num_steps in saved or self._is_scored(cell)  # the checkpoints of scored runs may be deleted
+        return RunState(
+            entry=cell.entry,
+            seed=cell.seed,
+            step=num_steps if is_finished else min(max([*saved, current_step(cell)]), num_steps - 1),
+            num_steps=num_steps,
+            num_scored=num_scored,
+            num_checkpoints=len(scored_marks),
+        )
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
         """Score a checkpoint by every measure that lacks a valid score for it; record a UserError as a failure."""
@@ -270,7 +287,7 @@ class Comparison:
         )
 
     def write(self) -> list[Path]:
-        """Write compare.json, compare.md, compare.png (scores) and, after the first evaluation of a run, curves.png.
+        """Write compare.html, .json, .md, .png (scores) and, after the first evaluation of a run, curves.png.
 
         Existing files are replaced atomically, so a reader never sees half a file. Returns the paths.
         """
@@ -278,12 +295,15 @@ class Comparison:
         failures = self.failures()
         json_file = self.folder / "compare.json"
         _replace_file(json_file, results.json_text(failures).encode())
-        page_file = self.folder / "compare.md"
-        _replace_file(page_file, results.markdown_page(failures).encode())
+        text_file = self.folder / "compare.md"
+        _replace_file(text_file, results.markdown_page(failures).encode())
         picture_file = self.folder / "compare.png"
         write_scores(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
-        written = [json_file, page_file, picture_file]
         curves = read_curves(self.plan.cells)
+        page_file = self.folder / "compare.html"
+        states = [self._state(cell) for cell in self.plan.cells]
+        write_page(page_file, comparison_page(results, states, failures, curves))
+        written = [json_file, text_file, page_file, picture_file]
         if curves:
             curves_file = self.folder / "curves.png"
             write_curves(curves, curves_file)

@@ -23,6 +23,7 @@ from electra_dist.compare.comparison_plan import Cell, Plan
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
+    Difference,
     Verdict,
     console_differences,
     difference_rows,
@@ -38,6 +39,10 @@ from electra_dist.model.counts import parameter_counts
 
 AVERAGE = "average"  # name of the last column
 _ANCHOR_NAMES = {RANDOM: "random initialisation", TRIGRAM: "trigram model"}
+PAIR_REMARK = (
+    "Margin: mean over the pairs of the grammatical sentence's score minus the other's, in nats. A masked language "
+    "model does not see the scored token, or (word) that and the rest of its word. Means over the seeds."
+)
 _NUM_LAST = 3  # checkpoints at the end of each run over which a second table of differences takes the mean
 
 
@@ -110,10 +115,10 @@ def score_failures(scores: Sequence[CheckpointScore]) -> list[Failure]:
 
 def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
     """Return the rows as a table for the terminal: median, lowest and highest seed in per cent."""
-    columns = _columns(rows)
-    table = Table("objective", "steps", "FLOPs", *columns, title=title)
-    for row in rows:
-        table.add_row(*_row_texts(row, columns, num_seeds))
+    head, *rows_of_texts = table_texts(rows, num_seeds)
+    table = Table(*head, title=title)
+    for texts in rows_of_texts:
+        table.add_row(*texts)
     return table
 
 
@@ -129,13 +134,12 @@ def markdown(
 
     `notes` are lines before the table, `sections` lines between the table and the failures.
     """
-    columns = _columns(rows)
+    head, *rows_of_texts = table_texts(rows, num_seeds)
     table_lines = [
-        markdown_row(["objective", "steps", "FLOPs", *columns]),
-        "|---|--:|--:|" + "--:|" * len(columns),  # aligns the objectives left, and all other columns right
+        markdown_row(head),
+        "|---|" + "--:|" * (len(head) - 1),  # aligns the objectives left, and all other columns right
+        *map(markdown_row, rows_of_texts),
     ]
-    for row in rows:
-        table_lines.append(markdown_row(_row_texts(row, columns, num_seeds)))
 
     failure_lines = [f"* {failure.entry} seed {failure.seed}: {markdown_text(failure.what)}" for failure in failures]
     if not failure_lines:
@@ -182,6 +186,12 @@ def _columns(rows: Sequence[ScoreRow]) -> list[str]:
     return names
 
 
+def table_texts(rows: Sequence[ScoreRow], num_seeds: int) -> list[list[str]]:
+    """Return the table of scores as texts, its header first: median, lowest and highest seed in per cent."""
+    columns = _columns(rows)
+    return [["objective", "steps", "FLOPs", *columns], *(_row_texts(row, columns, num_seeds) for row in rows)]
+
+
 def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
     name = _ANCHOR_NAMES.get(row.entry, row.entry)
     num_scores = 1 if row.entry == TRIGRAM else num_seeds
@@ -204,6 +214,8 @@ class ComparisonResults:
     """Results of a comparison, computed from the scores that exist; some runs or scores may still be missing.
 
     `rows` are the rows of the table of scores. `metric_of` maps each column, except the average, to its metric.
+    `differences` are those to `baseline` at the end of the runs, `mean_differences` those of the mean over the last
+    `num_last` checkpoints.
     """
 
     def __init__(
@@ -219,13 +231,13 @@ class ComparisonResults:
         rates: Sequence[RateChoice] = (),
     ) -> None:
         """Group the scores into rows, and judge the criterion; `criterion_origin`, or "", says when it was stated."""
-        self._compare = compare
-        self._plan = plan
+        self.compare = compare
+        self.plan = plan
         self._scores = scores
-        self._title = title
-        self._command = command
+        self.title = title
+        self.command = command
         self._criterion_origin = criterion_origin
-        self._rates = rates
+        self.rates = rates
 
         existing = {score.task for score in scores}
         self.metric_of: dict[str, str] = {measure.name: measure.metric for measure in measures}
@@ -240,70 +252,82 @@ class ComparisonResults:
         scores_of_last = [score for score in scores if score.step in last_steps_of.get((score.entry, score.seed), ())]
         self._last_scores = [score for score in scores_of_last if score.step == marks_of[score.entry, score.seed][-1]]
         names = [objective.name for objective in compare.objectives]
-        self._baseline = names[0] if compare.criterion is None else compare.criterion.baseline
-        self._difference_rows = difference_rows(self._last_scores, names, self._baseline, self._columns)
+        self.baseline = names[0] if compare.criterion is None else compare.criterion.baseline
+        self._difference_rows = difference_rows(self._last_scores, names, self.baseline, self._columns)
+        self.differences = self._differences(self._last_scores, self._columns)
         self._mean_columns = [measure.name for measure in measures if measure.at == "all" and measure.name in existing]
-        self._mean_difference_rows = difference_rows(scores_of_last, names, self._baseline, self._mean_columns)
-        self._num_last = min(_NUM_LAST, *(len(marks) for marks in marks_of.values()))
-        self._verdict: Verdict | None = None
+        self._mean_difference_rows = difference_rows(scores_of_last, names, self.baseline, self._mean_columns)
+        self.mean_differences = self._differences(scores_of_last, self._mean_columns)
+        self.num_last = min(_NUM_LAST, *(len(marks) for marks in marks_of.values()))
+        self.verdict: Verdict | None = None
         if compare.criterion is not None:
-            self._verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
+            self.verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
 
     def table(self) -> Table:
         """Return the scores as a table for the terminal: one row per objective and number of steps."""
-        return console_table(self._title, self.rows, len(self._compare.seeds))
+        return console_table(self.title, self.rows, len(self.compare.seeds))
 
     def difference_table(self) -> Table:
         """Return the differences of the objectives' final scores to the baseline's, as a table for the terminal."""
-        return console_differences(self._difference_rows, self._baseline, self._columns)
+        return console_differences(self._difference_rows, self.baseline, self._columns)
 
     def verdict_lines(self) -> list[str]:
         """Return lines of text: the criterion, its verdict, and when it was stated; no lines without a criterion."""
-        if self._compare.criterion is None or self._verdict is None:
+        if self.compare.criterion is None or self.verdict is None:
             return []
-        return [*verdict_lines(self._compare.criterion, self._verdict), self._criterion_origin]
+        return [*verdict_lines(self.compare.criterion, self.verdict), self._criterion_origin]
 
     def json_text(self, failures: Sequence[Failure]) -> str:
         """Return the content of compare.json: config, runs, table, single scores, differences and failures."""
         tree = {
-            "command": self._command,
-            "budget_flops": self._plan.budget_flops,
-            "config": without_secrets(self._compare.model_dump(mode="json")),
-            "runs": [_describe_run(cell) for cell in self._plan.cells],
+            "command": self.command,
+            "budget_flops": self.plan.budget_flops,
+            "config": without_secrets(self.compare.model_dump(mode="json")),
+            "runs": [_describe_run(cell) for cell in self.plan.cells],
             "table": [dataclasses.asdict(row) for row in self.rows],
             "scores": [score.record() for score in self._scores],
-            "differences": self._difference_records(),
+            "differences": [dataclasses.asdict(difference) for difference in self.differences],
             "failures": [dataclasses.asdict(failure) for failure in failures],
         }
-        if self._rates:
-            tree["learning_rates"] = [choice.fields() for choice in self._rates]
-        if self._verdict is not None:
-            tree["verdict"] = {"answer": self._verdict.answer, "passed": self._verdict.passed}
+        if self.rates:
+            tree["learning_rates"] = [choice.fields() for choice in self.rates]
+        if self.verdict is not None:
+            tree["verdict"] = {"answer": self.verdict.answer, "passed": self.verdict.passed}
         return json.dumps(tree, indent=1) + "\n"
 
     def markdown_page(self, failures: Sequence[Failure]) -> str:
         """Return the content of compare.md: how the comparison was made, the tables, the verdict, and what failed."""
-        seeds = ", ".join(map(str, self._compare.seeds))
+        seeds = ", ".join(map(str, self.compare.seeds))
         remark = (
-            f"{markdown_code(self._command)}: {self._plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
+            f"{markdown_code(self.command)}: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
         sections = markdown_differences(
-            "Differences at the end of the runs", self._difference_rows, self._baseline, self._columns
+            "Differences at the end of the runs", self._difference_rows, self.baseline, self._columns
         )
-        if self._num_last > 1:
-            title = f"Differences of the mean over the last {self._num_last} checkpoints"
-            sections += markdown_differences(title, self._mean_difference_rows, self._baseline, self._mean_columns)
+        if self.num_last > 1:
+            title = f"Differences of the mean over the last {self.num_last} checkpoints"
+            sections += markdown_differences(title, self._mean_difference_rows, self.baseline, self._mean_columns)
         sections += self._pair_lines()
-        if self._rates:
-            lines = [f"* {markdown_text(choice.line())}" for choice in self._rates]
+        if self.rates:
+            lines = [f"* {markdown_text(choice.line())}" for choice in self.rates]
             sections += ["## Learning rates", "", *lines, ""]
-        if self._verdict is not None:
+        if self.verdict is not None:
             sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
-        return markdown(self._title, self.rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
+        return markdown(self.title, self.rows, failures, len(self.compare.seeds), notes=[remark], sections=sections)
 
     def _pair_lines(self) -> list[str]:
-        """Return the lines of a section on minimal pairs: mean margins, and accuracies by both readouts of words."""
+        """Return the lines of a section on minimal pairs; no lines without them."""
+        table = self.pair_table()
+        if not table:
+            return []
+        head, *rows = table
+        lines = ["## Minimal pairs at the end of the runs", "", PAIR_REMARK, "", markdown_row(head)]
+        lines.append("|---|---|" + "--:|" * (len(head) - 2))
+        return [*lines, *map(markdown_row, rows), ""]
+
+    def pair_table(self) -> list[list[str]]:
+        """Return mean margins and the accuracies by both readouts of words, the header first; [] without pairs."""
         rows: dict[tuple[str, str], list[dict[str, float]]] = {}  # (objective, pairs) -> the metrics of each seed
         keys: dict[str, None] = {}  # names of all metrics, used as an ordered set
         for score in self._last_scores:
@@ -312,34 +336,24 @@ class ComparisonResults:
                 keys.update(dict.fromkeys(score.measured.metrics))
         if not keys:
             return []
-        lines = [
-            "## Minimal pairs at the end of the runs",
-            "",
-            "Margin: mean over the pairs of the grammatical sentence's score minus the other's, in nats. A masked "
-            "language model does not see the scored token, or (word) that and the rest of its word. Means over the "
-            "seeds.",
-            "",
-            markdown_row(["objective", "pairs", *keys]),
-            "|---|---|" + "--:|" * len(keys),
-        ]
+        table = [["objective", "pairs", *keys]]
         for (entry, task), metrics_of_seeds in rows.items():
             means = []
             for key in keys:
                 values = [metrics[key] for metrics in metrics_of_seeds if key in metrics]
                 means.append(f"{statistics.fmean(values):.3f}" if values else "-")
-            lines.append(markdown_row([entry, task, *means]))
-        return [*lines, ""]
+            table.append([entry, task, *means])
+        return table
 
-    def _difference_records(self) -> list[dict[str, object]]:
-        records: list[dict[str, object]] = []
-        for objective in self._compare.objectives:
-            if objective.name == self._baseline:
-                continue
-            for column in self._columns:
-                difference = paired_difference(self._last_scores, objective.name, self._baseline, column)
-                if difference is not None:
-                    records.append(dataclasses.asdict(difference))
-        return records
+    def _differences(self, scores: Sequence[CheckpointScore], columns: Sequence[str]) -> list[Difference]:
+        """Return the differences to the baseline by objective, then by column, if any seed has both scores."""
+        found = [
+            paired_difference(scores, objective.name, self.baseline, column)
+            for objective in self.compare.objectives
+            if objective.name != self.baseline
+            for column in columns
+        ]
+        return [difference for difference in found if difference is not None]
 
 
 def _describe_run(cell: Cell) -> dict[str, object]:

@@ -46,11 +46,15 @@ class RateChoice(Record):
 
     def line(self) -> str:
         """Return the choice as a sentence for compare.md and the terminal."""
+        return f"{self.entry}: {self.chosen:g}, {self.reason()}"
+
+    def reason(self) -> str:
+        """Return what decided, with the values of all rates."""
         values = [
             f"{rate:g} gives {'a failed run' if value is None else format(value, '.4f')}"
             for rate, value in zip(self.rates, self.values, strict=True)
         ]
-        return f"{self.entry}: {self.chosen:g}, by the {self.measure} on held-out rows ({', '.join(values)})"
+        return f"by the {self.measure} on held-out rows ({', '.join(values)})"
 
 
 class RateSearch:

@@ -66,7 +66,7 @@ class Pretrainings:
         run = self._started[cell.name]
         while not run.done():
             self._start_runs_beside(cell)
-            progress("pretraining", _current_step(cell), cell.marks[-1])
+            progress("pretraining", current_step(cell), cell.marks[-1])
             wait([run], timeout=_POLL_S)
         return run.result()
 
@@ -120,7 +120,7 @@ class _StoppedError(Exception):
     """Error: the pool of runs was closed, for example by Ctrl-C, so the runs that still train must be stopped."""
 
 
-def _current_step(cell: Cell) -> int:
+def current_step(cell: Cell) -> int:
     """Return the optimizer step that rank 0 has recorded in its heartbeat file; 0 if there is none yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:

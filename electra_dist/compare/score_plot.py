@@ -1,4 +1,4 @@
-"""Draw the scores of a comparison, and the curves of its runs, against training FLOPs as PNGs.
+"""Draw the scores of a comparison, and the curves of its runs, against training FLOPs: as PNGs, and for its page.
 
 How: each task, and the average, has one panel, and each objective one color. A line joins the medians over the seeds,
 and a vertical bar at each of its points goes from the lowest to the highest seed. The objectives are drawn beside each
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -27,12 +29,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from electra_dist.compare.comparison_config import RANDOM, TRIGRAM
 from electra_dist.compare.comparison_plan import Cell
 from electra_dist.compare.comparison_results import AVERAGE, ScoreRow
-from electra_dist.report.plot_style import print_style
+from electra_dist.report.curves import DrawnPanel, draw_diagram
+from electra_dist.report.plot_style import PRINT, SERIES, SOFT, VARIABLES, print_style
 from electra_dist.run.metrics import iter_evaluations
 from electra_dist.store.atomic_files import replacing
 
-_COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
-_BASELINE_COLOR = "#6b7280"
 # Anchor of the table -> its name in the legend, and its line style.
 _ANCHORS = {RANDOM: ("random weights", "--"), TRIGRAM: ("trigram model", ":")}
 _MAX_COLUMNS = 3  # panels beside each other
@@ -45,9 +46,30 @@ def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -
 
     `titles` maps each task to its panel's title; there may be no rows yet. An existing file is replaced atomically.
     """
-    with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
+    color_of = _print_colors(row.entry for row in rows)
+    with _new_picture(titles.values(), _legend_handles(rows, color_of), path) as panels:
         for axes, task in zip(panels, titles):
-            _draw_panel(axes, rows, task)
+            _draw_panel(axes, rows, task, color_of, PRINT[SOFT])
+
+
+def score_diagrams(rows: Sequence[ScoreRow], titles: dict[str, str], color_of: Mapping[str, str]) -> list[DrawnPanel]:
+    """Draw the same panels for a page; a task without scores of a trained checkpoint has none.
+
+    The page shows the medians under the pointer. `color_of` maps each objective to its placeholder color.
+    """
+    diagrams = []
+    for task, title in titles.items():
+        scored_rows = [row for row in rows if row.entry in color_of and task in row.columns]
+        if not scored_rows:
+            continue
+        lines = []
+        for objective in dict.fromkeys(row.entry for row in scored_rows):
+            points = [(row.flops, row.columns[task].median) for row in scored_rows if row.entry == objective]
+            lines.append(_hover_line(objective, color_of[objective], points))
+        draw = partial(_draw_panel, rows=rows, task=task, color_of=color_of, anchor_color=SOFT)
+        shown = lines if _is_scored_over_time(scored_rows) else []
+        diagrams.append(draw_diagram(f"scores {task}", title, draw, scale="percent", flops=True, lines=shown))
+    return diagrams
 
 
 def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
@@ -55,16 +77,54 @@ def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
 
     An existing file is replaced atomically.
     """
-    color_of = _colors(run.entry for run in curves)
-    titles = {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
+    color_of = _print_colors(run.entry for run in curves)
+    titles = _curve_titles(curves)
     handles = [Line2D([], [], color=color, linewidth=2, label=entry) for entry, color in color_of.items()]
     with _new_picture(titles.values(), handles, path) as panels:
         for axes, field in zip(panels, titles):
-            for run in curves:
-                flops = [point[0] for point in run.points[field]]
-                values = [point[1] for point in run.points[field]]
-                axes.plot(flops, values, color=color_of[run.entry], linewidth=1.3, alpha=0.8)
-            _label_flops(axes)
+            _draw_curves(axes, curves, field, color_of)
+
+
+def curve_diagrams(curves: Sequence[RunCurves], color_of: Mapping[str, str]) -> list[DrawnPanel]:
+    """Draw the same panels for a page; `color_of` maps each objective to its placeholder color."""
+    diagrams = []
+    for field, title in _curve_titles(curves).items():
+        lines = [
+            _hover_line(f"{run.entry}, seed {run.seed}", color_of[run.entry], run.points[field])
+            for run in curves
+            if run.points[field]
+        ]
+        draw = partial(_draw_curves, curves=curves, field=field, color_of=color_of)
+        diagrams.append(draw_diagram(f"curves {field}", title, draw, scale="linear", flops=True, lines=lines))
+    return diagrams
+
+
+def placeholder_colors(entries: Iterable[str]) -> dict[str, str]:
+    """Assign a color to each objective in `entries`, not to anchors; from the ninth objective on, colors repeat."""
+    names = [entry for entry in dict.fromkeys(entries) if entry not in _ANCHORS]
+    return dict(zip(names, itertools.cycle(SERIES)))
+
+
+def _print_colors(entries: Iterable[str]) -> dict[str, str]:
+    return {entry: PRINT[color] for entry, color in placeholder_colors(entries).items()}
+
+
+def _curve_titles(curves: Sequence[RunCurves]) -> dict[str, str]:
+    return {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
+
+
+def _hover_line(label: str, color: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return what a page shows of a line under the pointer; the places on its axis are FLOPs."""
+    steps, values = zip(*points, strict=True)
+    return {"label": label, "color": VARIABLES[color], "steps": steps, "values": values}
+
+
+def _draw_curves(axes: Axes, curves: Sequence[RunCurves], field: str, color_of: Mapping[str, str]) -> None:
+    for run in curves:
+        flops = [point[0] for point in run.points[field]]
+        values = [point[1] for point in run.points[field]]
+        axes.plot(flops, values, color=color_of[run.entry], linewidth=1.3, alpha=0.8)
+    _label_flops(axes)
 
 
 @contextmanager
@@ -101,41 +161,42 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
     return titles
 
 
-def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Assign a color to each objective in `entries`, not to anchors; from the ninth objective on, colors repeat."""
-    names = [entry for entry in dict.fromkeys(entries) if entry not in _ANCHORS]
-    return dict(zip(names, itertools.cycle(_COLORS)))
-
-
-def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
+def _legend_handles(rows: Sequence[ScoreRow], color_of: Mapping[str, str]) -> list[Line2D]:
     handles = []
-    for objective, color in _colors(row.entry for row in rows).items():
+    for objective, color in color_of.items():
         handles.append(Line2D([], [], color=color, linewidth=2, marker="o", markersize=5, label=objective))
     for anchor, (label, linestyle) in _ANCHORS.items():
         if any(row.entry == anchor for row in rows):
-            handles.append(Line2D([], [], color=_BASELINE_COLOR, linestyle=linestyle, linewidth=1, label=label))
+            handles.append(Line2D([], [], color=PRINT[SOFT], linestyle=linestyle, linewidth=1, label=label))
     return handles
 
 
-def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
+def _draw_panel(
+    axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: Mapping[str, str], anchor_color: str
+) -> None:
     """Draw the scores of one task: columns if all were taken at the same FLOPs, otherwise lines."""
     # An anchor is a line across the panel, to which the scores of training can be compared.
     for row in rows:
         if row.entry in _ANCHORS and task in row.columns:
             _, linestyle = _ANCHORS[row.entry]
-            axes.axhline(row.columns[task].median, color=_BASELINE_COLOR, linestyle=linestyle, linewidth=1)
+            axes.axhline(row.columns[task].median, color=anchor_color, linestyle=linestyle, linewidth=1)
     scored_rows = [row for row in rows if row.entry not in _ANCHORS and task in row.columns]
-    is_scored_once = len({row.flops for row in scored_rows}) == 1
-    if is_scored_once:
-        _draw_columns(axes, scored_rows, task, _colors(row.entry for row in rows))
+    if _is_scored_over_time(scored_rows):
+        _draw_lines(axes, rows, task, color_of)
     else:
-        _draw_lines(axes, rows, task)
+        _draw_columns(axes, scored_rows, task, color_of)
     axes.margins(y=0.12)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
 
-def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dict[str, str]) -> None:
+def _is_scored_over_time(rows: Sequence[ScoreRow]) -> bool:
+    """Return whether an objective has several rows; the FLOPs of objectives differ by up to half a step."""
+    entries = [row.entry for row in rows]
+    return not entries or len(set(entries)) < len(entries)
+
+
+def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: Mapping[str, str]) -> None:
     """Draw a task that is scored at one number of FLOPs only: a column of dots for each objective, and the median."""
     objectives = list(color_of)
     for row in rows:
@@ -149,11 +210,10 @@ def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dic
     axes.grid(visible=False, axis="x")
 
 
-def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
+def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: Mapping[str, str]) -> None:
     """Draw a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars."""
     max_flops = max((row.flops for row in rows), default=0)
     right_end = 1.06 * max_flops if max_flops > 0 else 1
-    color_of = _colors(row.entry for row in rows)
     for number, (objective, color) in enumerate(color_of.items()):
         shift = (number - (len(color_of) - 1) / 2) * _DODGE * right_end
         scored_rows = [row for row in rows if row.entry == objective and task in row.columns]

@@ -37,8 +37,8 @@ from electra_dist.run.records import Count, JsonlFile, Record, read_records
 REMARK = (
     "Mean over the seeds of the difference to the baseline, paired by seed, in points of a per cent. After +- comes "
     "the standard error: the larger one of that over the seeds and that over the test examples. The latter is paired, "
-    "too, because both have the same examples; `unpaired` is what it would be with different ones. p is that of a "
-    "two-sided paired t-test over the seeds."
+    "too, because both have the same examples; the unpaired error is what it would be with different ones. p is that "
+    "of a two-sided paired t-test over the seeds."
 )
 
 

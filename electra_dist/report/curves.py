@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from electra_dist.escapes import html_text
 from electra_dist.report.curve_points import RunCurves, columns_of, evenly_spaced, series, smooth_curve, thinned
 from electra_dist.report.panels import PANELS, CurveLine, Panel
 from electra_dist.report.plot_style import (
@@ -57,7 +58,8 @@ class DrawnPanel:
     title: str  # which the page shows above the diagram, where it can wrap
     svg: str
     # JSON tree. "x" and "y": position of both ends of the axis in the units of the viewBox, then their values; "log":
-    # whether the y axis is logarithmic; "scale": as of the panel; "lines": label, color, steps and values of each.
+    # whether the y axis is logarithmic; "scale": as of the panel; "lines": label, color, steps and values of each;
+    # "flops": true if the "steps" are training FLOPs.
     hover: dict[str, Any]
 
 
@@ -70,32 +72,45 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
     """
     if not _has_values(panel, runs):
         return None
+
+    def draw(axes: Axes) -> None:
+        if len(runs) > 1:
+            _draw_overlay(axes, panel, runs)
+            return
+        _draw(axes, panel, runs[0])
+        handles, _labels = axes.get_legend_handles_labels()
+        if len(handles) > 1:
+            _draw_legend_above(axes, handles)
+
+    return draw_diagram(panel.name, panel.title, draw, scale=panel.scale, lines=_hover_lines(panel, runs))
+
+
+def draw_diagram(name: str, title: str, draw: Callable[[Axes], None], **hover: Any) -> DrawnPanel:
+    """Let `draw` draw a diagram for a page with placeholder colors; `name` seeds the ids within its SVG.
+
+    `hover` are the further keys of `DrawnPanel.hover` beside those of the axes.
+    """
     # Without these two settings, the text would have random ids (svg.hashsalt) and the date.
-    with matplotlib.rc_context(svg_style() | {"svg.hashsalt": panel.name}):
+    with matplotlib.rc_context(svg_style() | {"svg.hashsalt": name}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
-        if len(runs) == 1:
-            _draw(axes, panel, runs[0])
-            handles, _labels = axes.get_legend_handles_labels()
-            if len(handles) > 1:
-                _draw_legend_above(axes, handles)
-        else:
-            _draw_overlay(axes, panel, runs)
+        draw(axes)
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    hover = {**_axis_positions(axes), "scale": panel.scale, "lines": _hover_lines(panel, runs)}
-    return DrawnPanel(title=panel.title, svg=svg_for_page(buffer.getvalue(), panel.title), hover=hover)
+    svg = svg_for_page(buffer.getvalue(), title)
+    return DrawnPanel(title=title, svg=svg, hover={**_axis_positions(axes), **hover})
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
     """Return the <svg> element from matplotlib's text of an SVG, without its size and with CSS variables as colors.
 
-    `title` is for screen readers and is not escaped.
+    `title` is for screen readers.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
     # Only the first tag, that of the whole diagram, loses its width and height.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
+    labelled = f' role="img" aria-label="{html_text(title)}"'
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', lambda match: match[1] + labelled, svg, count=1)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg

@@ -29,7 +29,7 @@ from electra_dist.report.panels import PANELS
 from electra_dist.store.atomic_files import replacing
 
 Tile = tuple[str, str, str]  # name, value, remark
-_FIGURE = re.compile(r"-|-?[0-9][0-9,.]*( ?%|[kMBT])?")
+_FIGURE = re.compile(r"-|-?[0-9][0-9,.]*( ?%|[kMBT]|e[+-]?[0-9]+)?")
 
 
 def render(template: str, **values: Any) -> str:
@@ -69,9 +69,9 @@ def _shown(value: Any) -> Any:
     return value if hasattr(value, "__html__") else printable(str(value))
 
 
-def _unbroken(text: str) -> Markup:
-    """Return a text whose percentages stay on one line."""
-    return Markup(html_text(text).replace(" %", "&nbsp;%"))
+def unbroken(text: str) -> Markup:
+    """Return a text whose percentages and ranges stay on one line."""
+    return Markup(html_text(text).replace(" %", "&nbsp;%").replace(" to ", "&nbsp;to&nbsp;"))
 
 
 def _figure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -104,7 +104,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "minute": minute,
-    "unbroken": _unbroken,
+    "unbroken": unbroken,
     "values": _values,
     "lines": _lines,
     "figure_columns": _figure_columns,

@@ -17,7 +17,8 @@ SERIES = tuple(f"#0404{number:02d}" for number in range(1, MAX_RUNS + 1))
 VARIABLES = {INK: "--ink", GRID: "--grid", SOFT: "--soft"} | {
     color: f"--series-{number}" for number, color in enumerate(SERIES, start=1)
 }
-PRINT = {INK: "#374151", GRID: "#e5e7eb", SOFT: "#6b7280", SERIES[0]: "#2563eb", SERIES[1]: "#ea580c"}
+_PRINT_SERIES = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
+PRINT = {INK: "#374151", GRID: "#e5e7eb", SOFT: "#6b7280"} | dict(zip(SERIES, _PRINT_SERIES, strict=True))
 
 
 def line_color(line: CurveLine) -> str:
@@ -42,6 +43,7 @@ def svg_style() -> dict[str, object]:
         "font.family": "sans-serif",
         "font.size": 10,
         "svg.fonttype": "none",  # text stays text instead of becoming outlines
+        "text.parse_math": False,  # a name may hold dollar signs
         "text.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": GRID,

@@ -48,10 +48,14 @@
       panel.marks.appendChild(element("circle", {...point, fill: `var(${curve.color})`}));
     }
   }
+  function place(panel, step) {
+    if (panel.data.flops) return step.toExponential(2).replace("e+", "e") + " FLOPs";
+    return "step " + Math.round(step).toLocaleString("en-US");
+  }
   function list(panel, step) {
     box.replaceChildren();
     const title = document.createElement("b");
-    title.textContent = "step " + Math.round(step).toLocaleString("en-US");
+    title.textContent = place(panel, step);
     box.appendChild(title);
     for (const curve of panel.data.lines) {
       const at = nearest(curve.steps, step);
@@ -60,7 +64,8 @@
       dot.style.background = `var(${curve.color})`;
       let text = curve.label + " " + number(curve.values[at], panel.data.scale);
       if (curve.smooth) text += " (smoothed " + number(curve.smooth[at], panel.data.scale) + ")";
-      if (curve.steps[at] !== Math.round(step)) text += " at " + curve.steps[at].toLocaleString("en-US");
+      const where = place(panel, curve.steps[at]);
+      if (where !== place(panel, step)) text += " at " + where;
       row.append(dot, text);
       box.appendChild(row);
     }

@@ -1,0 +1,220 @@
+"""Make compare.html, which shows a comparison on one page: the verdict, the differences as bars, curves and tables.
+
+Guarantee: like report.html, the page is self-contained and every text in it is escaped. Its figures are those of
+compare.json and compare.md. A comparison that is not finished has a page, too, which says what is missing.
+
+How: this module chooses the figures, `compare.html` among the report's templates lays them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.ticker import MaxNLocator
+
+from electra_dist.compare.comparison_results import PAIR_REMARK, ComparisonResults, Failure, table_texts
+from electra_dist.compare.score_plot import (
+    RunCurves,
+    curve_diagrams,
+    panel_titles,
+    placeholder_colors,
+    score_diagrams,
+)
+from electra_dist.compare.significance import REMARK, Difference, difference_text
+from electra_dist.report.pages import Tile, render, unbroken
+from electra_dist.report.plot_style import VARIABLES
+
+_VERDICT_CLASSES = {"met": "good", "not met": "bad", "open": "open"}
+_STANDARD_ERRORS = 2.0  # to both sides of a difference that a bar covers, without a criterion that states a number
+_NUM_TICKS = 6  # of the axis of differences, about
+
+
+class RunState(NamedTuple):
+    """How far one run of a comparison is, and how many of its checkpoints that are to be scored have all scores."""
+
+    entry: str  # name of the objective's entry
+    seed: int
+    step: int
+    num_steps: int
+    num_scored: int
+    num_checkpoints: int
+
+
+class _Bar(NamedTuple):
+    """One difference as a bar; positions are percentages of the width of the axis."""
+
+    label: str
+    color: str  # name of a CSS variable
+    left: float
+    width: float
+    point: float  # of the mean
+    excludes_zero: bool
+    text: str
+    mark: str  # what the criterion says of this difference, and which seeds are missing
+
+
+def comparison_page(
+    results: ComparisonResults, runs: Sequence[RunState], failures: Sequence[Failure], curves: Sequence[RunCurves]
+) -> str:
+    """Return compare.html; `runs` are in the order of the plan, `curves` what runs have recorded at evaluations."""
+    compare = results.compare
+    names = [objective.name for objective in compare.objectives]
+    color_of = placeholder_colors(names)
+    variables = {name: VARIABLES[color] for name, color in color_of.items()}
+    head, *rows = table_texts(results.rows, len(compare.seeds))
+    return render(
+        "compare.html",
+        results=results,
+        seeds=[f"seed {seed}" for seed in compare.seeds],
+        verdict_class="" if results.verdict is None else _VERDICT_CLASSES[results.verdict.answer],
+        verdict_lines=results.verdict_lines(),
+        missing=_missing(results, runs),
+        tiles=_tiles(results, runs, failures),
+        colors=variables,
+        remark=REMARK,
+        forests=_forests(results, variables),
+        standard_errors=_standard_errors(results),
+        head=head,
+        rows=[[row[0], *map(unbroken, row[1:])] for row in rows],
+        diagrams=[
+            *score_diagrams(results.rows, panel_titles(results.metric_of, results.rows), color_of),
+            *curve_diagrams(curves, color_of),
+        ],
+        rates=_rates(results),
+        runs=[[name, *(_state_text(run) for run in runs if run.entry == name)] for name in names],
+        pairs=results.pair_table(),
+        pair_remark=PAIR_REMARK,
+        failures=failures,
+    )
+
+
+def _missing(results: ComparisonResults, runs: Sequence[RunState]) -> list[str]:
+    """Return a sentence for everything that the comparison still lacks."""
+    sentences = []
+    chosen = {choice.entry for choice in results.rates}
+    searching = [entry.name for entry in results.compare.objectives if entry.lr and entry.name not in chosen]
+    if searching:
+        sentences.append(f"No learning rate has been chosen yet for {', '.join(searching)}.")
+    num_unfinished = sum(run.step < run.num_steps for run in runs)
+    if num_unfinished:
+        sentences.append(f"{num_unfinished} of {len(runs)} runs are not finished.")
+    num_scored, num_checkpoints = _scored(runs)
+    if num_scored < num_checkpoints:
+        sentences.append(f"{num_checkpoints - num_scored} of {num_checkpoints} checkpoints lack scores.")
+    scored_columns = {name for row in results.rows for name in row.columns}
+    unscored = [name for name in results.metric_of if name not in scored_columns]
+    if unscored:
+        sentences.append(f"There is no score yet of {', '.join(unscored)}.")
+    return sentences
+
+
+def _scored(runs: Sequence[RunState]) -> tuple[int, int]:
+    return sum(run.num_scored for run in runs), sum(run.num_checkpoints for run in runs)
+
+
+def _tiles(results: ComparisonResults, runs: Sequence[RunState], failures: Sequence[Failure]) -> list[Tile]:
+    num_finished = sum(run.step == run.num_steps for run in runs)
+    num_scored, num_checkpoints = _scored(runs)
+    return [
+        ("Runs finished", f"{num_finished} of {len(runs)}", f"{len(results.compare.objectives)} objectives"),
+        ("Checkpoints scored", f"{num_scored} of {num_checkpoints}", f"by {len(results.metric_of)} measures"),
+        ("Budget", f"{results.plan.budget_flops:.3g}", "training FLOPs a run"),
+        ("Failed or degenerate", f"{len(failures)}", "listed below" if failures else "nothing"),
+    ]
+
+
+def _standard_errors(results: ComparisonResults) -> float:
+    """Return how many standard errors a bar of a difference reaches to both sides."""
+    criterion = results.compare.criterion
+    return _STANDARD_ERRORS if criterion is None or not criterion.standard_errors else criterion.standard_errors
+
+
+def _forests(results: ComparisonResults, variables: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the two tables of differences, with bars on an axis each; a table without differences is left out."""
+    forests = [("at the end of the runs", results.differences, True)]
+    if results.num_last > 1:
+        when = f"of the mean over the last {results.num_last} checkpoints"
+        forests.append((when, results.mean_differences, False))
+    return [
+        {"title": f"Differences to {results.baseline} {when}", **_forest(results, differences, variables, is_judged)}
+        for when, differences, is_judged in forests
+        if differences
+    ]
+
+
+def _forest(
+    results: ComparisonResults, differences: Sequence[Difference], variables: Mapping[str, str], is_judged: bool
+) -> dict[str, Any]:
+    """Return the axis of a table of differences, and its bars grouped by measure, each group with its heading."""
+    reach_of = {id(one): _standard_errors(results) * (one.standard_error or 0.0) for one in differences}
+    ends = [one.mean + sign * reach_of[id(one)] for one in differences for sign in (-1, 1)]
+    ticks = MaxNLocator(_NUM_TICKS).tick_values(100 * min(0.0, *ends), 100 * max(0.0, *ends))
+    first, last = float(ticks[0]), float(ticks[-1])
+
+    def position(difference: float) -> float:
+        return round(100 * (100 * difference - first) / (last - first), 2)
+
+    is_single = len(variables) == 2  # one objective besides the baseline
+    groups: dict[str, list[_Bar]] = {}
+    for one in differences:
+        low, high = one.mean - reach_of[id(one)], one.mean + reach_of[id(one)]
+        bar = _Bar(
+            label=one.task if is_single else one.entry,
+            color=variables[one.entry],
+            left=position(low),
+            width=round(position(high) - position(low), 2),
+            point=position(one.mean),
+            excludes_zero=one.standard_error is not None and low * high > 0,
+            text=difference_text(one),
+            mark=", ".join(filter(None, (_judgement(results, one) if is_judged else "", _seeds_text(results, one)))),
+        )
+        heading = f"{one.entry} minus {one.baseline}" if is_single else one.task
+        groups.setdefault(heading, []).append(bar)
+    return {
+        "groups": groups,
+        "ticks": [(position(tick / 100), f"{tick:g}") for tick in ticks],
+        "zero": position(0.0),
+    }
+
+
+def _judgement(results: ComparisonResults, difference: Difference) -> str:
+    """Return whether the criterion is passed by a difference; "" if it does not ask for it."""
+    criterion = results.compare.criterion
+    if criterion is None or results.verdict is None:
+        return ""
+    if difference.entry != criterion.arm or difference.task not in criterion.metrics:
+        return ""
+    if difference.num_seeds < len(results.compare.seeds) or difference.standard_error is None:
+        return "open"
+    return "passed" if difference.task in results.verdict.passed else "not passed"
+
+
+def _seeds_text(results: ComparisonResults, difference: Difference) -> str:
+    num_seeds = len(results.compare.seeds)
+    return "" if difference.num_seeds == num_seeds else f"{difference.num_seeds} of {num_seeds} seeds"
+
+
+def _rates(results: ComparisonResults) -> list[list[str]]:
+    """Return a row for each objective: its learning rate, and how it was chosen."""
+    choice_of = {choice.entry: choice for choice in results.rates}
+    rows = []
+    for entry in results.compare.objectives:
+        rate = f"{results.plan.of(entry.name)[0].config.optimizer.lr:g}"
+        choice = choice_of.get(entry.name)
+        if choice is not None:
+            rows.append([entry.name, rate, choice.reason()])
+        elif entry.lr:
+            rows.append([entry.name, "not chosen yet", f"one of {', '.join(f'{rate:g}' for rate in entry.lr)}"])
+        else:
+            rows.append([entry.name, rate, "as configured"])
+    return rows
+
+
+def _state_text(run: RunState) -> str:
+    scored = f"{run.num_scored} of {run.num_checkpoints} checkpoints scored"
+    if run.step == run.num_steps:
+        return f"finished, {scored}"
+    if run.step == 0:
+        return "not started"
+    return f"step {run.step:,} of {run.num_steps:,}, {scored}"
