@@ -15,7 +15,7 @@ import pytest
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison import Comparison
-from electra_dist.compare.comparison_config import CompareConfig, Entry
+from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
 from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure
@@ -129,7 +129,7 @@ def test_the_page_has_the_verdict_the_differences_the_scores_the_rates_and_the_r
         assert lines[entry]["steps"] == [row["flops"] for row in of_entry]
         assert [entry, *["finished, 2 of 2 checkpoints scored"] * 2] in rows
     chosen = tree["learning_rates"][0]
-    assert [row for row in rows if row[:2] == ["rtd", f"{chosen['chosen']:g}"]][0][2].endswith(
+    assert next(row for row in rows if row[:2] == ["rtd", f"{chosen['chosen']:g}"])[2].endswith(
         "(0.001 gives 0.7100, 0.002 gives a failed run)"
     )
     assert "unfinished" not in page and f"{tree['budget_flops']:.3g}" in page
@@ -162,7 +162,7 @@ def test_bars_are_drawn_to_scale_and_are_strong_if_they_do_not_reach_zero(make_c
         assert float(width) == pytest.approx(2 * reach * percent_of_point, abs=0.02)
         assert bool(clear) == (abs(mean) > reach)
         assert color == {"rtd": "--series-2", "electric": "--series-3"}[one["entry"]]
-        assert 0 <= float(left) and float(left) + float(width) <= 100
+        assert float(left) >= 0 and float(left) + float(width) <= 100
 
 
 def test_the_page_of_an_unfinished_comparison_says_what_is_missing(make_comparison: MakeComparison) -> None:
@@ -187,7 +187,7 @@ def test_the_page_of_an_unfinished_comparison_says_what_is_missing(make_comparis
     )
     assert missing in page and "unfinished" in page
     assert "Verdict: open" in page
-    assert [row[-1] for row in rows if row[0] == "rtd" and len(row) == 4][0] == "open, 1 of 2 seeds"
+    assert next(row[-1] for row in rows if row[0] == "rtd" and len(row) == 4) == "open, 1 of 2 seeds"
     assert ["electric", "step 5 of 8, 1 of 2 checkpoints scored", "not started"] in rows
     assert ["electric", "not chosen yet", "one of 0.001, 0.002"] in rows
     [recorded] = [one["lines"] for one in diagrams_of(page) if one["lines"][0]["label"] == "rtd, seed 1"]
@@ -232,4 +232,3 @@ def test_names_and_texts_with_markup_are_escaped(make_comparison: MakeComparison
     assert html.escape(evil) in page
     labels = {line["label"] for diagram in diagrams_of(page) for line in diagram["lines"]}
     assert f"rtd{evil}" in labels and f"rtd{evil}, seed 1" in labels
-    assert isinstance(renamed[0], Entry)
