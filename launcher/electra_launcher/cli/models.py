@@ -140,7 +140,7 @@ def compare(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
 ) -> None:
-    """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a page, tables and a picture.
+    """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a page and tables.
 
     The differences to the baseline are printed with their standard errors, and the criterion of the file with its
     verdict.
