@@ -290,7 +290,8 @@ def read_yaml(path: Path) -> Tree:
         text = read_regular(path, _MOST_YAML_BYTES).decode()
     except FileNotFoundError:
         raise UserError(
-            f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
+            f"{path}: no such config file; check the path (the files that come with the project are in configs/, and "
+            f"`electra-dist init FOLDER` writes one)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from error

@@ -183,7 +183,11 @@ def _training(
     _, peak = config.optimizer.peak_learning_rate(config.train.num_steps)
     rows += [
         ("training FLOPs", f"{flops:.3g}, matrix products only, forward and backward"),
-        ("learning rate", f"{peak:g} at its peak, {config.optimizer.warmup_steps:,} steps of warm-up"),
+        (
+            "learning rate",
+            f"{peak:g} at its peak ({config.optimizer.lr:g}, times the decay until there), "
+            f"{config.optimizer.warmup_steps:,} steps of warm-up",
+        ),
         ("precision", config.train.precision),
         ("seed", str(config.seed)),
     ]

@@ -226,7 +226,8 @@ def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
         if recorded.get(name, digest) != digest:
             raise ManifestMismatch(
                 f"{name} has changed since the run began: its digest is {digest}, but {run_dir / INPUTS_FILE} has "
-                f"{recorded[name]}; restore what was there, or begin the run again with --from-scratch"
+                f"{recorded[name]}; restore what was there, or begin again with "
+                f"launcher/pretrain.py --from-scratch, which deletes nothing"
             )
 
 

@@ -77,7 +77,13 @@ Parallel = Annotated[
     typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="change a setting, as in --set lr=3e-4; others are epochs, batch, max_length, early_stopping, "
+        "class_weights (docs/finetune.md lists all with their defaults)",
+    ),
 ]
 TextA = Annotated[str | None, typer.Option(help="custom, pairs: column of the text; found if only one fits")]
 TextB = Annotated[str | None, typer.Option(help="custom, pairs: column of the second text")]

@@ -33,7 +33,10 @@ Inputs = Annotated[
     ),
 ]
 ConfigFile = Annotated[
-    Path, typer.Option("--config", help="YAML of the run; data.seq_len, corpus.* and seed are used")
+    Path,
+    typer.Option(
+        "--config", help="YAML of the run (`electra-dist init` writes one); data.seq_len, corpus.* and seed are used"
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="override a key of the config, for example corpus.packing=none")
