@@ -161,3 +161,17 @@ def test_rates_that_differ_in_the_seventh_digit_have_folders_of_their_own(make: 
     file = make(objectives=[{"name": "rtd", "lr": [0.001, 0.0010000001]}, "mlm"])
     plan = RateSearch(load_section(file, CompareConfig), file).plan
     assert plan is not None and len({cell.config.run_dir for cell in plan.cells}) == 2
+
+
+def test_the_page_is_there_before_the_short_runs_and_names_the_objectives_without_a_rate(
+    make: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(cell: Cell, ranks: int, pause: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretraining_runs, "pretrain", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(make(objectives=[RTD, MLM]))
+
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "No learning rate has been chosen yet for rtd, mlm. 2 of 2 runs are not finished." in page
