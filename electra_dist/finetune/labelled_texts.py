@@ -231,11 +231,16 @@ def _repeat(values: list[str]) -> bool:
     return 0 < len(set(values)) <= len(values) / 2
 
 
-def _are_numbers(values: list[str]) -> bool:
+def number_in(text: str) -> float:
+    """Return a text as a number; NaN if it is none. Python alone would read 2019_12 as 201912."""
     try:
-        return all(math.isfinite(float(value)) for value in values)
+        return math.nan if "_" in text else float(text)
     except ValueError:
-        return False
+        return math.nan
+
+
+def _are_numbers(values: list[str]) -> bool:
+    return all(math.isfinite(number_in(value)) for value in values)
 
 
 def _have_words(values: list[str]) -> bool:

@@ -34,6 +34,7 @@ from electra_dist.finetune.labelled_texts import (
     find_columns,
     find_file,
     find_split,
+    number_in,
     predictions_file,
     read_test_sets,
     read_texts,
@@ -195,10 +196,7 @@ def label_values(texts: Texts) -> list[float]:
     """Return the labels of a regression as numbers; raise UserError if one is not a finite number."""
     values = []
     for label, line in zip(texts.label, texts.line, strict=True):
-        try:
-            value = float(label)
-        except ValueError:
-            value = math.nan
+        value = number_in(label)
         if not math.isfinite(value):
             raise UserError(
                 f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or "

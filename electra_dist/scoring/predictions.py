@@ -282,7 +282,8 @@ def _predict_texts(
     true = {row: texts.label[row] for row in labelled}
     probability_NL = _probabilities(output_NL).tolist()
     for index, prediction in enumerate(targets.predicted_labels(output_NL)):
-        one: Row = {"index": index, "prediction": prediction if targets.labels else float(prediction)}
+        # A number has all of its digits, unlike in the tables of fine-tuning.
+        one: Row = {"index": index, "prediction": prediction if targets.labels else float(output_NL[index, 0])}
         if index in true:
             one["label"] = true[index]
         probabilities = dict(zip(targets.labels, probability_NL[index], strict=False))

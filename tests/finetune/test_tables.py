@@ -145,6 +145,17 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
         open_custom(tmp_path / "y.csv")
 
 
+def test_an_id_with_an_underscore_is_no_number(tmp_path: Path) -> None:
+    lines = [f"a text {number},2019_{number},{number / 4}" for number in range(20)]
+    (tmp_path / "x.csv").write_text("\n".join(["text,id,value", *lines]))
+
+    task = open_custom(tmp_path / "x.csv", kind="regression")
+
+    assert task.data["columns"]["label"] == "value"
+    with pytest.raises(UserError, match=r"x\.csv:2: the label `2019_0` is not a finite number"):
+        open_custom(tmp_path / "x.csv", kind="regression", label="id")
+
+
 def test_sentences_are_held_out_alike_of_those_with_and_without_entities(tmp_path: Path) -> None:
     blocks = [f"the O\nking{number} {'B-PER' if number % 4 == 0 else 'O'}" for number in range(80)]
     (tmp_path / "train.txt").write_text("\n\n".join(blocks) + "\n")

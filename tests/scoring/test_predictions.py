@@ -13,7 +13,12 @@ import pandas
 import pytest
 import torch
 from electra_launcher.cli.main import app
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
@@ -112,6 +117,16 @@ def test_numbers_are_those_of_the_development_predictions_and_of_a_pipeline(
     rows, _ = predict(tmp_path, tmp_path / "dev.csv")
     theirs = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu")(texts)
     assert [row["prediction"] for row in rows] == pytest.approx([one["score"] for one in theirs], abs=2e-5)
+
+    # All digits of large numbers, such as prices, are those of the pipeline.
+    config_file.write_text(json.dumps(config))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "best")
+    with torch.no_grad():
+        list(model.parameters())[-1].add_(1_234_567.0)
+    model.save_pretrained(tmp_path / "best")
+    large, _ = predict(tmp_path, tmp_path / "dev.csv")
+    classify = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu", function_to_apply="none")
+    assert [row["prediction"] for row in large] == pytest.approx([one["score"] for one in classify(texts)], abs=0.25)
 
     names = {"0": "x", "1": "y"}
     config_file.write_text(json.dumps({**config, "id2label": names}))

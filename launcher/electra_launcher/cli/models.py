@@ -53,7 +53,7 @@ def minimal_pairs(
     file: Annotated[
         list[Path] | None,
         typer.Option(
-            help="minimal pairs of your own: a .jsonl file in BLiMP's format, .tsv in MultiBLiMP's .txt in Zorro's, "
+            help="minimal pairs of your own: a .jsonl file in BLiMP's format, .tsv in MultiBLiMP's, .txt in Zorro's, "
             "or a folder of such files; repeat the option for several. Default: built-in pairs on number agreement in "
             "English"
         ),
