@@ -11,9 +11,8 @@ again from the dense output, uses the logits that forward stored, writes the gra
 strip's gradients of the parameters in registers. The P partial sums are added afterwards, in fp64.
 
 Exactness: `sigmoid - label` is one quotient, and softplus is split into two terms, so that a token predicted correctly
-with confidence keeps its gradient and its loss. GELU times a factor has two roundings instead of four, in fewer
-instructions. A tile has few tokens, so no sum within it has many terms. The additional cost is some fifty instructions
-for each token, not for each of its H elements.
+with confidence keeps its gradient and its loss. A tile has few tokens, so no sum within it has many terms. The
+additional cost is some fifty instructions for each token, not for each of its H elements.
 
 Limits: H up to 8192, because all H elements of a token are held in registers; fp64 is computed in fp32. All tensors
 are contiguous; labels, masks, logits and upstream gradients are fp32.
@@ -33,6 +32,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.triton.compensated_arithmetic import fits_fp32, precise_log, precise_ratio, scaled_exp, two_sum
+from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
 from electra_kernels.triton.strip_sums import sum_of_strips
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors
@@ -40,24 +40,6 @@ NUM_WARPS = 4
 _ELEMENTS_PER_TILE = 2048  # 16 for each thread
 _OUT_BIAS_COLUMNS = 16  # of the partial sums; the first is used, the others keep the rows aligned
 _MAX_ROWS_PER_TILE = 8  # they are added one after another, so few rows keep rounding errors small
-_ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
-_DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal distribution
-
-
-@triton.jit
-def gelu_times(a, erf, factor):
-    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2))."""
-    half = a * (0.5 * factor)
-    return tl.fma(half, erf, half)
-
-
-@triton.jit
-def gelu_slope(a, erf):
-    """Return the derivative of GELU at a: cdf(a) + a * density(a), both of the standard normal distribution.
-
-    `erf` is erf(a / sqrt(2)), from which cdf(a) = (1 + erf) / 2 follows.
-    """
-    return tl.fma(a * _DENSITY_AT_0, tl.exp(-0.5 * a * a), tl.fma(erf, 0.5, 0.5))
 
 
 @triton.jit
@@ -134,11 +116,11 @@ def tail_forward_kernel(
         # The activation of a tile of tokens [BLOCK_T, BLOCK_H], and the logits [BLOCK_T].
         dense = tl.load(dense_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         a = dense + bias[None, :]
-        erf = tl.erf(a * _ROOT_HALF)
-        logit, logit_low = two_sum(tl.sum(gelu_times(a, erf, out_weight[None, :]), 1), out_bias)
+        cdf, density = cdf_and_density(a)
+        logit, logit_low = two_sum(tl.sum(a * out_weight[None, :] * cdf, 1), out_bias)
         if PAIR:
             _, a_low = two_sum(dense, bias[None, :])
-            correction = tl.sum(a_low * gelu_slope(a, erf) * out_weight[None, :], 1)
+            correction = tl.sum(a_low * gelu_slope(a, cdf, density) * out_weight[None, :], 1)
             logit, logit_low = two_sum(logit, logit_low + correction)
         # The loss of each token.
         label = tl.load(label_ptr + token, mask=exists, other=0.0)
@@ -190,12 +172,12 @@ def tail_backward_kernel(
         offset = token.to(tl.int64)[:, None] * hidden + column[None, :]
         inside = exists[:, None] & (column < hidden)[None, :]
         a = tl.load(dense_ptr + offset, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-        erf = tl.erf(a * _ROOT_HALF)
-        grad_a = grad_logit[:, None] * out_weight[None, :] * gelu_slope(a, erf)
+        cdf, density = cdf_and_density(a)
+        grad_a = grad_logit[:, None] * out_weight[None, :] * gelu_slope(a, cdf, density)
         tl.store(grad_dense_ptr + offset, grad_a.to(grad_dense_ptr.dtype.element_ty), mask=inside)
         # The strip's gradients of the parameters stay in registers until the last tile.
         grad_bias += tl.sum(grad_a, 0)
-        grad_out_weight += tl.sum(gelu_times(a, erf, grad_logit[:, None]), 0)
+        grad_out_weight += tl.sum(a * cdf * grad_logit[:, None], 0)
         grad_out_bias += tl.sum(grad_logit, 0)
     partial_row_ptr = partials_ptr + program.to(tl.int64) * num_columns
     tl.store(partial_row_ptr + column, grad_bias, mask=column < hidden)

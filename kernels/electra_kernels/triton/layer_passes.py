@@ -43,7 +43,7 @@ import triton.language as tl
 from electra_kernels.keyed_random import Purpose, drop_threshold
 from electra_kernels.operation_types import SITES, LayerDropout
 from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
-from electra_kernels.triton.discriminator_tail import gelu_slope
+from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
 from electra_kernels.triton.philox import as_int32, four_way_bits
 
 _H200_PROCESSORS = 132
@@ -52,7 +52,6 @@ NUM_WARPS = 4
 _TOKENS_PER_STRIP = 8
 GELU_BLOCK = 1024  # columns of a program of GELU's gradient, 8 for each thread: one load of 16 bytes in bf16
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
-_ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
@@ -377,7 +376,7 @@ def gelu_gradient_kernel(
         offset = (column * 0 + token).to(tl.int64) * width + column
         grad = tl.load(grad_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        grad_x = grad * gelu_slope(x, tl.erf(x * _ROOT_HALF))
+        grad_x = grad * gelu_slope(x, *cdf_and_density(x))
         tl.store(grad_ptr + offset, grad_x.to(grad_ptr.dtype.element_ty), mask=inside)
         total += grad_x
     partial_row_ptr = partials_ptr + tl.program_id(0).to(tl.int64) * num_columns + first_column

@@ -24,13 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.triton.discriminator_tail import gelu_slope
+from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
 
 _PAIRS_PER_WARP = 256  # 8 for each thread: loads of 16 bytes in bf16
 _MOST_WARPS = 8
 GEGLU_BLOCK = 1024  # columns of a program, 8 for each thread: one load of 16 bytes in bf16
 NUM_WARPS = 4  # of GeGLU
-_ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
@@ -108,10 +107,10 @@ def rotate(qkv: torch.Tensor, num_heads: int, cos_BSF: torch.Tensor, sin_BSF: to
 
 
 @triton.jit
-def gelu_times(a, erf, factor):
-    """Return factor * gelu(a) = factor * a / 2 * (1 + erf); `erf` is erf(a / sqrt(2))."""
-    half, half_low = product_and_error(a, 0.5 * factor)
-    return tl.fma(half, erf, half) + tl.fma(half_low, erf, half_low)
+def gelu_times(x, cdf, factor):
+    """Return factor * gelu(x) = factor * x * cdf(x)."""
+    product, product_low = product_and_error(x, factor)
+    return tl.fma(product, cdf, product_low * cdf)
 
 
 @triton.jit
@@ -128,7 +127,8 @@ def geglu_forward_kernel(
     inner_ptr = expanded_ptr + token * (2 * width) + column
     inner = tl.load(inner_ptr, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(inner_ptr + width, mask=inside, other=0.0).to(tl.float32)
-    gated = gelu_times(inner, tl.erf(inner * _ROOT_HALF), gate)
+    cdf, _ = cdf_and_density(inner)
+    gated = gelu_times(inner, cdf, gate)
     tl.store(out_ptr + token * width + column, gated.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -147,11 +147,11 @@ def geglu_backward_kernel(
     inner_ptr = expanded_ptr + token * (2 * width) + column
     inner = tl.load(inner_ptr, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(inner_ptr + width, mask=inside, other=0.0).to(tl.float32)
-    erf = tl.erf(inner * _ROOT_HALF)
-    slope = gelu_slope(inner, erf)
+    cdf, density = cdf_and_density(inner)
+    slope = gelu_slope(inner, cdf, density)
     grad_gelu, grad_gelu_low = product_and_error(grad, gate)
     grad_inner = tl.fma(grad_gelu, slope, grad_gelu_low * slope)
-    grad_gate = gelu_times(inner, erf, grad)
+    grad_gate = gelu_times(inner, cdf, grad)
     tl.store(inner_ptr, grad_inner.to(expanded_ptr.dtype.element_ty), mask=inside)
     tl.store(inner_ptr + width, grad_gate.to(expanded_ptr.dtype.element_ty), mask=inside)
 
