@@ -71,8 +71,8 @@ def begin_attempt(
                 _check_older_run(target, found_document, older_runs, accept_new_numerics)
         attempt = 1 + max(number for number, _ in newest_starts)
         # Another start may take the same number at the same time; on each target only one of them creates the file.
-        # It may be of another run, so the one that comes too late looks again.
-        if _take_number(targets, attempt, document):
+        # It may be of another run, so the one that comes too late looks again; files that it has created stay.
+        if all(target.write_new(_attempt_key(attempt), document) for target in targets):
             break
     else:
         urls = " and ".join(target.url for target in targets)
@@ -119,15 +119,6 @@ def _check_older_run(
 
 def _attempt_document(run: dict[str, str]) -> bytes:
     return canonical_json(run).encode() + b"\n"
-
-
-def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
-    """Try to reserve the number `attempt` for this start of the run; return whether it is reserved on every target.
-    A file on each target reserves it. If another start was faster on one target, the caller tries the next number;
-    files that this call has created on other targets stay.
-    """
-    key = _attempt_key(attempt)
-    return all(target.write_new(key, document) for target in targets)
 
 
 def check_exclusive(target: Store, key: str, document: bytes) -> None:

@@ -50,6 +50,23 @@ class Config(AllSections):
             f"{self.data.seq_len} tokens, seed {self.seed})"
         )
 
+    def for_ranks(self, num_ranks: int) -> tuple[Config, list[str]]:
+        """Reduce the micro-batch if it does not divide the rows that a rank has in a step; also return log lines.
+
+        The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share the
+        batch evenly, the config is returned unchanged, and `rules.check_world_size` then raises an error.
+        """
+        train = self.train
+        size = train.fitting_micro_batch(num_ranks)  # 0 if no micro-batch fits
+        if size in (0, train.micro_batch):
+            return self, []
+        rows_per_rank = train.global_batch // num_ranks
+        line = (
+            f"micro-batch: {size} rows and not {train.micro_batch} (train.micro_batch), because each of the "
+            f"{num_ranks} ranks has {rows_per_rank} rows of a step; the global batch stays {train.global_batch} rows"
+        )
+        return self.model_copy(update={"train": train.model_copy(update={"micro_batch": size})}), [line]
+
     @property
     def numerics(self) -> int:
         """Return the version of random draws and rounding that this program uses, `NUMERICS`."""

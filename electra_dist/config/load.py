@@ -309,17 +309,6 @@ def read_yaml(path: Path) -> Tree:
 
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text; raise YAMLError if it is not valid YAML, nested too deeply or too large."""
-    try:
-        tree = _load_yaml(text)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # PyYAML raises these for a value that does not fit its tag, such as `!!int x` or the date 2026-13-41.
-        raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
-    return tree
-
-
-def _load_yaml(text: str) -> Any:
     loader = _UniqueKeyLoader(text)
     try:
         root = loader.get_single_node()
@@ -327,6 +316,11 @@ def _load_yaml(text: str) -> Any:
             return None
         _check_nodes(root)
         return loader.construct_document(root)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # PyYAML raises these for a value that does not fit its tag, such as `!!int x` or the date 2026-13-41.
+        raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
     finally:
         loader.dispose()
 

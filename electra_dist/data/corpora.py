@@ -210,7 +210,7 @@ def open_corpora(data: DataConfig, patience: Patience | None = None) -> Corpora:
         store = open_store(named.url, data.endpoint_url, patience)
         manifest = read_manifest(store, named.key)
         phases.append(Phase(from_step=named.from_step, url=named.url, store=store, manifest=manifest))
-    for number, phase in enumerate(phases):
+    for number, phase in enumerate(phases[1:], start=1):
         for earlier in phases[:number]:
             if earlier.manifest.fingerprint == phase.manifest.fingerprint:
                 raise ManifestMismatch(

@@ -84,24 +84,6 @@ def with_micro_batch(
     return config.model_copy(update={"train": train})
 
 
-def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Reduce the micro-batch if it does not divide the rows that a rank has in a step; also return log lines.
-
-    The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share the batch
-    evenly, the config is returned unchanged, and `check_world_size` then raises an error.
-    """
-    train = config.train
-    size = train.fitting_micro_batch(world_size)  # 0 if no micro-batch fits
-    if size in (0, train.micro_batch):
-        return config, []
-    rows_per_rank = train.global_batch // world_size
-    line = (
-        f"micro-batch: {size} rows and not {train.micro_batch} (train.micro_batch), because each of the {world_size} "
-        f"ranks has {rows_per_rank} rows of a step; the global batch stays {train.global_batch} rows"
-    )
-    return config.model_copy(update={"train": train.model_copy(update={"micro_batch": size})}), [line]
-
-
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
     """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} if none."""
     file = run_dir / MICRO_BATCH_FILE

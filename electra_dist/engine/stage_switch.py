@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.config import ObjectiveConfig
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
 from electra_dist.engine.zero import layout_of
@@ -23,11 +22,11 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 
 
 class Stages:
-    """Schedule of two-stage training; it does nothing in other runs, where `generator_only_steps` is 0."""
+    """Schedule of two-stage training."""
 
-    def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
+    def __init__(self, engine: Engine, generator_only_steps: int) -> None:
         self._engine = engine
-        self._first_steps = objective.generator_only_steps
+        self._first_steps = generator_only_steps
         self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
 
     def enter(self, step: int) -> bool:
@@ -36,9 +35,6 @@ class Stages:
         Call this before every step, also before a skipped one. Returns True if the second stage begins with `step`.
         The loss is another function from then on, so do not compare it with losses of earlier steps.
         """
-        is_two_stage = self._first_steps > 0
-        if not is_two_stage:
-            return False
         in_first = step < self._first_steps
         if in_first != self._in_first:
             self._in_first = in_first

@@ -21,9 +21,9 @@ Guarantee: a parameter exists if and only if its objective trains it, so that Ze
 The number of rows of the token table is rounded up to a multiple of 128. The up to 127 pad rows start at zero, are
 never looked up and are in no softmax, so they never train. `counts.py` counts parameters without them.
 
-The functions `new_*` choose the classes of the architecture that `model.architecture` names, so that callers do not
-depend on it. The classes for `modern` (`modern_encoder.py`, `heads.py`) are subclasses of those for `bert`
-(`encoder.py`, `heads.py`) or of their base classes, with the same shapes of inputs and outputs.
+`PARTS` has the classes of each architecture that `model.architecture` may name, so that callers do not depend on it.
+Those of `modern` (`modern_encoder.py`, `heads.py`) are subclasses of those of `bert` (`encoder.py`, `heads.py`) or of
+their base classes, with the same shapes of inputs and outputs.
 `attention.new_attention_mask` makes the mask for either.
 
 Initial weights are those of the reference (google-research/electra, model/modeling.py and
@@ -51,12 +51,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import NamedTuple
 
 import torch
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
-from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SharedEmbeddings
 from electra_dist.model.heads import DiscriminatorHead, GeneratorHead, ModernDetectionHead, ModernTokenHead
 from electra_dist.model.modern_encoder import ModernEmbeddings, ModernEncoder
@@ -67,32 +68,19 @@ from electra_dist.model.row_layout import RowLayout
 _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
-def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
-    """Return a new module that embeds token ids as `width` features."""
-    if model.architecture == "modern":
-        return ModernEmbeddings(model, width)
-    return SharedEmbeddings(model, width)
+class Parts(NamedTuple):
+    """Classes of which the towers of an architecture consist; those of one field take the same arguments."""
+
+    embeddings: type[Embeddings]  # (model, number of features)
+    encoder: type[Encoder]  # (model, tower, number of features that the layers receive)
+    token_head: type[GeneratorHead]  # (model, hidden size, columns of the token table, which is its output matrix)
+    detection_head: type[DiscriminatorHead]  # (model)
 
 
-def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return a new stack of layers, with a projection before it if `embedding_size` is not the width of the layers."""
-    if model.architecture == "modern":
-        return ModernEncoder(model, tower, embedding_size)
-    return Encoder(model, tower, embedding_size)
-
-
-def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> GeneratorHead:
-    """Return a new head that predicts tokens; its output matrix is the token table, of `embedding_size` columns."""
-    if model.architecture == "modern":
-        return ModernTokenHead(model, hidden_size, embedding_size)
-    return GeneratorHead(model, hidden_size, embedding_size)
-
-
-def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
-    """Return a new head that predicts from the discriminator's hidden states whether each token was replaced."""
-    if model.architecture == "modern":
-        return ModernDetectionHead(model)
-    return DiscriminatorHead(model)
+PARTS = {
+    "bert": Parts(SharedEmbeddings, Encoder, GeneratorHead, DiscriminatorHead),
+    "modern": Parts(ModernEmbeddings, ModernEncoder, ModernTokenHead, ModernDetectionHead),
+}
 
 
 class ElectraTowers(nn.Module):
@@ -117,9 +105,10 @@ class ElectraTowers(nn.Module):
         separate_embeddings = model.sharing in ("none", "gdes") and objective.trains_generator
         generator_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
         self.is_difference = separate_embeddings and model.sharing == "gdes"
-        self.embeddings = new_embeddings(model.for_generator if separate_embeddings else model, generator_width)
+        embeddings = PARTS[model.architecture].embeddings
+        self.embeddings = embeddings(model.for_generator if separate_embeddings else model, generator_width)
         if separate_embeddings:
-            self.discriminator_embeddings = new_embeddings(model, model.embedding_size)
+            self.discriminator_embeddings = embeddings(model, model.embedding_size)
         if objective.trains_generator:
             self._add_generator(objective, generator_width)
         self._add_discriminator(objective)
@@ -131,25 +120,27 @@ class ElectraTowers(nn.Module):
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
         """Add the generator's layers, unless both towers share them, its head, and what only some objectives need."""
         model = self.model.for_generator
+        parts = PARTS[model.architecture]
         hidden_size = model.generator.hidden_size
         if model.sharing != "all":
-            self.generator = new_encoder(model, model.generator, embedding_width)
+            self.generator = parts.encoder(model, model.generator, embedding_width)
         head_input_size = hidden_size
         if objective.facts.has_cloze_generator:
-            self.generator_reverse = new_encoder(model, model.generator, embedding_width)
+            self.generator_reverse = parts.encoder(model, model.generator, embedding_width)
             head_input_size = 2 * hidden_size  # the head reads the states of both towers
-        self.generator_head = new_token_head(model, head_input_size, embedding_width)
+        self.generator_head = parts.token_head(model, head_input_size, embedding_width)
         if objective.facts.generator_estimates_reward:
             self.baseline = nn.Linear(hidden_size, 1)
 
     def _add_discriminator(self, objective: ObjectiveConfig) -> None:
         model = self.model
+        parts = PARTS[model.architecture]
         hidden_size = model.discriminator.hidden_size
-        self.discriminator = new_encoder(model, model.discriminator, model.embedding_size)
+        self.discriminator = parts.encoder(model, model.discriminator, model.embedding_size)
         if not objective.facts.predicts_tokens:
-            self.discriminator_head = new_detection_head(model)
+            self.discriminator_head = parts.detection_head(model)
         if objective.facts.predicts_tokens or objective.discriminator_mlm_weight:
-            self.token_head = new_token_head(model, hidden_size, model.embedding_size)
+            self.token_head = parts.token_head(model, hidden_size, model.embedding_size)
         if objective.facts.copies_tokens:
             self.copy_gate = nn.Linear(hidden_size, 1)
 

@@ -42,7 +42,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.heads import token_entropies
 from electra_dist.model.row_layout import RowLayout
-from electra_dist.model.towers import ElectraTowers, new_embeddings, new_encoder, new_token_head
+from electra_dist.model.towers import PARTS, ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.masking import Masking
 
@@ -56,11 +56,12 @@ class FrozenGenerator(nn.Module):
         """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
         super().__init__()
         width = model.generator_embedding_width
+        parts = PARTS[model.architecture]
         # On the device "meta" torch's own initialisation costs nothing.
         with torch.device("meta"):
-            self.embeddings = new_embeddings(model, width)
-            self.generator = new_encoder(model, model.generator, width)
-            self.generator_head = new_token_head(model, model.generator.hidden_size, width)
+            self.embeddings = parts.embeddings(model, width)
+            self.generator = parts.encoder(model, model.generator, width)
+            self.generator_head = parts.token_head(model, model.generator.hidden_size, width)
         self.requires_grad_(False)
         self.to_empty(device="cpu")
         for parameter in self.parameters():

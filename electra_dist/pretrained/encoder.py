@@ -37,7 +37,7 @@ from electra_dist.hub import shown_name
 from electra_dist.model.attention import new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
-from electra_dist.model.towers import build_towers, new_embeddings, new_encoder
+from electra_dist.model.towers import PARTS, build_towers
 from electra_dist.pretrained.hf import State, TowerName, family_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import (
     convert_weights,
@@ -70,8 +70,9 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.special = special
-        self.embeddings = new_embeddings(model, model.embedding_size)
-        self.encoder = new_encoder(model, tower, model.embedding_size)
+        parts = PARTS[model.architecture]
+        self.embeddings = parts.embeddings(model, model.embedding_size)
+        self.encoder = parts.encoder(model, tower, model.embedding_size)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the states of the last layer, [B, S, H]; `dropout_keys` (random keys) are needed in training only."""

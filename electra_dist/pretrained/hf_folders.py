@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from electra_dist.config import ModelConfig
 from electra_dist.config.rules import check_model
 from electra_dist.errors import StoreError, UserError
-from electra_dist.model.towers import new_detection_head, new_embeddings, new_encoder, new_token_head
+from electra_dist.model.towers import PARTS
 from electra_dist.pretrained.hf import (
     ELECTRA,
     MODERNBERT,
@@ -274,14 +274,15 @@ def _check_shapes(folder: Path, state: State, model: ModelConfig, tower: TowerNa
     """Raise UserError if a parameter of embeddings or layers is missing, or any parameter has another shape."""
     shape, width = tower_of(model, tower)
     token_head = "generator_head" if tower == "generator" else "token_head"
+    parts = PARTS[model.architecture]
     with torch.device("meta"):
         modules = {
-            "embeddings": new_embeddings(model, width),
-            tower: new_encoder(model, shape, width),
-            token_head: new_token_head(model, shape.hidden_size, width),
+            "embeddings": parts.embeddings(model, width),
+            tower: parts.encoder(model, shape, width),
+            token_head: parts.token_head(model, shape.hidden_size, width),
         }
         if tower == "discriminator":
-            modules["discriminator_head"] = new_detection_head(model)
+            modules["discriminator_head"] = parts.detection_head(model)
     for prefix, module in modules.items():
         for own_name, parameter in module.state_dict().items():
             name = f"{prefix}.{own_name}"

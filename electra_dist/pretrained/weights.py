@@ -27,13 +27,12 @@ or wait for its end.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.checkpoint import checkpoints, open_targets, owner_of
+from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.checkpoint.chosen_weights import (
     CheckpointProgress,
     Choice,
@@ -61,7 +60,6 @@ from electra_dist.run.folder import (
     read_identity,
 )
 from electra_dist.store.atomic_files import read_regular, readable
-from electra_dist.store.interface import Store
 from electra_dist.store.json_file import parse_document
 from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary, check_digest
@@ -220,25 +218,6 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
             f"{key}: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
             f"build the corpus with --vocab {vocab_file}"
         )
-
-
-def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
-    """Return whether `train.init_from` is set and no checkpoint store of the run holds a committed checkpoint yet."""
-    return bool(train.init_from) and not checkpoints(targets)
-
-
-def begin_with_source(
-    towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store], run_dir: Path
-) -> tuple[list[str], dict[str, str]]:
-    """Load the weights that `train.init_from` names, if it is set and the run has no checkpoint yet. Collective.
-
-    Rank 0 decides for all ranks, then every rank reads the weights. Returns and raises what `load_recorded_source`
-    does; if nothing is loaded, returns an empty list and an empty dict.
-    """
-    is_needed = from_rank_0(lambda: needs_source(train, targets))
-    if not is_needed:
-        return [], {}
-    return load_recorded_source(towers, train, run_dir)
 
 
 def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Path) -> tuple[list[str], dict[str, str]]:

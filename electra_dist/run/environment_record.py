@@ -169,22 +169,18 @@ def _driver(root: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, of installed `PACKAGES` and, with a GPU, of CUDA and NCCL."""
+    import torch  # takes seconds, unless training has imported it already
+
     version_by_name = {"electra-dist": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             version_by_name[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return version_by_name | _cuda_versions()
-
-
-def _cuda_versions() -> dict[str, str]:
-    import torch  # takes seconds, unless training has imported it already
-
-    if not torch.cuda.is_available():
-        return {}
-    nccl_numbers = torch.cuda.nccl.version()  # for example (2, 21, 5)
-    return {"cuda": str(torch.version.cuda), "nccl": ".".join(str(number) for number in nccl_numbers)}
+    if torch.cuda.is_available():
+        version_by_name["cuda"] = str(torch.version.cuda)
+        version_by_name["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # such as (2, 21, 5)
+    return version_by_name
 
 
 def cpu() -> dict[str, Any]:

@@ -63,22 +63,18 @@ class Console:
         """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
         if self._num_lines == 0:
             for text in LEGEND:
-                self._show(text)
+                self.note(text)
         if self._num_lines % LINES_PER_HEADER == 0:
-            self._show(format_header(self.total_steps))
+            self.note(format_header(self.total_steps))
         self._num_lines += 1
-        self._show(format_line(record, self.total_steps))
+        self.note(format_line(record, self.total_steps))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
         """Print the lines of an evaluation on held-out rows, and write them to log.txt."""
         for text in format_evaluation(record, self.total_steps):
-            self._show(text)
-
-    def note(self, text: str) -> None:
-        """Print a line of free text (a start, a checkpoint, a warning), and write it to log.txt with the UTC time."""
-        self._show(text)
+            self.note(text)
 
     def close(self) -> None:
         """Remove the progress bar and close log.txt. Calling it twice is fine."""
@@ -87,8 +83,11 @@ class Console:
             self._progress = None
         self._log.close()
 
-    def _show(self, text: str) -> None:
-        """Write a line to log.txt and print it; a line that a full disk refuses is lost, and the run goes on."""
+    def note(self, text: str) -> None:
+        """Print a line of text, such as a warning, and write it to log.txt with the UTC time.
+
+        A line that a full disk refuses is lost, and the run goes on.
+        """
         self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:

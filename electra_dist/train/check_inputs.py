@@ -13,7 +13,7 @@ import torch
 from electra_kernels import BackendUnavailable
 from electra_kernels.backend_choice import resolve
 
-from electra_dist.checkpoint.checkpoint import open_targets
+from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import (
@@ -27,7 +27,7 @@ from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, r
 from electra_dist.engine.engine import check_precision
 from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, needs_source
+from electra_dist.pretrained.weights import check_generator_vocabulary, check_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -82,8 +82,7 @@ def check_inputs(
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
     _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
     targets = open_targets(config, patience)
-    begins_now = from_scratch and config.train.init_from is not None
-    if begins_now or needs_source(config.train, targets):
+    if config.train.init_from and (from_scratch or not checkpoints(targets)):
         check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, vocabulary)

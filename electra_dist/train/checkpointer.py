@@ -50,6 +50,8 @@ _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it coun
 _FIRST_STEPS = 100  # interval before the first save of a run has been measured
 _LEAST_STEPS = 10
 _MOST_S = 3600.0  # at most an hour of work is at risk, however rare interruptions are
+# Name in a checkpoint's manifest -> name in environment.json.
+_RECORDED_VERSIONS = {"electra_dist": "electra-dist", "python": "python", "torch": "torch", "deepspeed": "deepspeed"}
 _NEWEST_STALLS = 20  # checkpoints whose median stall counts
 
 
@@ -118,6 +120,7 @@ class Checkpointer:
             for numerics, older_sha256 in self._older_identities.items()
         }
         attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, start.inputs.accept_new_numerics))
+        installed = versions()
         # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
         self.record = RunState(
             step=0,
@@ -128,7 +131,7 @@ class Checkpointer:
             zero_stage=config.engine.zero_stage,
             shapes=parameter_shapes(self._module),
             shared=shared_names(self._module),
-            versions=_recorded_versions(),
+            versions={name: installed[package] for name, package in _RECORDED_VERSIONS.items()},
             bit_settings=bit_settings(config, engine),
             skipped=tuple(sorted(skips.steps)),
         )
@@ -199,14 +202,6 @@ class Checkpointer:
         copy_to_all(self._targets, last.step, last.attempt)
         for target in self._targets:
             retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.record.attempt, {})
-
-
-def _recorded_versions() -> dict[str, str]:
-    installed = versions()
-    recorded = {"electra_dist": installed["electra-dist"]}
-    for name in ("python", "torch", "deepspeed"):
-        recorded[name] = installed[name]
-    return recorded
 
 
 class SaveSchedule:

@@ -100,7 +100,9 @@ class RankMonitor:
         # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
         change_s = abs(limit_s - self._collective_limit_s)
         if change_s > _LEAST_CHANGE * self._collective_limit_s:
-            self._set_collective_timeout(limit_s)
+            self._collective_limit_s = limit_s
+            for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
+                c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     def waits_for_storage(self, reason: str) -> None:
         """Write a heartbeat that says why this rank waits for storage; if `reason` is "", the wait is over.
@@ -133,11 +135,6 @@ class RankMonitor:
     def step_s(self) -> float | None:
         """Median seconds per step over the newest steps, as in the heartbeat; None until enough steps were timed."""
         return self._heartbeat.last.step_s
-
-    def _set_collective_timeout(self, limit_s: float) -> None:
-        self._collective_limit_s = limit_s
-        for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
-            c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     @property
     def has_lost_folder(self) -> bool:

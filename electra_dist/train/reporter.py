@@ -31,7 +31,6 @@ from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.errors import StoreAway
 from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.nvml import worst
-from electra_dist.pretrained.weights import read_run_vocabulary
 from electra_dist.report.tracking import (
     BackgroundTracker,
     ReportRefresh,
@@ -92,7 +91,7 @@ class Reporter:
         self._corpus_sizes = corpora.sizes()
         sources = corpus_sources(corpora.phases[0].store)
         write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
-        self._tokens = read_run_vocabulary(run_dir).shown_tokens if config.log.text_samples > 0 else []
+        self._tokens = start.inputs.vocabulary.shown_tokens if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._step_recorder = StepRecorder(config, start.engine.device, self._corpus_sizes, start_step)
         self._note_setup(corpora)

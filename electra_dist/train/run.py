@@ -33,7 +33,7 @@ from electra_dist.config.rules import keys_without_effect
 from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.micro_batch import with_fitting_micro_batch, with_micro_batch
+from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
@@ -44,7 +44,7 @@ from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.weights import begin_with_source, read_frozen_generator, with_generator_digest
+from electra_dist.pretrained.weights import load_recorded_source, read_frozen_generator, with_generator_digest
 from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,
@@ -92,7 +92,7 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     place = rank_place()
     run_dir = Path(config.run_dir)
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
-    config, notes = with_fitting_micro_batch(config, place.world_size)
+    config, notes = config.for_ranks(place.world_size)
     try:
         config, vocabulary_notes = with_corpus_vocabulary(config, patience)
         notes += vocabulary_notes
@@ -114,7 +114,11 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
         with _held_run_folder(config, inputs, patience) as lease:
             start = _build(config, inputs, stop, patience, lease, notes)
             build_s["build"] = time.perf_counter() - begin
-            exit_code = _train(start, build_s, notes)
+            exit_code = Trainer(start, build_s, notes).run()
+            while exit_code is None:  # the run goes back to a checkpoint, with the same engine
+                exit_code = Trainer(start, None).run()
+            start.monitor.close()
+            start.engine.close()
         return exit_code
     except UserError as error:
         code = EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
@@ -183,7 +187,7 @@ def _build(
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if inputs.from_scratch:
         notes += from_rank_0(lambda: _set_earlier_run_aside(run_dir, inputs, patience=patience))
-    begins = inputs.from_scratch or not checkpoints(inputs.targets)
+    begins = from_rank_0(lambda: not checkpoints(inputs.targets))
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     if inputs.heldout is None:
         notes.append("data.heldout is not set, so nothing is evaluated: no context AUC, and no best checkpoint")
@@ -191,16 +195,19 @@ def _build(
     module, attention = build_module(config, special, token_counts)
     notes += _build_notes(config, attention)
     notes += describe_caches(config, inputs)
-    # Weights of another model may be refused, which must happen before the run folder is written.
-    source_notes, source_digest = begin_with_source(module.towers, config.starting_weights, inputs.targets, run_dir)
-    notes += [f"init_from: {note}" for note in source_notes]
+    input_digests = inputs.heldout_digest
+    if begins and config.train.init_from:
+        # Weights of another model may be refused, which must happen before the run folder is written.
+        source_notes, source_digest = load_recorded_source(module.towers, config.starting_weights, run_dir)
+        notes += [f"init_from: {note}" for note in source_notes]
+        input_digests |= source_digest
     from_rank_0(
         lambda: begin_run_folder(
             config,
             identity=inputs.identity,
             tokenizer_json=inputs.corpora.tokenizer.model_dump_json(indent=1),
             vocabulary=inputs.vocabulary.text.encode(),
-            input_digests={**inputs.heldout_digest, **source_digest},
+            input_digests=input_digests,
             patience=patience,
         )
     )
@@ -219,16 +226,6 @@ def _build(
         monitor=monitor,
         patience=patience,
     )
-
-
-def _train(start: Start, build_s: dict[str, float], notes: Sequence[str]) -> int:
-    """Train, in a new round with the same engine after each rollback, until there is an exit code. Collective."""
-    exit_code = Trainer(start, build_s, notes).run()
-    while exit_code is None:
-        exit_code = Trainer(start, None).run()
-    start.monitor.close()
-    start.engine.close()
-    return exit_code
 
 
 @patient

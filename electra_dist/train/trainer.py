@@ -147,7 +147,12 @@ class Trainer:
         self.reporter: Reporter | None = None  # rank 0 only
         hosts = gather(node_name())
         if dist.get_rank() == 0:
-            self.reporter = self._open_reporter(loaded.set_aside, [*notes, *loaded.notes], hosts)
+            self.reporter = Reporter(start, self.restored, hosts)
+            record = self.checkpointer.record
+            changed = changes(self.restored.bit_settings, record.bit_settings) if self.restored else {}
+            self.reporter.began(record.attempt, self.restored, loaded.set_aside, setup_s, changed)
+            for note in (*notes, *loaded.notes):
+                self.reporter.note(note)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
                 skips.write()
@@ -157,16 +162,6 @@ class Trainer:
         self._next_look_at_space = time.monotonic()
         self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
-
-    def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
-        """Open log, metrics and ledger, and write there that this round begins. Rank 0 only."""
-        reporter = Reporter(self.start, self.restored, hosts)
-        record = self.checkpointer.record
-        changed = changes(self.restored.bit_settings, record.bit_settings) if self.restored else {}
-        reporter.began(record.attempt, self.restored, set_aside, self.clock.setup_s, changed)
-        for note in notes:
-            reporter.note(note)
-        return reporter
 
     def run(self) -> int | None:
         """Train until this round ends, and record in the ledger how it ended. Collective.
@@ -214,7 +209,8 @@ class Trainer:
                 micro_batch=self.config.train.micro_batch,
                 schedules=self.schedules,
             )
-            stages = Stages(self.engine, self.config.objective)
+            only_generator = self.config.objective.generator_only_steps
+            stages = Stages(self.engine, only_generator) if only_generator else None
             stack.enter_context(contextlib.closing(self.checkpointer.writer))
             try:
                 return self._run_steps(loader, evaluator, train_step, stages)
@@ -244,7 +240,7 @@ class Trainer:
         )
 
     def _run_steps(
-        self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
+        self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages | None
     ) -> int | None:
         """Run the remaining steps; return an exit code, or None for a rollback. Collective."""
         guard = self.config.guard
@@ -257,7 +253,7 @@ class Trainer:
             self.checkpointer.writer.raise_failure()
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
-            second_stage_begins = stages.enter(step)
+            second_stage_begins = stages is not None and stages.enter(step)
             phase = self.start.inputs.corpora.phase_that_begins_at(step)
             if phase is not None and self.reporter:
                 self.reporter.note(f"phase of the data: from step {step:,} on, rows come from {phase.url}")

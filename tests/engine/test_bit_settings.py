@@ -19,7 +19,7 @@ from support.real_runs import quick_command
 
 from electra_dist.collectives import Choice
 from electra_dist.config.load import load_config
-from electra_dist.engine.bit_settings import bit_settings, changes
+from electra_dist.engine.bit_settings import bit_settings, changed_draws, changes
 
 SETTINGS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["1", "2"]), min_size=1)
 
@@ -59,3 +59,21 @@ def test_a_start_with_more_threads_and_another_guard_says_so(
     events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     begun = [event for event in events if event["event"] in ("start", "resume")]
     assert [event.get("changed") for event in begun] == [None, None, {"guard.window": "128 to 9", "threads": "1 to 2"}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "dropout", "device", "cause"),
+    [
+        (["ranks", "train.micro_batch"], 0.1, "cuda", "train.micro_batch"),
+        (["attention", "train.micro_batch"], 0.1, "cuda", "train.micro_batch and attention"),
+        (["ranks", "threads"], 0.1, "cuda", ""),
+        (["train.micro_batch"], 0.0, "cuda", ""),
+        (["train.micro_batch"], 0.1, "cpu", ""),
+    ],
+)
+def test_a_resume_says_whether_other_dropout_is_drawn(
+    changed: list[str], dropout: float, device: str, cause: str
+) -> None:
+    text = changed_draws(changed, dropout, device)
+    assert bool(text) == bool(cause)
+    assert f"because {cause} changed" in text or not cause

@@ -80,7 +80,7 @@ def run_two_stages(zero_stage: int, precision: str, ids: torch.Tensor) -> TwoSta
     config = two_stage_config(zero_stage, precision)
     objective = build_objective(config.model, config.objective, SPECIAL, 3)
     engine = Engine(objective, config.train, config.engine, config.optimizer)
-    stages = Stages(engine, config.objective)
+    stages = Stages(engine, config.objective.generator_only_steps)
     scales = 1 / objective.loss_counts(ids).sum(0)
     losses = []
     norms = []

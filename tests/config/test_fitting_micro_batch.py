@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from electra_dist.config.load import load_config
 from electra_dist.config.rules import check_world_size
 from electra_dist.config.sections.training import TrainConfig
-from electra_dist.engine.bit_settings import changed_draws
-from electra_dist.engine.micro_batch import with_fitting_micro_batch
 from electra_dist.errors import UserError
 
 LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
@@ -24,7 +22,7 @@ LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 @pytest.mark.parametrize(("ranks", "size"), [(1, 64), (64, 32), (128, 16), (512, 4), (1024, 2), (2048, 1)])
 def test_the_shipped_large_config_runs_on_up_to_2048_ranks(ranks: int, size: int) -> None:
     config = load_config(LARGE, ["data.corpus=corpus"])
-    adapted, notes = with_fitting_micro_batch(config, ranks)
+    adapted, notes = config.for_ranks(ranks)
     check_world_size(adapted.train, ranks)
     assert adapted.train.micro_batch == size
     assert adapted.train.model_copy(update={"micro_batch": 64}) == config.train
@@ -46,21 +44,3 @@ def test_ranks_that_cannot_share_the_rows_are_refused_with_those_that_can() -> N
     train = TrainConfig(num_steps=1, global_batch=12, micro_batch=12)
     with pytest.raises(UserError, match="12 is not a multiple of the 5 ranks; use 1, 2, 3, 4, 6, 12 ranks"):
         check_world_size(train, 5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "dropout", "device", "cause"),
-    [
-        (["ranks", "train.micro_batch"], 0.1, "cuda", "train.micro_batch"),
-        (["attention", "train.micro_batch"], 0.1, "cuda", "train.micro_batch and attention"),
-        (["ranks", "threads"], 0.1, "cuda", ""),
-        (["train.micro_batch"], 0.0, "cuda", ""),
-        (["train.micro_batch"], 0.1, "cpu", ""),
-    ],
-)
-def test_a_resume_says_whether_other_dropout_is_drawn(
-    changed: list[str], dropout: float, device: str, cause: str
-) -> None:
-    text = changed_draws(changed, dropout, device)
-    assert bool(text) == bool(cause)
-    assert f"because {cause} changed" in text or not cause
