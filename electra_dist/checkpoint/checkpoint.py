@@ -217,14 +217,11 @@ def open_targets(config: Config, patience: Patience | None = None) -> list[Store
     return [open_store(url, config.checkpoint.endpoint_url, patience) for url in config.checkpoint_urls]
 
 
-def check_targets(config: Config, patience: Patience | None = None) -> None:
+def check_targets(targets: Sequence[Store]) -> None:
     """Write an object to each store of `checkpoint.targets` and delete it, to find a bad store before a run begins.
-    Raises UserError if two stores hold the same object: they are one place with two names, as with a bind mount. The
-    default target is not checked: it is inside the run folder. Call it on rank 0 only.
+    Raises UserError if two stores hold the same object: they are one place with two names, as with a bind mount. Call
+    it on rank 0 only.
     """
-    if not config.checkpoint.targets:
-        return
-    targets = open_targets(config, patience)
     try:
         # A start that was killed here has left an unfinished object.
         in_parallel(lambda target: target.discard_unfinished(_WRITE_TEST, lambda key: True), targets)

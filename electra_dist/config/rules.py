@@ -317,12 +317,6 @@ def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
 def check_new_run(config: AllSections) -> None:
     """Raise UserError for settings that are almost certainly a mistake, such as a warm-up longer than the run."""
     check_targets_are_separate(config)
-    for message in _mistakes(config):
-        raise UserError(message)
-
-
-def _mistakes(config: AllSections) -> Iterator[str]:
-    """Yield a line for each setting that is valid but almost certainly a mistake."""
     num_steps = config.train.num_steps
     optimizer = config.optimizer
     warmups = {"optimizer.warmup_steps": optimizer.warmup_steps}
@@ -331,24 +325,24 @@ def _mistakes(config: AllSections) -> Iterator[str]:
     num_decay_steps = optimizer.trapezoid_decay_steps(num_steps)
     for key, warmup_steps in warmups.items():
         if warmup_steps > num_steps:
-            yield (
+            raise UserError(
                 f"{key} {warmup_steps:,} is longer than the run, train.num_steps {num_steps:,}, so the learning rate "
                 f"would never reach its peak; set {key} to at most {num_steps}, or raise train.num_steps"
             )
         if optimizer.shape == "trapezoid" and warmup_steps + num_decay_steps > num_steps:
-            yield (
+            raise UserError(
                 f"{key} {warmup_steps:,} and the {num_decay_steps:,} steps of decay are longer than the run, "
                 f"train.num_steps {num_steps:,}; lower {key} or optimizer.decay_steps, or raise train.num_steps"
             )
     for phase in config.data.phases:
         if phase.from_step >= num_steps:
-            yield (
+            raise UserError(
                 f"data.phases: from_step of {phase.corpus} is {phase.from_step:,}, which the run does not reach, "
                 f"because train.num_steps is {num_steps:,}; lower from_step, raise train.num_steps, or remove this "
                 f"entry"
             )
     if config.engine.offload_optimizer and config.engine.zero_stage == 0:
-        yield (
+        raise UserError(
             "engine.offload_optimizer: true needs engine.zero_stage 1, 2 or 3, because DeepSpeed ignores it at stage "
             "0; set engine.zero_stage: 1 or engine.offload_optimizer: false"
         )
@@ -432,7 +426,13 @@ def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
 
 def keys_without_effect(config: AllSections) -> dict[str, str]:
     """Return the keys that differ from their defaults but do nothing in this run, as dotted key -> reason."""
-    return {key: reason for key, reason in _unused_keys(config) if _is_changed(config, key)}
+    changed = {}
+    for key, reason in _unused_keys(config):
+        section_name, field_name = key.split(".")
+        section = getattr(config, section_name)
+        if getattr(section, field_name) != type(section).model_fields[field_name].default:
+            changed[key] = reason
+    return changed
 
 
 def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
@@ -470,10 +470,3 @@ def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
     if config.data.heldout is None:
         yield "log.eval_every_steps", "data.heldout is not set"
         yield "log.eval_rows", "data.heldout is not set"
-
-
-def _is_changed(config: AllSections, key: str) -> bool:
-    section_name, field_name = key.split(".")
-    section = getattr(config, section_name)
-    default = type(section).model_fields[field_name].default
-    return bool(getattr(section, field_name) != default)

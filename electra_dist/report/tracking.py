@@ -56,23 +56,26 @@ def flat_settings(config: Config) -> Settings:
     return settings
 
 
-def hyperparameters(settings: Settings) -> Settings:
-    """Return those settings that decide what a model learns, such as the keys of `model` and `train`."""
-    return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
+def hyperparameters(config: Config) -> Settings:
+    """Return those of `flat_settings` that decide what a model learns, such as the keys of `model` and `train`."""
+    return {key: value for key, value in flat_settings(config).items() if key.startswith(_DEFINING)}
 
 
-def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:
-    """Return a tracker for each service that the config names; each connects in the background."""
+def open_trackers(log: LogConfig, run_dir: Path, settings: Callable[[], Settings]) -> list[BackgroundTracker]:
+    """Return a tracker for each service that the config names; each connects in the background.
+
+    `settings` returns what the services show as the settings of the run.
+    """
     trackers = []
     wandb_project = log.wandb
     if wandb_project is not None:
-        trackers.append(BackgroundTracker("log.wandb", lambda: WandbService(wandb_project, run_dir, settings)))
+        trackers.append(BackgroundTracker("log.wandb", lambda: WandbService(wandb_project, run_dir, settings())))
     mlflow_experiment = log.mlflow
     if mlflow_experiment is not None:
-        trackers.append(BackgroundTracker("log.mlflow", lambda: MlflowService(mlflow_experiment, run_dir, settings)))
+        trackers.append(BackgroundTracker("log.mlflow", lambda: MlflowService(mlflow_experiment, run_dir, settings())))
     trackio_project = log.trackio
     if trackio_project is not None:
-        trackers.append(BackgroundTracker("log.trackio", lambda: TrackioService(trackio_project, run_dir, settings)))
+        trackers.append(BackgroundTracker("log.trackio", lambda: TrackioService(trackio_project, run_dir, settings())))
     return trackers
 
 

@@ -151,12 +151,12 @@ class MetricsWriter:
     def __init__(
         self,
         run_dir: Path,
-        tensorboard: bool,
-        settings: Mapping[str, str | float | bool] | None = None,
+        tensorboard: Mapping[str, str | float | bool] | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """Open metrics.jsonl; TensorBoard shows `settings` (dotted config key -> value) as hyperparameters.
+        """Open metrics.jsonl.
 
+        `tensorboard` has what TensorBoard shows as hyperparameters, dotted config key -> value; None: no TensorBoard.
         If the disk is full or away, `sync` and `close` wait for it as long as `patience` says (None: not at all).
         `write` never waits.
         """
@@ -164,8 +164,7 @@ class MetricsWriter:
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._samples: JsonlFile | None = None  # samples.jsonl, opened by the first samples
-        self._settings = settings or {}
-        self._tensorboard_dir = self._run_dir / TENSORBOARD_DIR if tensorboard else None
+        self._hyperparameters = tensorboard
         self._tensorboard: TensorBoardWriter | None = None  # opened by the first `write`
         self._lock = threading.Lock()  # the step loop writes, and the thread that saves checkpoints syncs
         self._refused: set[Path] = set()  # files whose disk has refused the newest record
@@ -293,8 +292,9 @@ class MetricsWriter:
         return self._samples
 
     def _open_tensorboard(self) -> TensorBoardWriter | None:
-        if self._tensorboard is None and self._tensorboard_dir is not None:
-            self._tensorboard = TensorBoardWriter(self._tensorboard_dir, self._settings, self._purge_step)
+        if self._tensorboard is None and self._hyperparameters is not None:
+            folder = self._run_dir / TENSORBOARD_DIR
+            self._tensorboard = TensorBoardWriter(folder, self._hyperparameters, self._purge_step)
         return self._tensorboard
 
 

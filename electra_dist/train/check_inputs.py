@@ -72,10 +72,8 @@ def check_inputs(
     """
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
-    check_precision(config.train.precision)
-    _check_apex(config)
     check_targets_are_separate(config)
-    _check_kernels(config.kernels.backend)
+    _check_machine(config)
     corpora = open_training_corpora(config, patience)
     identity = run_identity(config, corpora.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
@@ -158,19 +156,16 @@ def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) ->
         )
 
 
-def _check_apex(config: Config) -> None:
-    """Raise UserError if the config demands NVIDIA's apex and it cannot be used on this machine."""
+def _check_machine(config: Config) -> None:
+    """Raise UserError if this machine lacks the precision, the kernels, or NVIDIA's apex that the config demands."""
+    check_precision(config.train.precision)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     # The engine checks every implementation when it is built, after the run folder was written. This check needs no
     # compilation, so it can come before.
     if config.optimizer.implementation == "apex":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
         choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
-
-
-def _check_kernels(backend: str) -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        resolve(backend, device_type)
+        resolve(config.kernels.backend, device_type)
     except BackendUnavailable as error:
         raise UserError(str(error)) from None
 

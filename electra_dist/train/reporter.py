@@ -82,8 +82,8 @@ class Reporter:
         start_step = restored.step if restored else 0
         self._ledger = Ledger(run_dir, start.patience)
         self._console = Console(run_dir, config.train.num_steps, start_step)
-        settings = flat_settings(config)
-        self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings), start.patience)
+        tensorboard = hyperparameters(config) if config.log.tensorboard else None
+        self._metrics = MetricsWriter(run_dir, tensorboard, start.patience)
         furthest_step = self._metrics.truncate_after(start_step)
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
@@ -92,7 +92,7 @@ class Reporter:
         sources = corpus_sources(corpora.phases[0].store)
         write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
         self._tokens = start.inputs.vocabulary.shown_tokens if config.log.text_samples > 0 else []
-        self._trackers = open_trackers(config.log, run_dir, settings)
+        self._trackers = open_trackers(config.log, run_dir, lambda: flat_settings(config))
         self._step_recorder = StepRecorder(config, start.engine.device, self._corpus_sizes, start_step)
         self._note_setup(corpora)
 

@@ -109,8 +109,8 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
         stop = StopRequest(run_dir, place.rank == 0)  # first of all: a signal during the build must not be lost
         if _pause_after_lost_storage(run_dir, stop):
             return EXIT_STOPPED
-        # Targets are checked before anything is written into the run folder.
-        from_rank_0(lambda: check_targets(config, patience))
+        if config.checkpoint.targets:  # the default target is inside the run folder, into which nothing is written yet
+            from_rank_0(lambda: check_targets(inputs.targets))
         with _held_run_folder(config, inputs, patience) as lease:
             start = _build(config, inputs, stop, patience, lease, notes)
             build_s["build"] = time.perf_counter() - begin

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import pytest
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name, verify
-from support.real_runs import tiny_tree
 
 from electra_dist.checkpoint.checkpoint import check_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.repair import copy_to_all
-from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.store import atomic_files
 from electra_dist.store.interface import Store
@@ -61,11 +59,10 @@ def test_a_name_that_another_start_took_and_swept_is_taken(tmp_path: Path, monke
 
 def test_a_killed_test_of_a_target_leaves_nothing_behind(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    config = Config.model_validate(tiny_tree(tmp_path / "run", "corpus", **{"checkpoint.targets": [str(target)]}))
     target.mkdir()
     (target / ".write-test.0123abcd.tmp").touch()  # killed before the rename
     (target / "write-test").touch()  # killed before it was deleted
-    check_targets(config)
+    check_targets([LocalStore(target)])
     assert not list(target.iterdir())
     assert committed(LocalStore(target)) == []
 
@@ -73,9 +70,8 @@ def test_a_killed_test_of_a_target_leaves_nothing_behind(tmp_path: Path) -> None
 def test_two_targets_that_are_one_store_are_refused_whatever_their_names_are(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    targets = [str(tmp_path / name) for name in ("other", "target", "link")]
-    config = Config.model_validate(tiny_tree(tmp_path / "run", "corpus", **{"checkpoint.targets": targets}))
+    targets = [LocalStore(tmp_path / name) for name in ("other", "target", "link")]
     with pytest.raises(UserError, match=r"target and .*link are the same place"):
-        check_targets(config)
+        check_targets(targets)
     assert not list((tmp_path / "target").iterdir())
-    check_targets(Config.model_validate(tiny_tree(tmp_path / "run", "c", **{"checkpoint.targets": targets[:2]})))
+    check_targets(targets[:2])

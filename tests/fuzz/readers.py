@@ -98,7 +98,7 @@ def _truncate(root: Path) -> None:
         source = root / "run" / name
         if source.exists():
             (folder / name).write_bytes(source.read_bytes())
-    with contextlib.closing(MetricsWriter(folder, tensorboard=False)) as writer:
+    with contextlib.closing(MetricsWriter(folder)) as writer:
         writer.truncate_after(3)
 
 

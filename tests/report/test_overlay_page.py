@@ -38,7 +38,7 @@ def runs(
     folders = []
     for name, lr, every in (("one", 0.001, 5), ("two <b>", 0.002, 10)):
         folder = tmp_path_factory.mktemp("runs") / name
-        writer = MetricsWriter(folder, tensorboard=False)
+        writer = MetricsWriter(folder)
         for step in range(every, 101, every):
             writer.write(step_record(step=step, mlm_loss=lr * step, lr=lr))
         writer.write(eval_record(step=100, context_auc=0.5 + lr, context_auc_se=0.01))
@@ -85,7 +85,7 @@ def test_the_page_says_at_its_top_which_runs_learn_and_stacks_the_columns_of_man
         folder = tmp_path / name
         shutil.copytree(runs[0], folder)
         (folder / "metrics.jsonl").unlink()
-        writer = MetricsWriter(folder, tensorboard=False)
+        writer = MetricsWriter(folder)
         writer.write(step_record(step=100))
         writer.write(eval_record(step=100, context_auc=context_auc, context_auc_se=0.001))
         writer.close()

@@ -85,7 +85,7 @@ def run_dir(
     name holds a tag, which the report must escape.
     """
     run = tmp_path_factory.mktemp("runs") / "my run <b>"
-    writer = MetricsWriter(run, tensorboard=False)
+    writer = MetricsWriter(run)
     ledger = Ledger(run)
     changes = ["train.num_steps=400", "log.kwh_price=0.5", "cluster.notify=curl https://example.org/my-secret"]
     config = load_config(CONFIGS / "demo_cpu_bert.yaml", changes)
@@ -205,7 +205,7 @@ def test_the_top_of_the_report_says_whether_the_run_learns_and_warns_as_status_d
 ):
     config = load_config(CONFIGS / "demo_cpu_bert.yaml", ["train.num_steps=400"])
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(step_record(step=step))
     writer.write(eval_record(step=step, context_auc=context_auc, context_auc_se=0.004))
     writer.close()
@@ -355,7 +355,7 @@ def test_the_diagram_of_the_context_auc_has_a_line_at_one_half(run_dir: Path):
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path, step_record: Callable[..., StepRecord]):
     """All its curves have the largest number of points that is drawn."""
     rng = np.random.default_rng(0)
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for step in range(10, 30_001, 10):
         values = rng.random(4)
         writer.write(step_record(step=step, mlm_loss=values[0], rtd_loss=values[1], grad_norm=values[2], lr=values[3]))
@@ -375,7 +375,7 @@ def test_a_report_is_written_for_a_run_without_a_step_and_for_one_with_undefined
 
     nan = float("nan")
     inf = float("inf")
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(step_record(mlm_loss=nan, rtd_loss=nan, replaced_accuracy=nan, grad_norm=inf, mfu=None))
     writer.write(eval_record(auc=nan))
     writer.close()

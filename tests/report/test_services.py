@@ -24,7 +24,7 @@ SETTINGS = {"train.num_steps": 400, "objective.name": "rtd", "cluster.notify": "
 
 
 def test_without_the_keys_there_is_no_tracker(tmp_path: Path):
-    assert open_trackers(LogConfig(), tmp_path, SETTINGS) == []
+    assert open_trackers(LogConfig(), tmp_path, lambda: SETTINGS) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,7 +57,7 @@ def test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run(
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     for step in (10, 20):
-        (tracker,) = open_trackers(LogConfig(mlflow="electra"), tmp_path, SETTINGS)
+        (tracker,) = open_trackers(LogConfig(mlflow="electra"), tmp_path, lambda: SETTINGS)
         log_record(tracker, step_record(step=step, mlm_loss=100.0 / step, mfu=None, grad_norm=float("nan")))
         log_record(tracker, eval_record(step=step, mlm_loss=step / 4, auc=0.75))
         tracker.close(has_failed=step == 20)
@@ -82,7 +82,7 @@ def test_wandb_without_a_connection_keeps_the_values_in_the_run_folder(
     pytest.importorskip("wandb", reason="install the extra wandb: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    (tracker,) = open_trackers(LogConfig(wandb="electra"), tmp_path, SETTINGS)
+    (tracker,) = open_trackers(LogConfig(wandb="electra"), tmp_path, lambda: SETTINGS)
 
     log_record(tracker, step_record(step=10, mlm_loss=2.5))
     tracker.close(has_failed=False)
@@ -106,7 +106,7 @@ def test_trackio_has_the_settings_and_the_values_of_all_starts_in_one_run(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the package is imported
     trackio = pytest.importorskip("trackio", reason="install the extra trackio: pip install -e '.[trackio]'")
     for step in (10, 20):
-        (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, SETTINGS)
+        (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, lambda: SETTINGS)
         log_record(tracker, step_record(step=step, mlm_loss=100.0 / step, mfu=None))
         log_record(tracker, eval_record(step=step, mlm_loss=step / 4))
         tracker.close(has_failed=False)
@@ -125,7 +125,7 @@ def test_a_service_without_its_package_is_named_with_the_command_that_installs_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "trackio", None)  # an import raises ModuleNotFoundError
-    (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, SETTINGS)
+    (tracker,) = open_trackers(LogConfig(trackio="electra"), tmp_path, lambda: SETTINGS)
     tracker.close(has_failed=False)
     (problem,) = tracker.problems()
     assert problem.startswith("log.trackio: no longer sent to")

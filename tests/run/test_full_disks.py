@@ -149,7 +149,7 @@ def test_metrics_and_ledger_wait_for_the_disk_when_they_are_synced_and_closed_un
 
     patience.on_wait = free_space
     ledger = Ledger(tmp_path, patience)
-    metrics = MetricsWriter(tmp_path, tensorboard=False, patience=patience)
+    metrics = MetricsWriter(tmp_path, patience=patience)
     for step, ends in ((1, (metrics.sync, ledger.sync)), (2, (metrics.close, ledger.close))):
         disk.free_bytes = 0
         metrics.write(STEP.model_copy(update={"step": step}))
@@ -168,7 +168,7 @@ def test_metrics_and_ledger_wait_for_the_disk_when_they_are_synced_and_closed_un
 
 
 def test_metrics_are_complete_after_the_disk_had_no_space_and_are_noted_once(disk: Disk, tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(STEP.model_copy(update={"step": 1}))
     disk.free_bytes = 100
     for step in (2, 3, 4):
@@ -190,7 +190,7 @@ def test_tensorboard_is_dropped_with_one_line(tmp_path: Path, monkeypatch: pytes
     def refuse(self: RecordWriter, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer = MetricsWriter(tmp_path, tensorboard={})
     writer.write(STEP.model_copy(update={"step": 1}))
     monkeypatch.setattr(RecordWriter, "write", refuse)
     for step in range(2, 40):

@@ -31,7 +31,7 @@ from electra_dist.run.metrics import (
 def test_records_are_read_back_with_all_fields_and_their_kind(
     tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
 ):
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     train = step_record(mfu=None, replaced_accuracy=float("inf"))
     evaluation = eval_record()
 
@@ -62,7 +62,7 @@ def write_attempt(folder: Path, start: int, last: int, every: int) -> None:
     """
     steps_recorded = [record.step for record in read_metrics(folder)]
     last_recorded_step = max(steps_recorded, default=0)
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     assert writer.truncate_after(start) == max(start, last_recorded_step)
     for step in range(start + 1, last + 1):
         if step % every == 0:
@@ -98,7 +98,7 @@ def test_metrics_of_a_run_killed_at_any_steps_equal_those_of_an_unkilled_run_byt
 def test_every_line_of_the_metrics_file_is_a_json_object_with_its_step(
     tmp_path: Path, step_record: Callable[..., StepRecord]
 ):
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(step_record(step=1))
     writer.write(step_record(step=2))
     writer.close()
@@ -113,7 +113,7 @@ def test_tensorboard_shows_each_step_once_with_the_values_of_the_newest_start_an
     """The first start makes steps 1 to 6; the second resumes at 4 with another learning rate, and repeats 5 and 6."""
 
     def write_start(first_step: int, last_step: int, lr: float) -> None:
-        writer = MetricsWriter(tmp_path, tensorboard=True)
+        writer = MetricsWriter(tmp_path, tensorboard={})
         if first_step > 1:
             last_recorded_step = writer.truncate_after(first_step - 1)
             assert last_recorded_step == 6
@@ -152,7 +152,7 @@ def test_tensorboard_has_the_settings_as_hyperparameters_and_the_replaced_words_
     sample = TextSample(
         original=["a", "chef", "##s", "*"], shown=["a", "dog", "##s", "*"], replaced_probability=[0.1, 0.875, 0.2, 0.3]
     )
-    writer = MetricsWriter(tmp_path, tensorboard=True, settings=settings)
+    writer = MetricsWriter(tmp_path, tensorboard=settings)
 
     writer.write(step_record(step=10))
     writer.write_samples(10, [sample])
@@ -174,13 +174,13 @@ def test_tensorboard_has_the_settings_as_hyperparameters_and_the_replaced_words_
 
 def test_samples_of_steps_that_a_run_repeats_are_dropped(tmp_path: Path):
     sample = TextSample(original=["a"], shown=["b"], replaced_probability=[0.5])
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     assert newest_samples(tmp_path) is None
     for step in (10, 20, 30):
         writer.write_samples(step, [sample])
     writer.close()
 
-    second_start = MetricsWriter(tmp_path, tensorboard=False)
+    second_start = MetricsWriter(tmp_path)
     second_start.truncate_after(25)
     second_start.close()
 

@@ -55,7 +55,7 @@ def test_after_any_kills_and_resumes_the_newest_metrics_are_what_a_parse_of_the_
         patch.setattr("electra_dist.run.records._BACKWARD_BLOCK_BYTES", block_bytes)
         for start in range(data.draw(st.integers(1, 4))):
             begin = data.draw(st.integers(0, reached))
-            writer = MetricsWriter(folder, tensorboard=False)
+            writer = MetricsWriter(folder)
             assert writer.truncate_after(begin) == max([begin, *(step for step, _ in recorded)])
             recorded = {key: loss for key, loss in recorded.items() if key[0] <= begin}
             assert {(step, kind) for kind, step in steps_of(folder)} == set(recorded)
@@ -94,11 +94,11 @@ def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
     tmp_path: Path, step_record: StepFactory, eval_record: Callable[..., EvalRecord]
 ):
     """The older process goes on writing steps that the newer one, which resumed at step 20, repeats."""
-    older = MetricsWriter(tmp_path, tensorboard=False)
+    older = MetricsWriter(tmp_path)
     for step in (10, 20, 30):
         older.write(step_record(step=step))
     older.sync()
-    newer = MetricsWriter(tmp_path, tensorboard=False)
+    newer = MetricsWriter(tmp_path)
     newer.truncate_after(20)
     older.write(step_record(step=40))
     newer.write(step_record(step=30))
@@ -109,7 +109,7 @@ def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
     newer.close()
     assert [step for _, step in steps_of(tmp_path)] == [10, 20, 40, 30, 30, 50, 40, 50]
 
-    third = MetricsWriter(tmp_path, tensorboard=False)
+    third = MetricsWriter(tmp_path)
     assert third.truncate_after(40) == 50
     third.write(step_record(step=50))
     third.close()
@@ -125,7 +125,7 @@ def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
 
 
 def test_a_stray_record_of_an_earlier_process_far_before_the_cut_is_dropped(tmp_path: Path, step_record: StepFactory):
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for step in (10, 20, 40, 30, *range(40, 3000, 10)):  # the older process wrote the first 40
         writer.write(step_record(step=step))
 
@@ -139,7 +139,7 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
     tmp_path: Path, step_record: StepFactory, monkeypatch: pytest.MonkeyPatch
 ):
     """The records that remain are not written again: the file stays the same one, and few of its lines are parsed."""
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for step in range(1, 3001):
         writer.write(step_record(step=step))
     writer.close()
@@ -149,7 +149,7 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
     parse_line = metrics.parse_line
     monkeypatch.setattr(metrics, "parse_line", lambda *line: parsed.append(line) or parse_line(*line))
 
-    resumed = MetricsWriter(tmp_path, tensorboard=False)
+    resumed = MetricsWriter(tmp_path)
     assert resumed.truncate_after(2950) == 3000
     resumed.close()
 
@@ -165,4 +165,4 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
 def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):
     (tmp_path / METRICS_FILE).write_bytes(encode(STEP) + encode({"step": "x"}))
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: the value of `kind` is wrong"):
-        MetricsWriter(tmp_path, tensorboard=False).truncate_after(1)
+        MetricsWriter(tmp_path).truncate_after(1)
