@@ -206,10 +206,12 @@ def _without_blank(ids: dict[str, int]) -> dict[str, int]:
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
     """Add the tokens that the folder names beside its vocabulary, in transformers' order, so that ids are equal."""
     named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
-    extra = folder.settings.get("extra_special_tokens") or folder.settings.get("additional_special_tokens") or []
+    given = folder.settings.get("extra_special_tokens")
+    older = folder.settings.get("additional_special_tokens") or []
+    extra = given or older
     if isinstance(extra, dict):
         named |= extra
-        extra = []
+        extra = older if given else []
     if not isinstance(extra, list):
         raise TypeError("extra_special_tokens is no list")
     tokens = [token for _, token in sorted(_declared_tokens(folder, [*named.values(), *extra]).items())]

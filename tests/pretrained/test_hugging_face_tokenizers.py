@@ -95,6 +95,8 @@ SETTINGS: dict[str, Json] = {
     "electra": {"tokenizer_class": "ElectraTokenizerFast", "strip_accents": False},
     "more special tokens": {"additional_special_tokens": ["[E1]", "<ent>"]},
     "extra special tokens": {"extra_special_tokens": ["[E1]"]},
+    "named and listed": {"extra_special_tokens": {"one": "[E1]"}, "additional_special_tokens": ["<ent>"]},
+    "listed twice": {"extra_special_tokens": ["[E1]"], "additional_special_tokens": ["<ent>"]},
     "named token": {"entity_token": "[E1]"},
     "objects": {"mask_token": {"__type": "AddedToken", "content": "[MASK]", "lstrip": True}},
     "another unknown token": {"unk_token": "un"},
