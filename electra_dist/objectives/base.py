@@ -108,7 +108,7 @@ class Schedules:
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int) -> None:
         """Take the settings and the number of steps of the whole run; schedules depend on step / num_steps."""
-        self._objective = objective
+        self._first = first_values(objective)
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
         # Whether a loss weight follows a schedule; total losses of different steps are then not comparable.
@@ -116,7 +116,9 @@ class Schedules:
 
     def values(self, step: int) -> ScheduledValues:
         """Return the values at a step; steps count from 0."""
-        return ScheduledValues.at(self._objective, step / self._num_steps)
+        progress = step / self._num_steps
+        present = {key: value_at(schedule, progress) for key, schedule in self._schedule_of_key.items()}
+        return replace(self._first, **present)
 
     def jumps_at(self, step: int) -> bool:
         """Return whether a schedule of shape "step" jumps at this step; earlier losses are then not comparable."""

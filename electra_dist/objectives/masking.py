@@ -53,6 +53,7 @@ class Masking(NamedTuple):
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
+@functools.lru_cache(maxsize=16)
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
     """Return the largest number of masked positions of a row, max_predictions_per_seq in Google's code.
 

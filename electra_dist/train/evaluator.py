@@ -5,10 +5,11 @@ seed only. Whatever the objective schedules, the generator samples at temperatur
 and as many tokens are masked as at the end of the run. So two evaluations of a run differ by the weights alone, and
 the number of ranks changes nothing except the order in which sums are added up.
 
-How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
-which gives the losses and `auc`. The second time tokens are replaced by tokens from elsewhere in the rows
-(`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context. The second
-time the same number of rows is read, or more if fewer than 5,000 tokens would be replaced.
+How: the first evaluation reads the rows and keeps them on the device for the later ones: 8 bytes a token. An objective
+with a discriminator gets two sets of rows. In the first the generator replaces tokens, which gives the losses and
+`auc`. In the second tokens are replaced by tokens from elsewhere in the rows (`objectives/context_replacements.py`),
+which gives `context_auc`: how well the discriminator uses context. The second set has as many rows as the first, or
+more if fewer than 5,000 tokens would be replaced.
 
 Suffixes of tensor names give the axes: R rows of an evaluation, B rows of a batch, Q rows for the context AUC, S
 tokens of a row, T tokens of all ranks, K fields of `Sums`.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,8 +33,14 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import value_at
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
-from electra_dist.objectives.base import StepInput, StepOutput, Sums
-from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
+from electra_dist.objectives.base import StepInput, StepOutput, Sums, evaluation_values
+from electra_dist.objectives.context_replacements import (
+    NOT_COMPARED,
+    REPLACED,
+    ContextRows,
+    replace_by_other_tokens,
+    rows_needed,
+)
 from electra_dist.run.context_auc import NUM_REPLACED
 from electra_dist.run.metrics import EvalRecord, TextSample
 from electra_dist.train.open_cache import shard_folder
@@ -54,6 +61,16 @@ class ScoredRow:
     original_S: np.ndarray  # int64 ids of the corpus
     shown_S: np.ndarray  # int64 ids with the generator's replacements
     replaced_probability_S: np.ndarray  # the discriminator's probability that the token was replaced, fp32
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldOut:
+    """Inputs of every evaluation, in micro-batches of this rank."""
+
+    num_rows: int  # of all ranks
+    inputs: list[StepInput]
+    context: ContextRows | None  # rows of all ranks for the context AUC; None: it is not measured
+    context_inputs: list[StepInput]  # of these rows
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,7 @@ class _ContextResult:
 _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Evaluator:
     """Measures the losses of a model on held-out rows of a corpus, and how well it detects replaced tokens.
 
@@ -97,6 +114,7 @@ class Evaluator:
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
     num_shown_rows: int = 0  # rows to return in `Evaluation.rows`; at most a micro-batch
+    _held_out: _HeldOut | None = field(default=None, init=False)  # made by the first evaluation
 
     def run(self, engine: Engine, step: int) -> Evaluation:
         """Evaluate the weights of `engine` without dropout, and leave it in training mode. Collective.
@@ -104,17 +122,19 @@ class Evaluator:
         AUC, accuracy, precision, recall and context AUC are NaN for an objective without detection of replaced
         tokens, or if an output is not finite; `Evaluation.fault` then names that output. `step` is only recorded.
         """
+        if self._held_out is None:
+            self._held_out = self._read(engine)
+        held_out = self._held_out
         engine.train(False)
-        ids_RS = self._rows(self.num_rows)
-        local = self._score(engine, ids_RS)
+        local = self._score(engine, held_out.inputs)
         context = _NO_CONTEXT
-        if self.context_mask_prob is not None:
-            context = self._context_auc(engine, self.context_mask_prob)
+        if held_out.context is not None:
+            context = self._context_auc(engine, held_out.context, held_out.context_inputs)
         engine.train(True)
         dist.all_reduce(local.sum_K)
         sums = Sums(*local.sum_K.tolist())
-        score_T = _gather_batches(local.score_BS).reshape(-1)
-        label_T = _gather_batches(local.label_BS).reshape(-1)
+        score_T = self._gather_rows(local.score_BS).reshape(-1)
+        label_T = self._gather_rows(local.label_BS).reshape(-1)
         ranking = _NO_RANKING
         fault = ""
         has_detection_loss = sums.rtd_weight != 0
@@ -125,7 +145,7 @@ class Evaluator:
                 ranking = separation(score_T[is_real_T], label_T[is_real_T] == _REPLACED_TOKEN)
         record = EvalRecord(
             step=step,
-            rows=len(ids_RS),
+            rows=held_out.num_rows,
             mlm_loss=_mean(sums.mlm_loss_sum, sums.mlm_weight),
             mlm_accuracy=_mean(sums.mlm_correct, sums.mlm_weight),
             rtd_loss=_mean(sums.rtd_loss_sum, sums.rtd_weight),
@@ -144,14 +164,27 @@ class Evaluator:
         shows_rows = has_detection_loss and not fault
         return Evaluation(record=record, fault=fault, rows=local.rows if shows_rows else [])
 
-    def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
+    def _read(self, engine: Engine) -> _HeldOut:
+        """Read the held-out rows, and replace tokens for the context AUC."""
+        ids_RS = self._rows(self.num_rows)
+        inputs = self._inputs(engine, ids_RS)
+        mask_prob = self.context_mask_prob
+        if mask_prob is None:
+            return _HeldOut(len(ids_RS), inputs, context=None, context_inputs=[])
+        num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, ids_RS.shape[1]))
+        seed = derive_seed(self.seed, Purpose.EVAL, 1)
+        context = replace_by_other_tokens(self._rows(num_rows), self.special, mask_prob, NUM_REPLACED, seed)
+        context_inputs = self._inputs(engine, context.original_QS, context.shown_QS)
+        return _HeldOut(len(ids_RS), inputs, context, context_inputs)
+
+    def _score(self, engine: Engine, inputs: Sequence[StepInput]) -> _LocalScores:
         """Run the model on this rank's held-out rows; return sums for metrics, and each token's score and label."""
         sums: list[torch.Tensor] = []
         scores = []
         labels = []
         shown_rows: list[ScoredRow] = []
         with torch.no_grad():
-            for step_input in self._batches(engine, ids_RS):
+            for step_input in inputs:
                 output = engine.forward(step_input)
                 is_first_batch = not sums
                 if self.num_shown_rows > 0 and is_first_batch and dist.get_rank() == 0:
@@ -164,29 +197,11 @@ class Evaluator:
             sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels), rows=shown_rows
         )
 
-    def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Replace a share `mask_prob` of held-out tokens by tokens of other places; measure how well they are found.
-
-        All ranks must call this.
-        """
-        seq_len = self.cache.corpora.seq_len
-        num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
-        ids_RS = self._rows(num_rows)
-        seed = derive_seed(self.seed, Purpose.EVAL, 1)
-        context = replace_by_other_tokens(ids_RS, self.special, mask_prob, NUM_REPLACED, seed)
-        shown_QS = torch.from_numpy(self._padded(context.shown_QS))
-        scores = []
-        rows = []
+    def _context_auc(self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]) -> _ContextResult:
+        """Measure how well the model finds the tokens of `context` that come from other places. Collective."""
         with torch.no_grad():
-            for step_input in self._batches(engine, context.original_QS):
-                first = int(step_input.row_B[0])
-                shown_BS = shown_QS[first : first + self.micro_batch].to(engine.device)
-                scores.append(engine.forward(replace(step_input, shown_BS=shown_BS)).rtd_logit_BS)
-                rows.append(step_input.row_B)
-        # The batches of the ranks take turns, so the rows are brought back into their order.
-        order = np.argsort(_gather_batches(torch.cat(rows)))
-        score_QS = _gather_batches(torch.cat(scores))[order][: len(context.original_QS)]
-
+            score_QS = torch.cat([engine.forward(step_input).rtd_logit_BS for step_input in inputs])
+        score_QS = self._gather_rows(score_QS)[: len(context.original_QS)]
         is_compared_QS = context.label_QS != NOT_COMPARED
         row_QS = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)
         fault = _outputs_fault(score_QS[is_compared_QS])
@@ -197,27 +212,38 @@ class Evaluator:
         )
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
-    def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
-        """Divide the rows among the ranks, and yield this rank's micro-batches; every rank gets the same number."""
-        world_size = dist.get_world_size()
-        padded_RS = self._padded(ids_RS)
-        seed = derive_seed(self.seed, Purpose.EVAL)
-        # In a round, rank r evaluates the r-th of as many consecutive batches as there are ranks.
-        for first_of_round in range(0, len(padded_RS), self.micro_batch * world_size):
-            first = first_of_round + dist.get_rank() * self.micro_batch
-            rows_BS = padded_RS[first : first + self.micro_batch]
-            ids_BS = torch.from_numpy(rows_BS).to(engine.device)
-            # Step 0: masks and samples are equal at every evaluation.
-            yield engine.module.step_input(ids_BS, rows_BS, first, (seed, 0))
+    def _inputs(self, engine: Engine, ids_RS: np.ndarray, shown_RS: np.ndarray | None = None) -> list[StepInput]:
+        """Divide rows among the ranks, and return this rank's micro-batches; every rank gets the same number.
 
-    def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
-        """Append rows of padding, so that all ranks have the same number of batches; return all rows as int64."""
+        With `shown_RS`, the discriminator only scores these ids in place of the rows.
+        """
         num_rows, seq_len = ids_RS.shape
         rows_per_round = self.micro_batch * dist.get_world_size()
-        num_rounds = math.ceil(num_rows / rows_per_round)
-        padded_RS = np.full((num_rounds * rows_per_round, seq_len), self.special.pad, np.int64)
-        padded_RS[:num_rows] = ids_RS
-        return padded_RS
+        num_padded = math.ceil(num_rows / rows_per_round) * rows_per_round
+        padding_RS = np.full((num_padded - num_rows, seq_len), self.special.pad, np.int64)
+        padded_RS = np.concatenate([ids_RS.astype(np.int64), padding_RS])
+        padded_shown_RS = None if shown_RS is None else np.concatenate([shown_RS, padding_RS])
+        values = evaluation_values(engine.module.objective)
+        key = (derive_seed(self.seed, Purpose.EVAL), 0)  # step 0: masks and samples are equal at every evaluation
+        inputs = []
+        # In a round, rank r evaluates the r-th of as many consecutive batches as there are ranks.
+        for first in range(dist.get_rank() * self.micro_batch, num_padded, rows_per_round):
+            rows = slice(first, first + self.micro_batch)
+            ids_BS = torch.from_numpy(padded_RS[rows]).to(engine.device)
+            step_input = engine.module.step_input(ids_BS, padded_RS[rows], first, key, scheduled=values)
+            if padded_shown_RS is not None:
+                step_input = replace(step_input, shown_BS=torch.from_numpy(padded_shown_RS[rows]).to(engine.device))
+            inputs.append(step_input)
+        return inputs
+
+    def _gather_rows(self, local_BS: torch.Tensor) -> np.ndarray:
+        """Return the values of the rows of all ranks, of which `local_BS` are this rank's. Collective."""
+        tensors = [torch.empty_like(local_BS) for _ in range(dist.get_world_size())]
+        dist.all_gather(tensors, local_BS.contiguous())
+        # The micro-batches of the ranks take turns.
+        batches = [tensor.split(self.micro_batch) for tensor in tensors]
+        rounds = [torch.cat(batches_of_round) for batches_of_round in zip(*batches)]
+        return torch.cat(rounds).cpu().numpy()
 
     def _rows(self, num_rows: int) -> np.ndarray:
         """Read `num_rows` held-out rows [num_rows, seq_len], evenly spaced over the corpus; all if there are fewer."""
@@ -286,13 +312,6 @@ def _generator_mean(total: float, sums: Sums) -> float:
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
-
-
-def _gather_batches(local: torch.Tensor) -> np.ndarray:
-    """Join the tensors of all ranks, of equal shapes, along axis 0; return them as a NumPy array. Collective."""
-    tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensors, local.contiguous())
-    return torch.cat(tensors).cpu().numpy()
 
 
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:

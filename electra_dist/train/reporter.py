@@ -86,7 +86,8 @@ class Reporter:
         self._metrics = MetricsWriter(run_dir, tensorboard, start.patience)
         furthest_step = self._metrics.truncate_after(start_step)
         self._has_warned = False  # of a low context AUC, in this start
-        self._has_noted_few_tokens = False
+        # Of the context AUC; an objective without a discriminator has none.
+        self._has_noted_few_tokens = config.objective.facts.predicts_tokens
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
         self._corpus_sizes = corpora.sizes()
         sources = corpus_sources(corpora.phases[0].store)
@@ -230,8 +231,7 @@ class Reporter:
 
     def _note_few_replaced_tokens(self, record: EvalRecord) -> None:
         """Log, once in each start of the run, if the held-out corpus is too small for a precise context AUC."""
-        has_context_auc = not self._config.objective.facts.predicts_tokens
-        if self._has_noted_few_tokens or not has_context_auc or record.context_replaced >= NUM_REPLACED:
+        if self._has_noted_few_tokens or record.context_replaced >= NUM_REPLACED:
             return
         self._has_noted_few_tokens = True
         self.note(

@@ -130,7 +130,7 @@ def test_the_error_of_a_local_shard_names_row_and_block(four_shards: Any, tmp_pa
             cache.count_tokens([1])
 
 
-def test_held_out_rows_that_change_between_two_evaluations_are_fetched_again(four_shards: Any, tmp_path: Path) -> None:
+def test_held_out_rows_that_change_on_the_disk_are_fetched_again(four_shards: Any, tmp_path: Path) -> None:
     corpus = four_shards
     store = Remote(Path(corpus.store.url))
     special: Any = None

@@ -2,7 +2,7 @@
 
     python tests/support/trace_run.py [--json] [--list PHASE]
 
-The run has one CPU rank, 4 steps of two micro-batches, an evaluation and a save. A phase is one call of a function:
+The run has one CPU rank, 4 steps of two micro-batches, two evaluations and a save. A phase is one call of a function:
 `start` is everything from the entry of launcher/pretrain.py to the first step; `step`, `evaluation` and `save` are the
 last call of the functions in PHASES, when everything is warm. For each phase it prints the calls, and how many
 functions, files and packages they belong to; `--list PHASE` prints the calls of each function of a phase.
@@ -109,7 +109,7 @@ def trace() -> dict[str, Counter[Function]]:
         write_corpus(f"{corpus}/heldout", [20], seed=1)
         settings = {
             "train.num_steps": 4,
-            "log.eval_every_steps": 4,
+            "log.eval_every_steps": 2,
             "checkpoint.every_steps": 4,
             "data.cache_dir": f"{folder}/cache",
         }

@@ -105,7 +105,7 @@ def test_an_evaluation_has_the_bounds_of_its_rows_and_of_its_padding(one_rank: N
     ids = packed_ids(6)
     engine: Any = Recorder(FlashMask)
     evaluator: Any = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
-    evaluator._score(engine, ids)
+    evaluator._score(engine, evaluator._inputs(engine, ids))
     padded = np.concatenate([ids, np.full((2, 16), SPECIAL.pad, np.uint16)])
     for given, rows in zip(engine.inputs, (slice(0, 4), slice(4, 8)), strict=True):
         assert torch.equal(given.bounds.cu_seqlens, example_bounds(padded[rows], SPECIAL).cu_seqlens)
