@@ -245,13 +245,12 @@ def fusion_cases(bench: StepBench) -> Iterator[Case]:
 def _run_by_reference(name: str, run: Callable[[], Rows]) -> Rows:
     """Run a case while one fused operation uses its reference, whatever backend its callers pass."""
     kernel = importlib.import_module(f"electra_kernels.{name}")
-    resolver_name = "resolve" if hasattr(kernel, "resolve") else "resolve_without_cuda"
-    original_resolver = getattr(kernel, resolver_name)
-    setattr(kernel, resolver_name, lambda *_: "reference")
+    original_resolve = kernel.resolve
+    kernel.resolve = lambda *_, **__: "reference"  # type: ignore[attr-defined]
     try:
         return run()
     finally:
-        setattr(kernel, resolver_name, original_resolver)
+        kernel.resolve = original_resolve  # type: ignore[attr-defined]
 
 
 def _recompute(module: ReplacedTokenDetection) -> None:

@@ -100,19 +100,17 @@ class RowLoader:
         """
         if self._failure is None:
             start = time.monotonic()
-            item = self._take(start)
+            item: RowBatch | BaseException | None = None
+            while item is None:
+                try:
+                    item = self._queue.get(timeout=_WAIT_SLICE_S)
+                except queue.Empty:
+                    self._on_wait(time.monotonic() - start)
             self.wait_s += time.monotonic() - start
             if isinstance(item, RowBatch):
                 return item
             self._failure = item
         raise self._failure
-
-    def _take(self, start: float) -> RowBatch | BaseException:
-        while True:
-            try:
-                return self._queue.get(timeout=_WAIT_SLICE_S)
-            except queue.Empty:
-                self._on_wait(time.monotonic() - start)
 
     @property
     def refetches(self) -> int:

@@ -232,6 +232,7 @@ class Engine:
                 config=deepspeed_config(train, engine, clip_norm, self.device.type),
                 dist_init_required=False,
             )
+        self.module: Objective = self.deepspeed.module
         misaligned = misaligned_parameters(module)
         if misaligned and self.device.type == "cuda":
             self.notes.append(
@@ -281,12 +282,6 @@ class Engine:
         else:
             self.optimizer.loss_scaler = loss_scale
         return loss_scale
-
-    @property
-    def module(self) -> Objective:
-        """Return the objective, which makes the inputs of `forward`."""
-        module: Objective = self.deepspeed.module
-        return module
 
     def forward(self, given: StepInput) -> StepOutput:
         """Return the objective's output for one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.backend_choice import resolve
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import device_keys
 from electra_kernels.layer_passes import dropout_add_norm
@@ -54,7 +54,7 @@ class DropoutKeys(NamedTuple):
 
     def of_layers(self, num_layers: int) -> list[LayerDropout]:
         """Return the key of each layer's dropout; its probability is 0 until each use sets it."""
-        backend = resolve_without_cuda(self.backend, self.row_B.device.type)
+        backend = resolve(self.backend, self.row_B.device.type, in_cuda_library=False)
         if backend == "triton":
             key_L3 = device_keys(self.seed, self.step, self.row_B.device, num_layers)
         else:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from electra_kernels.slots import replace_and_label
 from typing_extensions import override
 
 from electra_dist.model.heads import token_log_probs
@@ -39,7 +40,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
         with torch.no_grad():
             mlm = self.fill(batch, masking, states_MH)
         sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
-        corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
+        corrupted_BS, label_BS = replace_and_label(
+            batch.ids_BS, masking.position_BN, masking.weight_BN, mlm.sampled_M, backend=self.backend
+        )
         corruption = Corruption(
             masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=mlm.loss_sum, sums=sums
         )

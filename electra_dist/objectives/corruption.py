@@ -207,55 +207,33 @@ class CorruptingObjective(Objective):
         `mlm_weight`; it is 0 with a fixed or frozen generator.
         """
         masking = self.mask(batch)
+        sampled: torch.Tensor  # [B, N] or [M]
         if self.fixed_generator is not None:
-            return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
-        if self.frozen_generator is not None:
-            return self._corrupt_by_frozen_generator(batch, masking)
-        states_MH = self.generator_states(batch, masking)
-        mlm = self.fill(batch, masking, states_MH)
-        sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
-        loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
-        corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
+            target_BN = batch.ids_BS.gather(1, masking.position_BN)
+            sampled = self.fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
+            loss = masking.weight_BN.new_zeros(())
+            sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
+        else:
+            learns = self.frozen_generator is None
+            with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+                states_MH = self.generator_states(batch, masking)
+                mlm = self.fill(batch, masking, states_MH)
+            sampled = mlm.sampled_M
+            sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
+            if learns:
+                loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
+            else:
+                loss = masking.weight_BN.new_zeros(())
+            share = batch.values.random_share
+            if self.random_replacements is not None and share > 0:
+                target_BN = batch.ids_BS.gather(1, masking.position_BN)
+                sampled = self.random_replacements.mix(
+                    sampled.view_as(target_BN), target_BN, share, batch.row_B, batch.step, batch.seed
+                )
+        corrupted_BS, label_BS = replace_and_label(
+            batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend
+        )
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
-
-    def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Replace some sampled tokens by random ones; return int64 [B, N], or [M] unchanged if the share is 0."""
-        share = batch.values.random_share
-        if self.random_replacements is None or share == 0:
-            return sampled_M
-        target_BN = batch.ids_BS.gather(1, masking.position_BN)
-        sampled_BN = sampled_M.view_as(target_BN)
-        return self.random_replacements.mix(sampled_BN, target_BN, share, batch.row_B, batch.step, batch.seed)
-
-    def _corrupt_by_fixed_generator(
-        self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
-    ) -> Corruption:
-        """Replace the masked tokens by tokens that are drawn with fixed probabilities; there is no loss."""
-        target_BN = batch.ids_BS.gather(1, masking.position_BN)
-        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
-        sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
-        corrupted_BS, label_BS = self.replace(batch, masking, sampled_BN)
-        return Corruption(
-            masking=masking,
-            corrupted_BS=corrupted_BS,
-            label_BS=label_BS,
-            loss=masking.weight_BN.new_zeros(()),
-            sums={"sampled_correct": sampled_correct},
-        )
-
-    def _corrupt_by_frozen_generator(self, batch: Batch, masking: Masking) -> Corruption:
-        """Replace the masked tokens by samples of a generator that is not trained; there is no loss."""
-        with torch.no_grad():
-            states_MH = self.generator_states(batch, masking)
-            mlm = self.fill(batch, masking, states_MH)
-        corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
-        return Corruption(
-            masking=masking,
-            corrupted_BS=corrupted_BS,
-            label_BS=label_BS,
-            loss=masking.weight_BN.new_zeros(()),
-            sums=mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN),
-        )
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
         """Return the module that holds the generator: the frozen generator, on the batch's device, or `towers`."""
@@ -308,11 +286,3 @@ class CorruptingObjective(Objective):
             head.transform(hidden_MH), network.embeddings.word.weight, head.bias, head.vocab_size
         )
         return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
-
-    def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put sampled tokens, [B, N] or [M], at the masked positions; return new ids and which ids changed, [B, S].
-
-        If `masking: reference` has drawn a position twice, its new id is the mean of the two sampled ids, rounded
-        down, as in Google's code.
-        """
-        return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

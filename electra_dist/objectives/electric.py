@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from electra_kernels.slots import replace_and_label
 from typing_extensions import override
 
 from electra_dist.model.attention import SdpaMask
@@ -51,7 +52,9 @@ class Electric(CorruptingObjective):
         # equals the original token.
         masking = self.mask(batch)
         sampled_BN = cloze.sampled_M.view_as(batch.ids_BS).gather(1, masking.position_BN)
-        noised_BS, _ = self.replace(batch, masking, sampled_BN)
+        noised_BS, _ = replace_and_label(
+            batch.ids_BS, masking.position_BN, masking.weight_BN, sampled_BN, backend=self.backend
+        )
         label_BS = masking.slots_BS() > 0
 
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))

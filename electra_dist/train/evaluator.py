@@ -200,8 +200,8 @@ class Evaluator:
     def _context_auc(self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]) -> _ContextResult:
         """Measure how well the model finds the tokens of `context` that come from other places. Collective."""
         with torch.no_grad():
-            score_QS = torch.cat([engine.forward(step_input).rtd_logit_BS for step_input in inputs])
-        score_QS = self._gather_rows(score_QS)[: len(context.original_QS)]
+            score_BS = torch.cat([engine.forward(step_input).rtd_logit_BS for step_input in inputs])
+        score_QS = self._gather_rows(score_BS)[: len(context.original_QS)]
         is_compared_QS = context.label_QS != NOT_COMPARED
         row_QS = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)
         fault = _outputs_fault(score_QS[is_compared_QS])

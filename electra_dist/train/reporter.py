@@ -165,15 +165,13 @@ class Reporter:
         summary = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
         self.note(f"{summary}; saved by attempt {restored.attempt}, this is attempt {attempt}")
 
-    def step(
-        self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
-    ) -> None:
+    def step(self, done: int, result: StepResult, waited_s: float, receipt: Receipt, look: RankObservation) -> None:
         """Report a logged step to console, metrics and tracking services; note slow ranks and an fp16 overflow.
 
         `done` counts the finished steps, this one included. `waited_s` is rank 0's total wait for rows since this
         start. `receipt` is the number and digest of all rows trained on so far, `look` this step's health check.
         """
-        record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
+        record = self._step_recorder.record_of(done, result, waited_s, receipt, look)
         if look.slow_ranks:
             self.note(
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
@@ -378,7 +376,6 @@ class StepRecorder:
         self,
         done: int,
         result: StepResult,
-        lr: float,
         waited_s: float,
         receipt: Receipt,
         look: RankObservation,
@@ -401,8 +398,7 @@ class StepRecorder:
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
         global_batch = self._config.train.global_batch
-        last_step = done - 1  # steps are numbered from 0
-        progress = last_step / num_steps
+        progress = (done - 1) / num_steps  # steps are numbered from 0
         scheduled: dict[str, Any] = {key: value_at(schedule, progress) for key, schedule in self._schedules.items()}
         return StepRecord(
             step=done,
@@ -414,8 +410,8 @@ class StepRecorder:
             replaced_accuracy=_ratio(sums.replaced_correct, sums.replaced),
             original_accuracy=_ratio(sums.original_correct, sums.original),
             replaced_fraction=_ratio(sums.replaced, sums.tokens),
-            lr=lr,
-            generator_lr=self._config.optimizer.generator_learning_rate(last_step, num_steps),
+            lr=result.learning_rate,
+            generator_lr=result.generator_learning_rate,
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
             mfu=None if self._peak_flops is None else self._mfu(done, tokens_per_s, self._peak_flops),

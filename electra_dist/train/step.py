@@ -70,6 +70,8 @@ class StepResult:
 
     sums: Sums  # over the tokens of the global batch, the minimised loss among them
     judged_loss: float  # what the guard compares with earlier steps; see `TrainStep.judged_loss`
+    learning_rate: float
+    generator_learning_rate: float | None  # None if it is `learning_rate`
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why the guard allowed no update; empty if an update was made or `overflow` is true
     loss_scale: float | None  # with which the step was computed; None unless the run is in fp16
@@ -97,7 +99,9 @@ class TrainStep:
         self._micro_batch = micro_batch
         self._schedules = schedules
         self._values = first_values(engine.module.objective)  # of the keys that may be scheduled, in the present step
-        self._stopwatch = _Stopwatch(engine.device)
+        # Of the last step's first forward pass on this rank. Below ZeRO stage 3 a forward pass does not wait for other
+        # ranks, so a rank that takes longer is slow itself.
+        self.stopwatch = Stopwatch(engine.device)
 
     def __call__(
         self,
@@ -132,7 +136,7 @@ class TrainStep:
             rows = slice(first, first + self._micro_batch)
             step_input = self._input(batch, ids_BS, rows, scale_N2[index])
             if index == 0:
-                with self._stopwatch:
+                with self.stopwatch:
                     output = engine.forward(step_input)
             else:
                 output = engine.forward(step_input)
@@ -140,13 +144,6 @@ class TrainStep:
             sum_K = output.sums if sum_K is None else sum_K + output.sums
         assert sum_K is not None
         return sum_K
-
-    def forward_s(self) -> float:
-        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished.
-
-        Below ZeRO stage 3 a forward pass does not wait for other ranks, so a rank that takes longer is slow itself.
-        """
-        return self._stopwatch.seconds()
 
     def _update(
         self,
@@ -185,6 +182,8 @@ class TrainStep:
         return StepResult(
             sums=sums,
             judged_loss=judged_loss,
+            learning_rate=learning_rate,
+            generator_learning_rate=generator_learning_rate,
             grad_norm=grad_norm,
             fault=fault,
             loss_scale=loss_scale,
@@ -268,7 +267,7 @@ class TrainStep:
         return losses
 
 
-class _Stopwatch:
+class Stopwatch:
     """Context manager that times a block: by CUDA events on a GPU, otherwise by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:

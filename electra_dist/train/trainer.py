@@ -68,7 +68,8 @@ class Clock:
 
     def __init__(self, setup_s: dict[str, float]) -> None:
         self.setup_s = setup_s
-        self._spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
+        # Seconds by activity; the step loop sets "data", its total wait for rows.
+        self.spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
         self._is_first_step_done = False
 
     @contextlib.contextmanager
@@ -78,7 +79,7 @@ class Clock:
         yield
         # The first step is counted apart from the others, because compilation and warm-up make it longer.
         activity = "step" if self._is_first_step_done else "first"
-        self._spent[activity] += time.perf_counter() - begin
+        self.spent[activity] += time.perf_counter() - begin
         self._is_first_step_done = True
 
     @contextlib.contextmanager
@@ -86,22 +87,18 @@ class Clock:
         """Measure a `with` block as an evaluation on held-out rows. A block that raises is not counted."""
         begin = time.perf_counter()
         yield
-        self._spent["eval"] += time.perf_counter() - begin
+        self.spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that a save has blocked the step loop: its wait for the last save, and the copying."""
-        self._spent["stall"] += seconds
-
-    def waited_for_data(self, total_s: float) -> None:
-        """Record the total seconds for which the step loop has waited for rows since the round began."""
-        self._spent["data"] = total_s  # a total, not an increment
+        self.spent["stall"] += seconds
 
     def spent_s(self) -> dict[str, float]:
         """Return the seconds spent so far on each activity, rounded to milliseconds.
 
         The time of "data" is also contained in "first" and "step"; the other activities do not overlap.
         """
-        return {name: round(seconds, 3) for name, seconds in self._spent.items()}
+        return {name: round(seconds, 3) for name, seconds in self.spent.items()}
 
 
 class Trainer:
@@ -300,7 +297,7 @@ class Trainer:
             batch = loader.next()
             self.monitor.waits_for_storage("")  # ends a wait for rows that was reported
             result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
-        self.clock.waited_for_data(loader.wait_s)
+        self.clock.spent["data"] = loader.wait_s
         if result.fault:
             self._skip_stopped_step(train_step, batch, result.fault)
             return result
@@ -311,15 +308,11 @@ class Trainer:
             self.state.guard.accept(result.judged_loss)
         is_last = self.state.step == num_steps
         if is_last or result.overflow or _is_due(self.state.step, self.config.log.every_steps):
-            self._log(result, lr, loader.wait_s, train_step.forward_s())
+            observation = self.monitor.look(train_step.stopwatch.seconds())
+            if self.reporter:
+                self.reporter.step(self.state.step, result, loader.wait_s, self.state.receipt, observation)
+                self._look_at_space(self.reporter)
         return result
-
-    def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
-        """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective."""
-        observation = self.monitor.look(forward_s)
-        if self.reporter:
-            self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
-            self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
         """Log a warning if the next checkpoint will not fit on its disk; once per checkpoint. Rank 0 only."""

@@ -19,13 +19,16 @@ from electra_kernels import BackendUnavailable
 BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
-def resolve(backend: str, device: str) -> str:
+def resolve(backend: str, device: str, *, in_cuda_library: bool = True) -> str:
     """Return the implementation that `backend` selects on a device such as "cuda:3": "triton", "cuda" or "reference".
 
-    For "cuda" the CUDA library is loaded, so that a missing library is reported before the first operation runs.
+    For "cuda" the CUDA library is loaded, so that a missing library is reported before the first operation runs. An
+    operation that is not `in_cuda_library` takes "cuda" for "auto".
     BackendUnavailable: the implementation cannot run on this machine.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
+    if backend == "cuda" and not in_cuda_library:
+        backend = "auto"
     device_type = device.split(":")[0]  # "cuda" for "cuda:3"
     on_gpu = device_type == "cuda"
     if backend == "auto":
@@ -35,13 +38,6 @@ def resolve(backend: str, device: str) -> str:
     if backend == "cuda":
         _require_cuda(on_gpu)
     return backend
-
-
-def resolve_without_cuda(backend: str, device: str) -> str:
-    """Return "triton" or "reference" for an operation that the CUDA library lacks; `backend` "cuda" acts as "auto"."""
-    if backend == "cuda":
-        backend = "auto"
-    return resolve(backend, device)
 
 
 def _require_triton(on_gpu: bool) -> None:

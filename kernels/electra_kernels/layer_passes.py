@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.backend_choice import resolve
 from electra_kernels.keyed_random import Purpose, keep_grid
 from electra_kernels.operation_types import SITES, LayerDropout
 
@@ -214,14 +214,14 @@ dropout_add_norm.register_autograd(_autograd_backward, setup_context=_setup_cont
 def _dropout(
     x: torch.Tensor, row_B: torch.Tensor, key_3: torch.Tensor, site: int, probability: float, backend: str
 ) -> LayerDropout:
-    resolved = resolve_without_cuda(backend, x.device.type)
+    resolved = resolve(backend, x.device.type, in_cuda_library=False)
     return LayerDropout(key_3, row_B.contiguous(), resolved, probability, site)
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
     """Allocate the statistics: [2, T] for Triton, and an empty [2, 0] for the reference, which keeps none."""
     num_rows, seq_len, _ = x_BSH.shape
-    uses_triton = resolve_without_cuda(backend, x_BSH.device.type) == "triton"
+    uses_triton = resolve(backend, x_BSH.device.type, in_cuda_library=False) == "triton"
     return x_BSH.new_empty(2, num_rows * seq_len if uses_triton else 0, dtype=torch.float32)
 
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.backend_choice import resolve
 from electra_kernels.keyed_random import Purpose
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions, RowStats
@@ -122,7 +122,7 @@ def mlm_head_loss_and_sample(
         row_M,
         options,
         chunk,
-        resolve_without_cuda(backend, x_MD.device.type),
+        resolve(backend, x_MD.device.type, in_cuda_library=False),
     )
     return MlmHeadOutput(
         loss_sum=loss_sum,

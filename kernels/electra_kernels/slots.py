@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.backend_choice import resolve
 from electra_kernels.keyed_random import Purpose, bits_grid, device_keys
 from electra_kernels.operation_types import SpecialIds
 
@@ -62,7 +62,7 @@ def mask_positions(
     [MASK], and the others show the original token. `step` is in [0, 2**32).
     """
     shown = round(mask_token_prob * 2**32)
-    if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
+    if resolve(backend, ids_BS.device.type, in_cuda_library=False) == "triton":
         from electra_kernels.triton.slots import mask_positions as mask_triton
 
         key = device_keys(seed, step, ids_BS.device)
@@ -143,7 +143,9 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
     Positions are int64 in [0, S), also those of empty slots, and several slots may share one. There is a gradient with
     respect to `hidden_BSH`, but no second derivative. The backend concerns the backward pass only.
     """
-    return _GatherMasked.apply(hidden_BSH, positions_BN, resolve_without_cuda(backend, hidden_BSH.device.type))
+    return _GatherMasked.apply(
+        hidden_BSH, positions_BN, resolve(backend, hidden_BSH.device.type, in_cuda_library=False)
+    )
 
 
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
@@ -202,7 +204,7 @@ def replace_and_label(
     nothing. Ids, positions and tokens are int64; `sampled_BN` may have any shape with B * N elements.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
-    if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
+    if resolve(backend, ids_BS.device.type, in_cuda_library=False) == "triton":
         from electra_kernels.triton.slots import replace_and_label as replace_triton
 
         return replace_triton(ids_BS, positions_BN, weight_BN, sampled_BN)
