@@ -36,6 +36,7 @@ from typing_extensions import override
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, LayerMask
 from electra_dist.model.fused_layer import AfterAttention, Linear, Parameters, QkvProduct, Settings
+from electra_dist.model.row_layout import RowLayout
 
 
 class DropoutKeys(NamedTuple):
@@ -145,28 +146,25 @@ class Embeddings(nn.Module):
     word: nn.Embedding  # token table
     layer_norm: nn.LayerNorm
     dropout: float  # probability
+    # With `model.sharing: gdes` the discriminator's tables hold differences to the generator's, which are this module.
+    # They get no gradient from here.
+    base: Embeddings | None = None
 
-    def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the table entries of each token, [B, S, E]; positions are counted within an example."""
+    def tables(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        """Return the sum of the table entries of each token, [B, S, E]."""
         raise NotImplementedError
 
     def forward(
-        self,
-        ids_BS: torch.Tensor,
-        position_BS: torch.Tensor,
-        token_type_BS: torch.Tensor,
-        dropout_keys: DropoutKeys | None = None,
-        base_BSE: torch.Tensor | None = None,
+        self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None
     ) -> torch.Tensor:
-        """Return the embeddings, [B, S, E]: dropout(layer_norm(sum of the table entries + base)).
+        """Return the embeddings of rows, masked or not, [B, S, E]: dropout(layer_norm(sum of the table entries)).
 
-        `dropout_keys` belong to the network that reads the embeddings; evaluation needs none. With `model.sharing:
-        gdes` the discriminator's tables hold only differences to the generator's, and `base_BSE` has the generator's
-        entries.
+        `layout` is that of the original rows. `dropout_keys` belong to the network that reads the embeddings;
+        evaluation needs none.
         """
-        summed = self.tables(ids_BS, position_BS, token_type_BS)
-        if base_BSE is not None:
-            summed = summed + base_BSE
+        summed = self.tables(ids_BS, layout)
+        if self.base is not None:
+            summed = summed + self.base.tables(ids_BS, layout).detach()
         normed = self.layer_norm(summed)
         if not self.training or not self.dropout:
             return normed
@@ -189,8 +187,8 @@ class SharedEmbeddings(Embeddings):
         self.dropout = model.hidden_dropout
 
     @override
-    def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
+    def tables(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        return self.word(ids_BS) + self.token_type(layout.token_type_BS) + self.position(layout.position_BS)
 
 
 class SelfAttention(nn.Module):

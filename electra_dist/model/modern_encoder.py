@@ -40,6 +40,7 @@ from electra_dist.model.fused_layer import (
     product_dtype,
     weight_gradient,
 )
+from electra_dist.model.row_layout import RowLayout
 
 
 class LayerScope(NamedTuple):
@@ -66,7 +67,7 @@ class ModernEmbeddings(Embeddings):
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.dropout = model.hidden_dropout
 
-    def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
+    def tables(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         """Return the table entry of each token, [B, S, E]; positions and token types have no tables."""
         return self.word(ids_BS)
 

@@ -58,10 +58,9 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SharedEmbeddings
+from electra_dist.model.encoder import Embeddings, Encoder, SharedEmbeddings
 from electra_dist.model.heads import DiscriminatorHead, GeneratorHead, ModernDetectionHead, ModernTokenHead
 from electra_dist.model.modern_encoder import ModernEmbeddings, ModernEncoder
-from electra_dist.model.row_layout import RowLayout
 
 # Last component of the names of modules with Glorot-uniform weights, such as "generator.embeddings_project" and
 # "copy_gate".
@@ -109,12 +108,14 @@ class ElectraTowers(nn.Module):
         self.embeddings = embeddings(model.for_generator if separate_embeddings else model, generator_width)
         if separate_embeddings:
             self.discriminator_embeddings = embeddings(model, model.embedding_size)
+        if self.is_difference:
+            # Writing to __dict__ registers no second name for the generator's parameters.
+            self.discriminator_embeddings.__dict__["base"] = self.embeddings
         if objective.trains_generator:
             self._add_generator(objective, generator_width)
         self._add_discriminator(objective)
         if objective.trains_generator and model.sharing == "all":
-            # nn.Module would register the discriminator under a second name. Writing to __dict__ avoids that, so each
-            # shared parameter has one name only.
+            # Here, too, each shared parameter has one name only.
             self.__dict__["generator"] = self.discriminator
 
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
@@ -150,21 +151,6 @@ class ElectraTowers(nn.Module):
         if hasattr(self, "discriminator_embeddings"):
             parts += ("embeddings",)
         return name.partition(".")[0] in parts
-
-    def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the embeddings of rows, masked or not, from the generator's tables, [B, S, E]."""
-        return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
-
-    def embed_discriminator(
-        self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None
-    ) -> torch.Tensor:
-        """Return the discriminator's embeddings, [B, S, E]; with `gdes` the generator's tables get no gradient."""
-        if not hasattr(self, "discriminator_embeddings"):
-            return self.embed(ids_BS, layout, dropout_keys)
-        base_BSE = None
-        if self.is_difference:
-            base_BSE = self.embeddings.tables(ids_BS, layout.position_BS, layout.token_type_BS).detach()
-        return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
         """Return the discriminator's token table, [V, E], which is also the output matrix of its token head.

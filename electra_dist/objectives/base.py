@@ -302,7 +302,8 @@ class Objective(nn.Module, ABC):
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
         """Return the random keys for dropout in one network; `tower` is GENERATOR, DISCRIMINATOR or REVERSE."""
-        tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
+        # An evaluation drops nothing, so it reads no seed.
+        tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower) if self.training else 0
         return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
@@ -312,8 +313,10 @@ class Objective(nn.Module, ABC):
         `batch`, because a replacement could be a [SEP] or a [PAD].
         """
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
-        embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
-        return self.towers.discriminator(embedded, batch.attention_mask, dropout_keys)
+        towers = self.towers
+        embeddings = getattr(towers, "discriminator_embeddings", towers.embeddings)
+        embedded = embeddings(ids_BS, batch.layout, dropout_keys)
+        return towers.discriminator(embedded, batch.attention_mask, dropout_keys)
 
     def output(
         self,

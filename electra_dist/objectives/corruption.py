@@ -39,9 +39,7 @@ from electra_kernels.slots import gather_masked, replace_and_label
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.heads import token_entropies
-from electra_dist.model.row_layout import RowLayout
 from electra_dist.model.towers import PARTS, ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.masking import Masking
@@ -67,13 +65,6 @@ class FrozenGenerator(nn.Module):
         for parameter in self.parameters():
             parameter.zero_()
         self.eval()
-
-    def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the embeddings of masked rows, [B, S, E], from the generator's own tables, without dropout."""
-        embedded: torch.Tensor = self.embeddings(
-            ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
-        )
-        return embedded
 
     def placed_like(self, ids_BS: torch.Tensor, dtype: torch.dtype) -> FrozenGenerator:
         """Move this module to the device of `ids_BS` and cast it to `dtype`, where needed; return this module."""
@@ -245,7 +236,7 @@ class CorruptingObjective(Objective):
         """Run the generator on the masked rows; return its states at the masked positions, [M, H]."""
         network = self.generator_network(batch)
         dropout_keys = self.dropout_keys(batch, GENERATOR)
-        embedded = network.embed(masking.input_BS, batch.layout, dropout_keys)
+        embedded = network.embeddings(masking.input_BS, batch.layout, dropout_keys)
         hidden = network.generator(embedded, batch.attention_mask, dropout_keys)
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 

@@ -87,7 +87,7 @@ class Electric(CorruptingObjective):
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
         left_keys = self.dropout_keys(batch, GENERATOR)
-        embedded_BSE = towers.embed(batch.ids_BS, batch.layout, left_keys)
+        embedded_BSE = towers.embeddings(batch.ids_BS, batch.layout, left_keys)
 
         # The left-to-right network attends to a token and those before it, the other to a token and those after it.
         assert isinstance(batch.attention_mask, SdpaMask)  # `choose_attention` takes no other for this objective

@@ -79,7 +79,7 @@ class Backbone(nn.Module):
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)
-        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
+        embedded = self.embeddings(ids_BS, layout, dropout_keys)
         mask = new_attention_mask(self.model, layout, embedded.dtype)
         return self.encoder(embedded, mask, dropout_keys)
 

@@ -46,21 +46,27 @@ NUM_SLOTS = num_slots(ObjectiveConfig().mask_prob, SEQ_LEN)
 LOGITS_VV = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
 
+class FixedEmbeddings:
+    """Fake of the embeddings that keeps its inputs; a position's only feature is the position."""
+
+    word = SimpleNamespace(weight=LOGITS_VV)
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []  # the generator's, then the discriminator's
+
+    def __call__(self, ids_BS: torch.Tensor, layout: Any, dropout_keys: Any) -> torch.Tensor:
+        self.inputs.append(ids_BS)
+        return torch.arange(SEQ_LEN).expand(ids_BS.shape)[..., None].float()
+
+
 class FixedTowers(nn.Module):
     """Fake of ElectraTowers that keeps its inputs; the logits of a slot are the table's row of its true token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = SimpleNamespace(architecture="bert")
-        self.embeddings = SimpleNamespace(word=SimpleNamespace(weight=LOGITS_VV))
-        self.inputs: list[torch.Tensor] = []  # the generator's input, then the discriminator's
+        self.embeddings = FixedEmbeddings()
         self.slots = torch.empty(0)  # position, weight and sample of each slot, [B, 3 N]
-
-    def embed(self, ids_BS: torch.Tensor, layout: Any, dropout_keys: Any) -> torch.Tensor:
-        self.inputs.append(ids_BS)
-        return torch.arange(SEQ_LEN).expand(ids_BS.shape)[..., None].float()  # a position's feature is the position
-
-    embed_discriminator = embed
 
     def generator(self, hidden: torch.Tensor, bias: Any, noise: Any) -> torch.Tensor:
         return hidden
@@ -104,9 +110,11 @@ class Recorder:
         self.drawn: dict[tuple[int, int], np.ndarray] = {}  # (step, row of the global batch)
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        self.towers.inputs.clear()
+        self.towers.embeddings.inputs.clear()
         out = self.module(step_input)
-        everything = torch.cat([step_input.ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
+        everything = torch.cat(
+            [step_input.ids_BS, *self.towers.embeddings.inputs, out.label_BS.long(), self.towers.slots], 1
+        )
         for row, drawn in zip(step_input.row_B.tolist(), everything.numpy()):
             assert (step_input.step, row) not in self.drawn
             self.drawn[step_input.step, row] = drawn

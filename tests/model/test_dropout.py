@@ -10,6 +10,7 @@ from electra_kernels.operation_types import SpecialIds
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.row_layout import RowLayout
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
@@ -46,7 +47,8 @@ def factors(embeddings: SharedEmbeddings, rows: torch.Tensor, seed: int = 7, ste
     """The factors of dropout on the embeddings of some rows of 64 tokens."""
     ids = torch.full((len(rows), 64), 9)
     keys = DropoutKeys(seed, step, rows, "reference")
-    return embeddings(ids, torch.zeros_like(ids), torch.zeros_like(ids), keys).detach()
+    zeros = torch.zeros_like(ids)
+    return embeddings(ids, RowLayout(zeros, zeros, zeros, is_real_BS=ids > 0), keys).detach()
 
 
 def test_embeddings_drop_by_row_and_not_by_batch(make_config: Callable[..., Any]) -> None:

@@ -39,10 +39,10 @@ def test_logits_equal(
     assert layout.token_type_BS.any()
     assert not layout.is_real_BS.all()
     with torch.no_grad():
-        hidden = towers.generator(towers.embed(ids, layout), SdpaMask(bias), DropoutKeys.off(ids))
+        hidden = towers.generator(towers.embeddings(ids, layout), SdpaMask(bias), DropoutKeys.off(ids))
         table = towers.embeddings.word.weight[: model.vocab_size]
         ours_mlm = towers.generator_head.transform(hidden) @ table.T + towers.generator_head.bias
-        hidden = towers.discriminator(towers.embed(ids, layout), SdpaMask(bias), DropoutKeys.off(ids))
+        hidden = towers.discriminator(towers.embeddings(ids, layout), SdpaMask(bias), DropoutKeys.off(ids))
         ours_rtd = towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
         theirs_mlm = generator(**inputs).logits
         theirs_rtd = discriminator(**inputs).logits
@@ -69,7 +69,7 @@ def test_one_example_a_row_equals_hugging_face_called_as_users_do(
     layout = derive(ids, special)
     with torch.no_grad():
         hidden = towers.discriminator(
-            towers.embed(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
+            towers.embeddings(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
         )
         ours = towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
         theirs = discriminator(
@@ -91,7 +91,7 @@ def test_packed_example_equals_the_example_alone(
     def logits(ids: torch.Tensor) -> torch.Tensor:
         layout = derive(ids, special)
         hidden = towers.discriminator(
-            towers.embed(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
+            towers.embeddings(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
         )
         return towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
 

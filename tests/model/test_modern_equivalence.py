@@ -208,7 +208,7 @@ def test_dropout_of_a_row_follows_from_its_keys_and_differs_between_sub_layers_a
         layout = derive(ids[rows], SPECIAL)
         keys = DropoutKeys(seed=9, step=step, row_B=torch.tensor(rows) + 100, backend="auto")
         mask = new_attention_mask(model, layout, torch.float32)
-        return towers.discriminator(towers.embed(ids[rows], layout, keys), mask, keys)
+        return towers.discriminator(towers.embeddings(ids[rows], layout, keys), mask, keys)
 
     together = states([0, 1, 2])
     alone = torch.cat([states([row]) for row in range(3)])

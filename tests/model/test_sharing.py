@@ -100,11 +100,13 @@ def test_exported_towers_answer_alike(
     mask = SdpaMask(attention_bias(layout, torch.float32))
     inputs = {"input_ids": ids, "token_type_ids": layout.token_type_BS}
     with torch.no_grad():
-        states = towers.discriminator(towers.embed_discriminator(ids, layout), mask, DropoutKeys.off(ids))
+        states = towers.discriminator(
+            getattr(towers, "discriminator_embeddings", towers.embeddings)(ids, layout), mask, DropoutKeys.off(ids)
+        )
         detection = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
         assert (detection(**inputs).logits - towers.discriminator_head.logits(states)).abs().max() <= 1e-5
         slots = towers.generator_head.transform(
-            towers.generator(towers.embed(ids, layout), mask, DropoutKeys.off(ids))
+            towers.generator(towers.embeddings(ids, layout), mask, DropoutKeys.off(ids))
         )
         predicted = slots @ towers.embeddings.word.weight[:300].T + towers.generator_head.bias
         filler = AutoModelForMaskedLM.from_pretrained(folders["generator"]).eval()
@@ -124,7 +126,7 @@ def test_a_large_tower_that_predicts_tokens_is_exported_with_its_token_head(
     layout = derive(ids, special)
     with torch.no_grad():
         states = towers.discriminator(
-            towers.embed(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
+            towers.embeddings(ids, layout), SdpaMask(attention_bias(layout, torch.float32)), DropoutKeys.off(ids)
         )
         ours = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
         theirs = AutoModelForMaskedLM.from_pretrained(folders["discriminator"]).eval()

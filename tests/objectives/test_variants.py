@@ -198,7 +198,7 @@ def test_under_gdes_a_new_discriminator_embeds_like_the_generator(ids: torch.Ten
     towers = build_objective(model, ObjectiveConfig(), SPECIAL, 3).towers
     layout = derive(ids, SPECIAL)
 
-    torch.testing.assert_close(towers.embed_discriminator(ids, layout), towers.embed(ids, layout))
+    torch.testing.assert_close(towers.discriminator_embeddings(ids, layout), towers.embeddings(ids, layout))
 
 
 def test_electrics_discriminator_loss_has_no_gradient_in_the_noise_model(ids: torch.Tensor) -> None:

@@ -113,7 +113,7 @@ def test_exported_model_is_the_trained_one(run: Path, tmp_path: Path) -> None:
     layout = derive(ids, SPECIAL)
     mask = SdpaMask(attention_bias(layout, torch.float32))
     with torch.no_grad():
-        embedded = towers.embed(ids, layout)
+        embedded = towers.embeddings(ids, layout)
         large = towers.discriminator(embedded, mask, DropoutKeys.off(ids))
         small = towers.generator(embedded, mask, DropoutKeys.off(ids))
         table = towers.embeddings.word.weight[:300]

@@ -64,7 +64,7 @@ def test_an_exported_discriminator_has_the_states_and_logits_of_the_tower(
 
     layout = derive(batch["input_ids"], special)
     with torch.no_grad():
-        embedded = towers.embed(batch["input_ids"], layout)
+        embedded = towers.embeddings(batch["input_ids"], layout)
         mask = SdpaMask(attention_bias(layout, torch.float32))
         states = towers.discriminator(embedded, mask, DropoutKeys.off(layout.is_real_BS))
         is_replaced = states[..., 0] > 0  # any labels; the logits do not depend on them
@@ -88,7 +88,7 @@ def test_an_exported_generator_has_all_weights_and_the_logits_of_the_tower(
     assert not report["unexpected_keys"]
     layout = derive(ids, special)
     with torch.no_grad():
-        embedded = towers.embed(ids, layout)
+        embedded = towers.embeddings(ids, layout)
         mask = SdpaMask(attention_bias(layout, torch.float32))
         states = towers.generator(embedded, mask, DropoutKeys.off(layout.is_real_BS))
         word_table = towers.embeddings.word.weight[: exported.model.vocab_size]

@@ -86,10 +86,10 @@ def test_both_encoders_of_a_run_have_the_states_of_its_towers_whatever_the_tower
 
     ids = torch.tensor([PAIR_ROW])
     layout = derive(ids, discriminator.special)
-    embedded = towers.embed_discriminator(ids, layout)
+    embedded = getattr(towers, "discriminator_embeddings", towers.embeddings)(ids, layout)
     expected = towers.discriminator(embedded, SdpaMask(attention_bias(layout, embedded.dtype)), DropoutKeys.off(ids))
     torch.testing.assert_close(discriminator.backbone()(ids), expected)
-    embedded = towers.embed(ids, layout)
+    embedded = towers.embeddings(ids, layout)
     expected = towers.generator(embedded, SdpaMask(attention_bias(layout, embedded.dtype)), DropoutKeys.off(ids))
     torch.testing.assert_close(generator.backbone()(ids), expected)
 

@@ -81,7 +81,7 @@ def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_
     mask = SdpaMask(attention_bias(layout, torch.float32))
     word_table = towers.embeddings.word.weight[: model.vocab_size]
     with torch.no_grad():
-        embedded = towers.embed(ids, layout)
+        embedded = towers.embeddings(ids, layout)
         states = towers.discriminator(embedded, mask, DropoutKeys.off(ids))
         detection_logits = towers.discriminator_head.logits(states)
         generator_states = towers.generator(embedded, mask, DropoutKeys.off(ids))

@@ -68,11 +68,13 @@ def our_logits(towers: ElectraTowers, ids_BS: torch.Tensor) -> Logits:
     layout = derive(ids_BS, SPECIAL)
     mask = new_attention_mask(model, layout, torch.float32)
     keys = DropoutKeys.off(ids_BS)
-    embedded = towers.embed(ids_BS, layout)
+    embedded = towers.embeddings(ids_BS, layout)
     head = towers.generator_head
     features = head.transform(towers.generator(embedded, mask, keys))
     tokens = features @ towers.embeddings.word.weight[: model.vocab_size].T + head.bias
-    states = towers.discriminator(towers.embed_discriminator(ids_BS, layout), mask, keys)
+    states = towers.discriminator(
+        getattr(towers, "discriminator_embeddings", towers.embeddings)(ids_BS, layout), mask, keys
+    )
     return Logits(tokens=tokens, replaced=towers.discriminator_head.logits(states))
 
 
