@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.operation_types import SpecialIds
+from electra_kernels.slots import is_candidate
 
 REPLACED = 1  # label of a place that shows the token of another place
 ORIGINAL = 0  # label of a place whose token is shown at another place
@@ -97,7 +98,7 @@ def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.nd
     """Return the tokens that may be masked, in random order, as indices into the flattened rows, int64 [n]."""
     num_rows, seq_len = ids_RS.shape
     bits_RS = bits_grid(seed, Purpose.MASK_POSITION, 0, torch.arange(num_rows), seq_len).numpy()
-    places = np.flatnonzero(special.is_candidate(ids_RS).numpy())
+    places = np.flatnonzero(is_candidate(ids_RS, special).numpy())
     return places[np.argsort(bits_RS.reshape(-1)[places], kind="stable")]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.slots import replace_and_label
+from electra_kernels.slots import is_candidate, replace_and_label
 from typing_extensions import override
 
 from electra_dist.model.attention import SdpaMask
@@ -36,14 +36,14 @@ class Electric(CorruptingObjective):
 
     @override
     def loss_counts(self, ids_BS: torch.Tensor, mask_prob: float | None = None) -> torch.Tensor:
-        num_candidates_B = self.special.is_candidate(ids_BS).sum(1)  # the noise model predicts all that may be masked
+        num_candidates_B = is_candidate(ids_BS, self.special).sum(1)  # the noise model predicts all that may be masked
         return torch.stack([num_candidates_B, (ids_BS != self.special.pad).sum(1)], -1)
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
-        candidate_BS = self.special.is_candidate(batch.ids_BS)
+        candidate_BS = is_candidate(batch.ids_BS, self.special)
         weight_BS = candidate_BS.float()
         cloze = self.predict(batch, cloze_TH, batch.ids_BS, weight_BS)
         cloze_sums = mlm_sums(cloze) | self.entropy_sums(batch, cloze_TH, weight_BS)

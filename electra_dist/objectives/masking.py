@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid, copy_to_device
 from electra_kernels.operation_types import SpecialIds
-from electra_kernels.slots import mask_positions, show_masks
+from electra_kernels.slots import is_candidate, mask_positions, show_masks
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import NumberOrSchedule, largest_value, value_at
@@ -73,7 +73,7 @@ def num_masked(
     if mask_prob is None:
         mask_prob = value_at(objective.mask_prob, 0.0)
     num_real_B = (ids_BS != special.pad).sum(1)
-    num_candidates_B = special.is_candidate(ids_BS).sum(1)
+    num_candidates_B = is_candidate(ids_BS, special).sum(1)
     seq_len = ids_BS.shape[1]
     most_masked = num_slots(objective.mask_prob, seq_len)
     in_float32 = objective.masking == "reference"
@@ -134,7 +134,7 @@ def mask_rows(
     is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
 
     # Draw a position for every slot, and put the empty slots at position 0.
-    candidate_BS = special.is_candidate(ids_BS)
+    candidate_BS = is_candidate(ids_BS, special)
     bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, S)
     drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
     position_BN = torch.where(is_used_BN, drawn_BN, 0)

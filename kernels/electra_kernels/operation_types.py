@@ -25,10 +25,6 @@ class SpecialIds(NamedTuple):
         """Build from the ids of "[PAD]", "[CLS]" and so on, as in corpus.json; raise KeyError if one is missing."""
         return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
-    def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
-        return (ids_BS != self.pad) & (ids_BS != self.cls) & (ids_BS != self.sep) & (ids_BS != self.mask)
-
 
 class RowOptions(NamedTuple):
     """Options for computing loss, sampled token and gradient of each row of logits."""

@@ -41,6 +41,11 @@ from electra_kernels.operation_types import SpecialIds
 _POSITION_BITS = 20  # lowest bits of a sort key, which hold the position, so that the keys of a row are distinct
 
 
+def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
+    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
+    return (ids_BS != special.pad) & (ids_BS != special.cls) & (ids_BS != special.sep) & (ids_BS != special.mask)
+
+
 def mask_positions(
     ids_BS: torch.Tensor,
     row_B: torch.Tensor,
@@ -85,7 +90,7 @@ def mask_positions_reference(
     A masked position shows [MASK] if the 32 random bits of its slot are below `shown`, which is `mask_token_prob` *
     2**32.
     """
-    candidate_BS = special.is_candidate(ids_BS)
+    candidate_BS = is_candidate(ids_BS, special)
     num_real_B = (ids_BS != special.pad).sum(1)
     num_used_B = torch.minimum(wanted_R[num_real_B], candidate_BS.sum(1))
     is_used_BN = torch.arange(num_slots, device=ids_BS.device) < num_used_B[:, None]

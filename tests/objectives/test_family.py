@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels.operation_types import SpecialIds
+from electra_kernels.slots import is_candidate
 from support.float64_truth import Truth, shaken
 from support.small_models import frozen_weights
 
@@ -170,7 +171,7 @@ def test_evaluation_adds_the_entropy_of_the_generator(case_name: str, batch: Bat
 
     truth = Truth(module, case.model(), batch.ids, batch.rows)
     if case_name == "electric":
-        log_probs = truth.cloze_log_probs()[SPECIAL.is_candidate(batch.ids)]
+        log_probs = truth.cloze_log_probs()[is_candidate(batch.ids, SPECIAL)]
     else:
         masking = mask_rows(batch.ids, SPECIAL, module.objective, SEED, STEP, batch.rows)
         row, slot = (masking.weight_BN > 0).nonzero().T

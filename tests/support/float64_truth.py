@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
+from electra_kernels.slots import is_candidate
 from transformers import ElectraConfig, ElectraModel
 
 from electra_dist.config import ModelConfig
@@ -180,7 +181,7 @@ class Truth:
         ids = self.ids
         B, S = ids.shape
         log_q = self.cloze_log_probs()
-        cloze = -log_q.gather(-1, ids[..., None])[..., 0][self.special.is_candidate(ids)].sum()
+        cloze = -log_q.gather(-1, ids[..., None])[..., 0][is_candidate(ids, self.special)].sum()
         sampled = self.sample(log_q, self.rows[:, None] * S + torch.arange(S), step, seed)
         masking = mask_rows(ids, self.special, self.objective, seed, step, self.rows)
         noised = self.insert(masking, sampled.gather(1, masking.position_BN))
