@@ -40,11 +40,7 @@ class ContextRows:
     shown_QS: np.ndarray  # int64 ids with the replacements in place
     label_QS: np.ndarray  # int8: REPLACED, ORIGINAL or NOT_COMPARED
     source_row_Q: np.ndarray  # int64 number of the held-out row that each row is a copy of
-
-    @property
-    def num_replaced(self) -> int:
-        """Return the number of replaced tokens; they are compared with as many tokens that are not replaced."""
-        return int((self.label_QS == REPLACED).sum())
+    num_replaced: int  # replaced tokens, which are compared with as many tokens that are not replaced
 
 
 def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
@@ -67,7 +63,9 @@ def replace_by_other_tokens(
         unchanged_QS = ids.numpy()
         label_QS = np.full(unchanged_QS.shape, NOT_COMPARED, np.int8)
         rows_Q = np.arange(len(unchanged_QS))
-        return ContextRows(original_QS=unchanged_QS, shown_QS=unchanged_QS, label_QS=label_QS, source_row_Q=rows_Q)
+        return ContextRows(
+            original_QS=unchanged_QS, shown_QS=unchanged_QS, label_QS=label_QS, source_row_Q=rows_Q, num_replaced=0
+        )
 
     token_of_place_n = ids.numpy().reshape(-1)[places_n]
     partner_n = np.roll(places_n, -places_per_copy)  # the place whose token is shown instead
@@ -91,6 +89,7 @@ def replace_by_other_tokens(
         shown_QS=shown_QS,
         label_QS=label_QS,
         source_row_Q=np.tile(np.arange(num_rows), num_copies),
+        num_replaced=int((label_QS == REPLACED).sum()),
     )
 
 

@@ -134,7 +134,22 @@ class JsonlFile:
         if not self._unwritten:
             return
         with self._opened():
-            self._write_lines()
+            if self._valid_bytes is not None:  # Cut off the rest of a failed write.
+                os.ftruncate(self._file, self._valid_bytes)
+                self._valid_bytes = None
+            size_bytes = os.fstat(self._file).st_size
+            data = memoryview(b"".join(self._unwritten))
+            try:
+                while data:
+                    num_written = os.write(self._file, data)
+                    data = data[num_written:]
+            except OSError:
+                self._valid_bytes = size_bytes
+                with contextlib.suppress(OSError):  # A read-only disk refuses this, too; the next write tries again.
+                    os.ftruncate(self._file, size_bytes)
+                raise
+            self._unsynced += self._unwritten
+            self._unwritten = []
 
     def sync(self) -> None:
         """Wait until all records are on the disk (fsync, some milliseconds). Raises StoreAway as `append` does."""
@@ -189,25 +204,6 @@ class JsonlFile:
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def _write_lines(self) -> None:
-        """Cut off the rest of a failed write, then write the lines that the disk has refused so far."""
-        if self._valid_bytes is not None:
-            os.ftruncate(self._file, self._valid_bytes)
-            self._valid_bytes = None
-        size_bytes = os.fstat(self._file).st_size
-        data = memoryview(b"".join(self._unwritten))
-        try:
-            while data:
-                num_written = os.write(self._file, data)
-                data = data[num_written:]
-        except OSError:
-            self._valid_bytes = size_bytes
-            with contextlib.suppress(OSError):  # A read-only disk refuses this, too; the next write tries again.
-                os.ftruncate(self._file, size_bytes)
-            raise
-        self._unsynced += self._unwritten
-        self._unwritten = []
 
     def _cut_torn_line(self) -> None:
         """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""
