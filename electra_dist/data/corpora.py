@@ -329,11 +329,3 @@ def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
     """Return which share of the run's tokens each phase has used, from 0 to 1; all 0 before the first step."""
     tokens = sum(use.tokens for use in uses)
     return [use.tokens / max(tokens, 1.0) for use in uses]
-
-
-def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) -> float:
-    """Return the mean number of tokens in the rows of the first `num_steps` steps (at least 1), [PAD] not counted."""
-    uses = uses_of_phases(sizes.get("phases", ()), num_steps, global_batch)
-    if not uses:
-        return float(sizes["tokens"] / sizes["rows"])
-    return sum(use.tokens for use in uses) / sum(use.rows for use in uses)

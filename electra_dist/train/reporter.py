@@ -25,7 +25,7 @@ from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.config import Config
 from electra_dist.config.schedule import describe, schedules_of, value_at
 from electra_dist.corpus.build_report import corpus_sources
-from electra_dist.data.corpora import Corpora, tokens_per_row
+from electra_dist.data.corpora import Corpora, uses_of_phases
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.errors import StoreAway
@@ -397,7 +397,6 @@ class StepRecorder:
         gpu = _NO_GPU_READING if look.gpu is None else look.gpu
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
-        global_batch = self._config.train.global_batch
         progress = (done - 1) / num_steps  # steps are numbered from 0
         scheduled: dict[str, Any] = {key: value_at(schedule, progress) for key, schedule in self._schedules.items()}
         return StepRecord(
@@ -418,7 +417,7 @@ class StepRecorder:
             data_wait=data_wait,
             memory_gb=self._memory_gb(),
             eta_s=step_s * (num_steps - done),
-            tokens_seen=round(receipt.rows * tokens_per_row(self._corpus_sizes, done, global_batch)),
+            tokens_seen=round(receipt.rows * self._tokens_per_row(done)),
             step_s=step_s,
             rows_seen=receipt.rows,
             receipt=receipt.hex,
@@ -434,6 +433,14 @@ class StepRecorder:
             overflow=result.overflow,
             **scheduled,
         )
+
+    def _tokens_per_row(self, done: int) -> float:
+        """Return the mean number of tokens in the rows of the first `done` steps, [PAD] not counted."""
+        sizes = self._corpus_sizes
+        if "phases" not in sizes:
+            return float(sizes["tokens"] / sizes["rows"])
+        uses = uses_of_phases(sizes["phases"], done, self._config.train.global_batch)
+        return sum(use.tokens for use in uses) / sum(use.rows for use in uses)
 
     def _mfu(self, done: int, tokens_per_s: float, peak_flops: float) -> float:
         """Return the FLOPs that the newest of `done` steps needs as a share of the GPUs' peak."""
