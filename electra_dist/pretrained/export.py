@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from electra_kernels.operation_types import SpecialIds
@@ -43,13 +43,17 @@ _OTHER_FILES = ("config.json", "model.safetensors", "README.md")  # of an export
 _SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
 
 
+# Folders of an export. "masked_lm" is the discriminator of joint MLM with the head that predicts tokens.
+ModelName = Literal["discriminator", "generator", "masked_lm"]
+
+
 class Export(NamedTuple):
     """Result of an export: the folders written, and the run and the checkpoints that the weights come from."""
 
     config: Config  # config of the run
     state: RunState  # run state at the exported checkpoint; for a mean, at the newest checkpoint in it
     steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; one step if there is no mean
-    folders: dict[TowerName, Path]  # "discriminator" and, if it was exported, "generator" -> folder
+    folders: dict[ModelName, Path]  # "discriminator" and, if they were exported, "generator" and "masked_lm"
 
 
 def export_run(
@@ -61,17 +65,18 @@ def export_run(
 ) -> Export:
     """Export a checkpoint of a run, or a mean of several, to OUTPUT/discriminator and, if possible, OUTPUT/generator.
 
-    Each folder also gets the file pretraining.json, which says how the model was trained. Files of the same names are
-    replaced, but an output folder with the model of another program is refused. One line on stderr names each
-    checkpoint that was skipped because it is damaged.
+    With joint MLM, OUTPUT/masked_lm has the discriminator with the head that predicts tokens. Each folder also gets
+    the file pretraining.json, which says how the model was trained. Files of the same names are replaced, but an
+    output folder with the model of another program is refused. One line on stderr names each checkpoint that was
+    skipped because it is damaged.
 
     `choice` is the number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
     `num_averaged` counts the checkpoints in the mean, the chosen one included; 1 for no mean. `progress` is called
     with (checkpoints read, checkpoints to read), first before any is read, then after each one.
     """
     _check_writable(output)  # before the weights are read, which may take minutes
-    for tower in ("discriminator", "generator"):
-        _refuse_model_of_others(output / tower)
+    for name in get_args(ModelName):
+        _refuse_model_of_others(output / name)
     run = load_run_weights(run_dir, choice, num_averaged, progress)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
@@ -80,14 +85,14 @@ def export_run(
     records = {
         folder: PretrainingRecord(
             objective=run.config.objective.name,
-            tower=tower,
+            tower=_tower_in(name),
             seq_len=run.config.data.seq_len,
             steps=run.steps,
             rows=run.state.rows_seen,
             corpus_fingerprint=run.state.corpus_fingerprint,
             electra_dist=VERSION,
         )
-        for tower, folder in tower_folders(run.weights, run.config.model, output).items()
+        for name, folder in tower_folders(run.weights, run.config.model, output).items()
     }
     # The records are there first, so that the next export may replace the files of one that was killed.
     for folder, record in records.items():
@@ -125,31 +130,45 @@ def _check_writable(output: Path) -> None:
 
 def export_towers(
     state: State, model: ModelConfig, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
-) -> dict[TowerName, Path]:
+) -> dict[ModelName, Path]:
     """Write the Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them by name.
 
-    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
-    is none for the two causal generators of the objective `electric`, nor for a generator of the architecture `modern`
-    whose layers have another width than its token table.
+    A discriminator with two heads, one of which predicts tokens, gets a folder for each: the second is
+    OUT_DIR/masked_lm. The generator's folder is not written if the state has no generator, or if Hugging Face has no
+    class for it. There is none for the two causal generators of the objective `electric`, nor for a generator of the
+    architecture `modern` whose layers have another width than its token table.
 
     `vocabulary` is that of the corpus; `lowercase` says whether its tokenizer lower-cases. Files of the same names in
     `out_dir` are replaced.
     """
     folders = tower_folders(state, model, out_dir)
-    for tower, folder in folders.items():
-        export_tower(state, model, tower, vocabulary, lowercase, folder)
+    for name, folder in folders.items():
+        weights = state
+        if name == "masked_lm":  # without the other head, the discriminator is one that predicts tokens
+            weights = {key: value for key, value in state.items() if _module(key) != "discriminator_head"}
+        export_tower(weights, model, _tower_in(name), vocabulary, lowercase, folder)
     return folders
 
 
-def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[TowerName, Path]:
-    """Return the folders that `export_towers` writes for these weights, by name ("discriminator", "generator")."""
-    folders: dict[TowerName, Path] = {"discriminator": out_dir / "discriminator"}
-    # "towers.generator_head.bias" is in the module "generator_head".
-    modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
+def _tower_in(name: ModelName) -> TowerName:
+    return "generator" if name == "generator" else "discriminator"
+
+
+def _module(parameter: str) -> str:
+    """Return the module of a parameter: "towers.generator_head.bias" is in "generator_head"."""
+    return parameter.removeprefix("towers.").partition(".")[0]
+
+
+def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[ModelName, Path]:
+    """Return the folders that `export_towers` writes for these weights, by name."""
+    folders: dict[ModelName, Path] = {"discriminator": out_dir / "discriminator"}
+    modules = {_module(name) for name in state}
     has_generator = "generator_head" in modules
     is_causal_pair = "generator_reverse" in modules
     if has_generator and not is_causal_pair and not find_obstacle(model):
         folders["generator"] = out_dir / "generator"
+    if {"discriminator_head", "token_head"} <= modules:
+        folders["masked_lm"] = out_dir / "masked_lm"
     return folders
 
 

@@ -12,10 +12,11 @@ both towers, generator and discriminator, with or without the objective's prefix
 transformers is not imported.
 
 Limits: the tied output projection is not converted, because Hugging Face ties it to the table while loading. The copy
-gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
-(`objective.discriminator_mlm_weight`) have no counterpart in Hugging Face's models and are left out. In ModernBERT the
-token table is as wide as the layers, so a generator with two widths cannot be exported. Hugging Face applies dropout
-at other places in ModernBERT than this project, which matters only for training with dropout.
+gate, the baseline and Electric's two causal towers have no counterpart in Hugging Face's models and are left out. Of
+a discriminator with two heads (`objective.discriminator_mlm_weight`) the one that detects is converted; `export.py`
+writes the other one as a model of its own. In ModernBERT the token table is as wide as the layers, so a generator with
+two widths cannot be exported. Hugging Face applies dropout at other places in ModernBERT than this project, which
+matters only for training with dropout.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ _MEASURES = {
     "context_auc": "discriminator: the same, where token frequency alone gives 0.5",
     "token_loss": "large tower: loss, nats per predicted token",
 }
+_NAMES = {"masked_lm": "discriminator with the head that predicts tokens"}  # of models whose folder says it less well
 
 
 def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
@@ -91,7 +92,7 @@ def model_card(
     phases: Sequence[dict[str, Any]] = (),
     sources: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> str:
-    """Return the model card of one exported tower (the "discriminator" or the "generator"), in Markdown.
+    """Return the model card of one exported model, which is named as in `Export.folders`, in Markdown.
 
     `records` are from metrics.jsonl, oldest first: at least all evaluations and the newest training record.
     `versions`, `phases` and `sources` are from environment.json. All these may be empty.
@@ -100,7 +101,7 @@ def model_card(
     evaluation = _evaluation(export, records)
     sections = [
         _front_matter(predicts_tokens, license_id, export.config.model),
-        f"# {markdown_text(run_name)}: ELECTRA {tower}\n",
+        f"# {markdown_text(run_name)}: ELECTRA {_NAMES.get(tower, tower)}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens, export.config.model),
         _training(export, records, versions, phases),
@@ -115,7 +116,7 @@ def model_card(
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
     """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
-    return tower == "generator" or export.config.objective.facts.predicts_tokens
+    return tower != "discriminator" or export.config.objective.facts.predicts_tokens
 
 
 def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) -> str:
@@ -136,11 +137,15 @@ def _introduction(tower: str, export: Export) -> str:
     else:
         steps = ", ".join(f"{step:,}" for step in export.steps)
         weights = f"the mean of the weights after {steps} of {export.config.train.num_steps:,} steps"
+    remark = ""
+    if tower == "masked_lm":
+        remark = " In training it read tokens of the generator at the masked positions, never the token [MASK]."
     return (
-        f"The {tower} of an ELECTRA model ([Clark et al., 2020](https://arxiv.org/abs/2003.10555)), pretrained with "
-        f"electra-dist with the objective `{export.config.objective.name}`: {shape.num_layers} layers of width "
-        f"{shape.hidden_size}, a vocabulary of {model.vocab_size:,} word-pieces, {model.max_positions} positions. "
-        f"These are {weights}.\n"
+        f"The {_NAMES.get(tower, tower)} of an ELECTRA model "
+        f"([Clark et al., 2020](https://arxiv.org/abs/2003.10555)), pretrained with electra-dist with the objective "
+        f"`{export.config.objective.name}`: {shape.num_layers} layers of width {shape.hidden_size}, a vocabulary of "
+        f"{model.vocab_size:,} word-pieces, {model.max_positions} positions. "
+        f"These are {weights}.{remark}\n"
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
+from support.float64_truth import shaken
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, pipeline
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.attention import SdpaMask
@@ -131,6 +132,32 @@ def test_a_large_tower_that_predicts_tokens_is_exported_with_its_token_head(
         ours = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
         theirs = AutoModelForMaskedLM.from_pretrained(folders["discriminator"]).eval()
         assert (theirs(input_ids=ids).logits - ours).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("sharing", ["embeddings", "gdes"])
+def test_the_second_head_of_joint_mlm_is_exported_as_a_model_that_fills_masks(
+    sharing: str, tmp_path: Path, make_config: Callable[..., Any], special: Any
+) -> None:
+    """transformers' pipeline predicts with the folder `masked_lm` what the second head predicts."""
+    model = make_config(32, 64, 16).model_copy(update={"sharing": sharing})
+    towers = shaken(build_towers(model, 1, ObjectiveConfig(discriminator_mlm_weight=1.0))).eval()
+    (tmp_path / "vocab.txt").write_text(VOCABULARY)
+    vocabulary = Vocabulary.read(tmp_path / "vocab.txt")
+    folders = export_towers(towers.state_dict(), model, vocabulary, True, tmp_path)
+    assert list(folders) == ["discriminator", "generator", "masked_lm"]
+    text = "w3 w8 [MASK] w5"
+
+    predicted: Any = pipeline("fill-mask", model=str(folders["masked_lm"]), device="cpu", top_k=3)(text)
+
+    ids = torch.tensor([[special.cls, *(vocabulary.ids[word] for word in text.split()), special.sep]])
+    layout = derive(ids, special)
+    mask = SdpaMask(attention_bias(layout, torch.float32))
+    with torch.no_grad():
+        states = towers.discriminator(towers.embed_discriminator(ids, layout), mask, DropoutKeys.off(ids))
+        logits = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
+    best = logits[0, 3].softmax(-1).topk(3)
+    assert [one["token"] for one in predicted] == best.indices.tolist()
+    assert [one["score"] for one in predicted] == pytest.approx(best.values.tolist(), rel=1e-4)
 
 
 def test_electrics_causal_towers_are_not_exported(

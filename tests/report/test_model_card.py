@@ -45,6 +45,14 @@ def test_the_peak_of_the_learning_rate_is_the_largest_that_a_step_has(changes: l
     assert math.isclose(float(shown), peak, rel_tol=1e-5)
 
 
+def test_the_card_of_the_head_that_predicts_tokens_says_that_it_has_never_read_mask() -> None:
+    card = model_card("masked_lm", "run", export(), records=[], versions={})
+    assert "pipeline_tag: fill-mask" in card
+    assert "AutoModelForMaskedLM.from_pretrained" in card
+    assert "The discriminator with the head that predicts tokens of an ELECTRA model" in card
+    assert "never the token [MASK]" in card
+
+
 def test_text_of_others_is_plain_text_of_the_card() -> None:
     """They are names and licences of build.json and environment.json, a fingerprint, and the name of the folder."""
     phases = [{"from_step": 0, "fingerprint": HOSTILE, "rows": 100, "tokens": 1000}]

@@ -73,8 +73,9 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
 
-    Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator'). Each
-    has a model card, README.md, with the training, the evaluation and the curves of the run.
+    With joint MLM, OUTPUT/masked_lm is the discriminator with the head that predicts tokens. All are folders that
+    transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator'). Each has a model card,
+    README.md, with the training, the evaluation and the curves of the run.
 
     With --layout revisions, each checkpoint gets such folders below OUTPUT/NAME, and the lines are printed that upload
     them as revisions of one model. Nothing is uploaded.
