@@ -7,6 +7,7 @@ step, and the data and settings of the task. After a change of any of these, the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,15 +105,16 @@ class CheckpointScores:
         An interrupt loses at most one score. Raises UserError if the checkpoint cannot be read, or a measure cannot
         score it.
         """
-        if step == 0:
-            # The initial weights are a function of the run's config, so no checkpoint is needed.
-            encoder = load_pretrained(f"random:{cell.file}")
-        else:
-            encoder = load_pretrained(cell.config.run_dir, step=step)
+        # The initial weights are a function of the run's config, so no checkpoint is needed.
+        source = f"random:{cell.file}" if step == 0 else cell.config.run_dir
+        read = functools.partial(load_pretrained, source, step=step or None)
+        encoder = read()
         for measure in measures:
             start = time.monotonic()
             try:
-                measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+                measured = measure.score(
+                    encoder, functools.partial(read, tower="generator"), with_prefix(progress, f"{measure.name}: ")
+                )
             except Diverged as error:
                 measured = Measured(
                     task=measure.name,

@@ -26,12 +26,13 @@ from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
-from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
+from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
+from electra_dist.compare.heldout_measures import open_heldout_measures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
-from electra_dist.compare.measures import ContextMeasure, Measure, open_measures
+from electra_dist.compare.measures import Measure, open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, current_step, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
@@ -76,13 +77,7 @@ class Comparison:
         ]
         inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         self._plan_with_rates()
-        if inputs.heldout is not None:
-            self._measures.append(ContextMeasure(inputs.heldout))
-        elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
-            raise UserError(
-                f"{file}: criterion.metrics: `{CONTEXT_AUC}` needs held-out rows; set `data.heldout` in "
-                f"{compare.base}, or remove the metric"
-            )
+        self._measures += open_heldout_measures(compare, file, self.plan, inputs.heldout)
 
         # Everything is valid, so the output folder may be written.
         _replace_file(self.folder / inputs.corpora.tokenizer.vocab_file, inputs.vocabulary.text.encode())
@@ -244,7 +239,11 @@ class Comparison:
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
         """Return the measures that are due at `step`; those with `at: ends` score only the first and last weights."""
         is_first_or_last = step in (0, cell.marks[-1])
-        return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
+        return [
+            measure
+            for measure in self._measures
+            if measure.applies_to(cell.config.objective) and (measure.at == "all" or is_first_or_last)
+        ]
 
     def scores(self) -> list[CheckpointScore]:
         """Read all valid scores: those of the anchors, then those of each objective by seed and step."""

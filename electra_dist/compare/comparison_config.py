@@ -19,7 +19,8 @@ OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].anno
 # objective only.
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
 MINIMAL_PAIRS = "minimal-pairs"  # column of the built-in minimal pairs
-CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see measures.py
+CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see heldout_measures.py
+DETECTION = "detection"  # column of the ROC-AUC of the generator's samples; see heldout_measures.py
 RANDOM = "random"  # name of an anchor of the table: the initial weights, before the first step
 TRIGRAM = "trigram"  # name of another anchor: a trigram model of the training rows
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -150,7 +151,7 @@ class Criterion(Section):
     arm: Name = Field(description="name of the objective's entry that should be better")
     baseline: Name = Field(description="name of the entry with which it is compared")
     metrics: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
-        description="columns of the table that count: names of tasks, of minimal pairs, or context-auc"
+        description="columns of the table that count: names of tasks, of minimal pairs, context-auc or detection"
     )
     standard_errors: Annotated[float, Field(ge=0)] = Field(
         default=2.0,
@@ -212,6 +213,11 @@ class CompareConfig(Section):
     minimal_pairs_per_kind: Positive = Field(
         default=200, description="number of minimal pairs of each kind that are used, always the same ones"
     )
+    detection: bool = Field(
+        default=False,
+        description="true: score on held-out rows, too, how well each discriminator finds the samples of its own "
+        "generator, as a column `detection`; objectives without both have no score there",
+    )
     criterion: Criterion | None = Field(
         default=None,
         description="criterion by which the comparison is judged, stated before the runs; it is printed with its "
@@ -242,7 +248,7 @@ class CompareConfig(Section):
             )
         if not self.tasks and not self.minimal_pairs:
             raise ValueError("nothing is scored; add `tasks`, or set minimal_pairs: true")
-        columns = [*self.tasks, *self._pair_columns(), CONTEXT_AUC]
+        columns = [*self.tasks, *self._pair_columns(), CONTEXT_AUC, *([DETECTION] if self.detection else [])]
         if len(set(columns)) < len(columns):
             raise ValueError(
                 f"tasks and minimal pairs give the columns {', '.join(columns)}, of which two have the same name; "

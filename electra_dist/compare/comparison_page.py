@@ -21,7 +21,7 @@ from electra_dist.compare.score_plot import (
     placeholder_colors,
     score_diagrams,
 )
-from electra_dist.compare.significance import REMARK, Difference, difference_text
+from electra_dist.compare.significance import REMARK, Difference, difference_text, difference_title
 from electra_dist.report.pages import Tile, render, unbroken
 from electra_dist.report.plot_style import VARIABLES
 
@@ -169,7 +169,8 @@ def _forest(
             text=difference_text(one),
             mark=", ".join(filter(None, (_judgement(results, one) if is_judged else "", _seeds_text(results, one)))),
         )
-        heading = f"{one.entry} minus {one.baseline}" if is_single else one.task
+        title = difference_title(one.task, one.baseline, results.baseline)
+        heading = f"{one.entry} minus {one.baseline}" if is_single else title
         groups.setdefault(heading, []).append(bar)
     return {
         "groups": groups,

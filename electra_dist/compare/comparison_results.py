@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
-from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, TRIGRAM, CompareConfig
+from electra_dist.compare.comparison_config import DETECTION, RANDOM, TRIGRAM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
@@ -42,6 +42,10 @@ _ANCHOR_NAMES = {RANDOM: "random initialisation", TRIGRAM: "trigram model"}
 PAIR_REMARK = (
     "Margin: mean over the pairs of the grammatical sentence's score minus the other's, in nats. A masked language "
     "model does not see the scored token, or (word) that and the rest of its word. Means over the seeds."
+)
+_DETECTION_REMARK = (
+    f"{DETECTION}: how well a discriminator tells the samples of its own generator from original tokens; objectives "
+    f"without both have no score (-), and a better generator makes it harder."
 )
 _NUM_LAST = 3  # checkpoints at the end of each run over which a second table of differences takes the mean
 
@@ -241,10 +245,9 @@ class ComparisonResults:
 
         existing = {score.task for score in scores}
         self.metric_of: dict[str, str] = {measure.name: measure.metric for measure in measures}
-        self._columns = [name for name in self.metric_of if name in existing]
         # The initial weights have one row, with step 0. Only tasks that are scored at all checkpoints count in the
-        # average: a task with `at: ends` lacks the rows in between. The context AUC is no task.
-        is_averaged = {measure.name: measure.at == "all" and measure.name != CONTEXT_AUC for measure in measures}
+        # average: a task with `at: ends` lacks the rows in between.
+        is_averaged = {measure.name: measure.at == "all" and measure.is_task for measure in measures}
         self.rows: list[ScoreRow] = summarize_rows(scores, is_averaged)
 
         marks_of = {(cell.entry, cell.seed): cell.marks for cell in plan.cells}
@@ -253,15 +256,34 @@ class ComparisonResults:
         self._last_scores = [score for score in scores_of_last if score.step == marks_of[score.entry, score.seed][-1]]
         names = [objective.name for objective in compare.objectives]
         self.baseline = names[0] if compare.criterion is None else compare.criterion.baseline
-        self._difference_rows = difference_rows(self._last_scores, names, self.baseline, self._columns)
-        self.differences = self._differences(self._last_scores, self._columns)
-        self._mean_columns = [measure.name for measure in measures if measure.at == "all" and measure.name in existing]
-        self._mean_difference_rows = difference_rows(scores_of_last, names, self.baseline, self._mean_columns)
-        self.mean_differences = self._differences(scores_of_last, self._mean_columns)
+        self._baseline_of = self._baselines(measures, existing)
+        self._difference_rows = difference_rows(self._last_scores, names, self.baseline, self._baseline_of)
+        self.differences = self._differences(self._last_scores, self._baseline_of)
+        mean_baseline_of = {
+            measure.name: self._baseline_of[measure.name]
+            for measure in measures
+            if measure.at == "all" and measure.name in self._baseline_of
+        }
+        self._mean_difference_rows = difference_rows(scores_of_last, names, self.baseline, mean_baseline_of)
+        self.mean_differences = self._differences(scores_of_last, mean_baseline_of)
         self.num_last = min(_NUM_LAST, *(len(marks) for marks in marks_of.values()))
         self.verdict: Verdict | None = None
         if compare.criterion is not None:
             self.verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
+
+    def _baselines(self, measures: Sequence[Measure], existing: Collection[str]) -> dict[str, str]:
+        """Return for each existing column the objective to which differences are formed.
+
+        It is the baseline or, if that has no score in the column, the first objective that can have one.
+        """
+        names = [self.baseline, *(objective.name for objective in self.compare.objectives)]
+        config_of = {name: self.plan.of(name)[0].config for name in names}
+        baselines = {}
+        for measure in measures:
+            scored = [name for name in names if measure.applies_to(config_of[name].objective)]
+            if scored and measure.name in existing:
+                baselines[measure.name] = scored[0]
+        return baselines
 
     def table(self) -> Table:
         """Return the scores as a table for the terminal: one row per objective and number of steps."""
@@ -269,7 +291,7 @@ class ComparisonResults:
 
     def difference_table(self) -> Table:
         """Return the differences of the objectives' final scores to the baseline's, as a table for the terminal."""
-        return console_differences(self._difference_rows, self.baseline, self._columns)
+        return console_differences(self._difference_rows)
 
     def verdict_lines(self) -> list[str]:
         """Return lines of text: the criterion, its verdict, and when it was stated; no lines without a criterion."""
@@ -302,19 +324,18 @@ class ComparisonResults:
             f"{markdown_code(self.command)}: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
-        sections = markdown_differences(
-            "Differences at the end of the runs", self._difference_rows, self.baseline, self._columns
-        )
+        notes = [remark, *([_DETECTION_REMARK] if DETECTION in self._baseline_of else [])]
+        sections = markdown_differences("Differences at the end of the runs", self._difference_rows)
         if self.num_last > 1:
             title = f"Differences of the mean over the last {self.num_last} checkpoints"
-            sections += markdown_differences(title, self._mean_difference_rows, self.baseline, self._mean_columns)
+            sections += markdown_differences(title, self._mean_difference_rows)
         sections += self._pair_lines()
         if self.rates:
             lines = [f"* {markdown_text(choice.line())}" for choice in self.rates]
             sections += ["## Learning rates", "", *lines, ""]
         if self.verdict is not None:
             sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
-        return markdown(self.title, self.rows, failures, len(self.compare.seeds), notes=[remark], sections=sections)
+        return markdown(self.title, self.rows, failures, len(self.compare.seeds), notes=notes, sections=sections)
 
     def _pair_lines(self) -> list[str]:
         """Return the lines of a section on minimal pairs; no lines without them."""
@@ -330,9 +351,11 @@ class ComparisonResults:
         """Return mean margins and the accuracies by both readouts of words, the header first; [] without pairs."""
         rows: dict[tuple[str, str], list[dict[str, float]]] = {}  # (objective, pairs) -> the metrics of each seed
         keys: dict[str, None] = {}  # names of all metrics, used as an ordered set
-        for score in self._last_scores:
+        anchor_scores = [score for score in self._scores if score.entry in _ANCHOR_NAMES]
+        for score in (*anchor_scores, *self._last_scores):
             if score.measured.mode == "pairs":
-                rows.setdefault((score.entry, score.task), []).append(score.measured.metrics)
+                entry = _ANCHOR_NAMES.get(score.entry, score.entry)
+                rows.setdefault((entry, score.task), []).append(score.measured.metrics)
                 keys.update(dict.fromkeys(score.measured.metrics))
         if not keys:
             return []
@@ -345,13 +368,13 @@ class ComparisonResults:
             table.append([entry, task, *means])
         return table
 
-    def _differences(self, scores: Sequence[CheckpointScore], columns: Sequence[str]) -> list[Difference]:
-        """Return the differences to the baseline by objective, then by column, if any seed has both scores."""
+    def _differences(self, scores: Sequence[CheckpointScore], baseline_of: Mapping[str, str]) -> list[Difference]:
+        """Return the differences by objective, then by column, if any seed has both scores."""
         found = [
-            paired_difference(scores, objective.name, self.baseline, column)
+            paired_difference(scores, objective.name, baseline, column)
             for objective in self.compare.objectives
-            if objective.name != self.baseline
-            for column in columns
+            for column, baseline in baseline_of.items()
+            if objective.name not in (self.baseline, baseline)
         ]
         return [difference for difference in found if difference is not None]
 

@@ -3,32 +3,24 @@
 The encoder that is scored is the one for which a run is made (in ELECTRA the discriminator, not the generator), with
 its pretraining head.
 
-Tasks on texts are probed or fine-tuned, the words of a treebank are probed, and minimal pairs and the context AUC need
-no training.
-
-The context AUC says how well an encoder finds tokens that do not fit their context. Some tokens of held-out rows are
-replaced by tokens of other places (`objectives/context_replacements.py`). A score that depends on the token alone,
-such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the context. All runs of a
-comparison read the same rows with the same replacements. A discriminator reads each row once. A masked language model
-reads a copy of the row for each of the 10,000 compared tokens, in which this token is masked.
+Tasks on texts are probed or fine-tuned, the words of a treebank are probed, and minimal pairs need no training. The
+measures on held-out rows are in `heldout_measures.py`.
 """
 
 from __future__ import annotations
 
 import abc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from electra_kernels.operation_types import SpecialIds
 from typing_extensions import override
 
-from electra_dist.compare.comparison_config import CONTEXT_AUC, MINIMAL_PAIRS, CompareConfig, TaskEntry
+from electra_dist.compare.comparison_config import MINIMAL_PAIRS, CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.data.corpora import Corpora
-from electra_dist.data.shard_cache import rows_of_shards
+from electra_dist.config import ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
@@ -37,14 +29,11 @@ from electra_dist.finetune.squad_task import SquadTask
 from electra_dist.finetune.stored_scores import ItemResults, Measured, digest_of, summarize
 from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
-from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.finetune.word_files import read_treebank
 from electra_dist.finetune.word_probes import Target, probe_words
-from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
-from electra_dist.run.context_auc import NUM_REPLACED
 from electra_dist.scoring.minimal_pairs import (
     ALL,
     PairScore,
@@ -52,26 +41,32 @@ from electra_dist.scoring.minimal_pairs import (
     score_minimal_pairs,
     score_sentence_pairs,
 )
-from electra_dist.scoring.token_scores import score_places
 from electra_dist.scoring.trigram_model import TrigramModel
-from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
+
+LoadGenerator = Callable[[], Pretrained]  # reads the generator that was trained with an encoder
 
 
 class Measure(abc.ABC):
     """Interface of a way to score encoders, such as on a task, a treebank, minimal pairs, or by the context AUC."""
 
     name: str  # title of the column in the table of scores
-    mode: str  # how encoders are scored: finetune, probe, tags, heads, pairs or context
+    mode: str  # how encoders are scored: finetune, probe, tags, heads, pairs, context or detection
     metric: str  # name of the score, such as "accuracy"
     digest: str  # digest of the data and of how they are used; part of the identity of a score
     at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
     scores_trigrams = False  # whether a model without states can be scored
+    is_task = True  # whether the score counts in the average of a checkpoint
+
+    def applies_to(self, objective: ObjectiveConfig) -> bool:
+        """Return whether runs with this objective can be scored; the others have no score in the column."""
+        return True
 
     @abc.abstractmethod
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+    def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Score an encoder, for example by fine-tuning a copy of it on a task; the encoder itself is not changed.
 
-        Raises UserError if the encoder cannot be scored, for example because it has no pretraining head.
+        `load_generator` reads the generator of the same checkpoint. Raises UserError if the encoder cannot be scored,
+        for example because it has no pretraining head.
         """
 
     def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
@@ -97,7 +92,7 @@ class TaskMeasure(Measure):
         )
 
     @override
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+    def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
 
         The results on single items, and their error, are those of the seed whose score is next to the median. The
@@ -145,7 +140,7 @@ class BuiltInPairsMeasure(Measure):
         self.digest = f"{MINIMAL_PAIRS} {pairs_per_kind}"
 
     @override
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+    def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
         scores = score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress)
         return _of_pair_scores(self.name, scores)
@@ -172,7 +167,7 @@ class PairFilesMeasure(Measure):
         self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "readout": "word"})
 
     @override
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+    def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
         scores = score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress, readout="word")
         return _of_pair_scores(self.name, scores)
@@ -198,7 +193,7 @@ class TreebankMeasure(Measure):
         self.digest = digest_of({"treebank": treebank.sha256, "target": target, "max_train": entry.max_train})
 
     @override
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+    def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the accuracy on the words of the test sentences, at the layer chosen on held-out training data."""
         return probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
 
@@ -221,102 +216,6 @@ def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
         details={score.phenomenon: score.accuracy for score in kind_scores},
         items=ItemResults.of_hits([score.hits for score in kind_scores]),
     )
-
-
-_REPLACED_SHARE = 0.15  # of the tokens of a row: the share that the paper masks
-_SEED = 0  # of the replacements, equal for all runs
-
-
-class ContextMeasure(Measure):
-    """Measure of how well an encoder, without fine-tuning, finds tokens replaced by tokens from other places."""
-
-    name = CONTEXT_AUC
-    mode = "context"
-    metric = "ROC-AUC"
-    scores_trigrams = True
-
-    def __init__(self, heldout: Corpora) -> None:
-        """Read the first rows of a held-out corpus, and replace some of their tokens by tokens of other places.
-
-        There are R rows read, and Q shown rows of S tokens: copies of rows, in which some tokens are replaced.
-        """
-        special = SpecialIds.from_tokens(heldout.tokenizer.special)
-        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
-        context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
-        # Replaced tokens are compared with as many original ones; all other tokens have the label NOT_COMPARED.
-        is_compared_QS = context.label_QS != NOT_COMPARED
-        # Of each compared token: (index of its shown row, position), whether it is replaced, and which row was read.
-        self._places = [(int(row), int(position)) for row, position in np.argwhere(is_compared_QS)]
-        self._is_replaced = context.label_QS[is_compared_QS] == REPLACED
-        self._source_rows = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)[is_compared_QS]
-        self._rows = []
-        for shown_S in context.shown_QS:
-            length = np.flatnonzero(shown_S != special.pad)[-1] + 1
-            self._rows.append(shown_S[:length].tolist())
-        self.digest = digest_of({"rows": self._rows, "places": self._places})
-
-    @override
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the ROC-AUC of replaced against original tokens; the score is None if no two tokens are different."""
-        if not self._is_replaced.any():
-            return self._measured(None, failures=("the held-out rows have no two different tokens",))
-        return self._of_scores(score_places(encoder, self._rows, self._places, device_of_choice(), progress))
-
-    @override
-    def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score each place by the log-probabilities of three tokens: its own and the next two, which depend on it."""
-        values = [model.log_probs(row) for row in self._rows]
-        sums = [values[row][position - 1 : position + 2].sum() for row, position in self._places]
-        return self._of_scores(torch.stack(sums))
-
-    def _of_scores(self, scores: torch.Tensor) -> Measured:
-        replaced_scores = -scores.numpy()
-        auc, standard_error = auc_with_standard_error(replaced_scores, self._is_replaced, self._source_rows)
-        if np.isnan(standard_error):  # it is not known with a single row
-            return self._measured(auc)
-        return self._measured(auc, standard_error=standard_error, items=self._resampled_rows(replaced_scores))
-
-    def _resampled_rows(self, replaced_scores: np.ndarray) -> ItemResults | None:
-        """Return the AUC on bootstrap resamples of the rows; None if one of them has no two kinds of tokens."""
-        places_of_rows = [np.flatnonzero(self._source_rows == row) for row in np.unique(self._source_rows)]
-
-        def auc_of(drawn_rows: np.ndarray) -> float:
-            places = np.concatenate([places_of_rows[row] for row in drawn_rows])
-            return roc_auc(replaced_scores[places], self._is_replaced[places])
-
-        values = resampled(len(places_of_rows), auc_of)
-        return None if np.isnan(values).any() else ItemResults(resamples=values)
-
-    def _measured(
-        self,
-        score: float | None,
-        *,
-        failures: tuple[str, ...] = (),
-        standard_error: float | None = None,
-        items: ItemResults | None = None,
-    ) -> Measured:
-        """Return a result with the name, mode and metric of this measure."""
-        return Measured(
-            task=self.name,
-            mode=self.mode,
-            metric=self.metric,
-            score=score,
-            failures=failures,
-            standard_error=standard_error,
-            items=items,
-        )
-
-
-def _first_rows(corpora: Corpora, num_rows: int) -> np.ndarray:
-    """Return the token ids of the first rows of a corpus, [num_rows, S]; all of its rows if it has fewer."""
-    blocks = []
-    num_missing = num_rows
-    for _, block in rows_of_shards(corpora, range(len(corpora.shards))):
-        blocks.append(block[:num_missing])
-        num_missing -= len(blocks[-1])
-        if num_missing == 0:
-            break
-    return np.concatenate(blocks)
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:

@@ -22,7 +22,7 @@ import datetime
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,35 +116,55 @@ def difference_text(difference: Difference | None) -> str:
     return f"{text} ({', '.join(remarks)})" if remarks else text
 
 
+def difference_title(task: str, other: str, baseline: str) -> str:
+    """Return the title of the differences on a task to the objective `other`, among those to `baseline`."""
+    return task if other == baseline else f"{task} (minus {other})"
+
+
 def difference_rows(
-    scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str, tasks: Sequence[str]
+    scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str, baseline_of: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return a row of texts for each objective but the baseline: its name, then its difference on each task."""
-    rows = []
+    """Return the titles of a table of differences, then a row of texts for each objective but the baseline.
+
+    `baseline_of` maps each task to the objective whose score is subtracted. That is `baseline`, unless it has no score
+    of such a task; the title then names the other objective.
+    """
+    titles = [difference_title(task, other, baseline) for task, other in baseline_of.items()]
+    rows = [[f"minus {baseline}", *titles]]
     for entry in entries:
         if entry == baseline:
             continue
-        texts = [difference_text(paired_difference(scores, entry, baseline, task)) for task in tasks]
+        texts = [
+            "-" if entry == other else difference_text(paired_difference(scores, entry, other, task))
+            for task, other in baseline_of.items()
+        ]
         rows.append([entry, *texts])
     return rows
 
 
-def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> Table:
+def console_differences(rows: Sequence[Sequence[str]]) -> Table:
     """Return the differences to the baseline as a table for the terminal, with a note on the errors below it."""
-    table = Table(f"minus {baseline}", *tasks, title="differences at the end of the runs", caption=REMARK)
-    for row in rows:
+    titles, *rows_of_objectives = rows
+    table = Table(*titles, title="differences at the end of the runs", caption=REMARK)
+    for row in rows_of_objectives:
         table.add_row(*row)
     return table
 
 
-def markdown_differences(title: str, rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> list[str]:
+def markdown_differences(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the differences to the baseline as the lines of a section of compare.md."""
-    lines = [f"## {title}", "", REMARK, ""]
-    lines.append(markdown_row([f"minus {baseline}", *tasks]))
-    lines.append("|---|" + "--:|" * len(tasks))
-    for row in rows:
-        lines.append(markdown_row(row))
-    return [*lines, ""]
+    titles, *rows_of_objectives = rows
+    alignment = "|---|" + "--:|" * (len(titles) - 1)
+    return [
+        f"## {title}",
+        "",
+        REMARK,
+        "",
+        markdown_row(titles),
+        alignment,
+        *(markdown_row(row) for row in rows_of_objectives),
+        "",
+    ]
 
 
 def markdown_row(cells: Sequence[str]) -> str:

@@ -60,7 +60,8 @@ def scores_of(plan: Plan, tasks: Sequence[str], seeds: Sequence[int]) -> list[Ch
 
 
 def results_of(compare: CompareConfig, plan: Plan, scores: list[CheckpointScore], tasks: Sequence[str]) -> Any:
-    measures: Any = [SimpleNamespace(name=task, metric="accuracy", at="all") for task in tasks]
+    common: Any = {"metric": "accuracy", "at": "all", "is_task": True, "applies_to": lambda _: True}
+    measures: Any = [SimpleNamespace(name=task, **common) for task in tasks]
     return ComparisonResults(
         compare=compare,
         plan=plan,

@@ -12,8 +12,8 @@ import torch
 from electra_kernels.operation_types import SpecialIds
 from transformers import ElectraForMaskedLM
 
-from electra_dist.compare import measures
-from electra_dist.compare.measures import ContextMeasure
+from electra_dist.compare import heldout_measures
+from electra_dist.compare.heldout_measures import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
@@ -37,7 +37,7 @@ def heldout(tiny_corpus: Path) -> Corpora:
 
 def original_rows(heldout: Corpora) -> np.ndarray:
     """Return all rows of the held-out corpus as they were before tokens were replaced."""
-    return measures._first_rows(heldout, heldout.num_rows)
+    return heldout_measures._first_rows(heldout, heldout.num_rows)
 
 
 def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
@@ -54,10 +54,10 @@ def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
         return torch.tensor([float(count_of[ids[row][at]]) for row, at in places])
 
     measure = ContextMeasure(heldout)
-    monkeypatch.setattr(measures, "score_places", by_origin)
-    assert measure.score(encoder, print).score == 1.0
-    monkeypatch.setattr(measures, "score_places", by_frequency)
-    measured = measure.score(encoder, print)
+    monkeypatch.setattr(heldout_measures, "score_places", by_origin)
+    assert measure.score(encoder, lambda: encoder, print).score == 1.0
+    monkeypatch.setattr(heldout_measures, "score_places", by_frequency)
+    measured = measure.score(encoder, lambda: encoder, print)
     assert measured.score == pytest.approx(0.5, abs=1e-12)
     assert measured.standard_error is not None
     assert measured.standard_error > 0

@@ -83,8 +83,15 @@ def test_only_seeds_with_both_scores_count_and_a_single_seed_has_no_seed_error()
     assert difference.test_error is None
     assert difference_text(difference) == "+16.0"
     assert paired_difference(scores, "rtd", "random", "tags") is None
-    assert difference_rows(scores, ["rtd", "mlm"], "mlm", ["tags", "heads"]) == [["rtd", "+16.0", "-"]]
-    assert "| minus mlm | tags |" in markdown_differences("Differences", [["rtd", "+16.0"]], "mlm", ["tags"])
+    rows = difference_rows(scores, ["rtd", "mlm"], "mlm", {"tags": "mlm", "heads": "mlm"})
+    assert rows == [["minus mlm", "tags", "heads"], ["rtd", "+16.0", "-"]]
+    assert "| minus mlm | tags | heads |" in markdown_differences("Differences", rows)
+    other_baseline = difference_rows(scores, ["rtd", "mlm"], "random", {"heads": "random", "tags": "mlm"})
+    assert other_baseline == [
+        ["minus random", "heads", "tags (minus mlm)"],
+        ["rtd", "-", "+16.0"],
+        ["mlm", "-", "-"],
+    ]
 
 
 @pytest.mark.parametrize(

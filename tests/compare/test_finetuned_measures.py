@@ -41,7 +41,7 @@ def test_a_fine_tuned_tagger_has_the_median_of_its_seeds_and_the_results_of_the_
     singles = [finetune_task(encoder, task, settings, seed, torch.device("cpu")) for seed in range(3)]
 
     entry = TaskEntry(how="finetune", task="tagging", seeds=3)
-    measured = TaskMeasure("tags", task, entry, settings).score(encoder, lambda *_: None)
+    measured = TaskMeasure("tags", task, entry, settings).score(encoder, lambda: encoder, lambda *_: None)
 
     middle = sorted(singles, key=lambda single: single.score or 0.0)[1]
     assert measured.score == middle.score

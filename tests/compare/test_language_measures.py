@@ -16,6 +16,7 @@ from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune import word_probes
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.hf import TowerName
 
 
 def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:
@@ -24,9 +25,9 @@ def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:
     return ""
 
 
-def load_initial_weights(spec: str, step: int | None = None) -> Pretrained:
+def load_initial_weights(spec: str, tower: TowerName = "discriminator", step: int | None = None) -> Pretrained:
     """Return the initial weights of a run in place of its checkpoint."""
-    return load_pretrained(spec if step is None else f"random:{spec}.yaml")
+    return load_pretrained(spec if step is None else f"random:{spec}.yaml", tower)
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def test_all_measures_are_scored_paired_and_judged(
         minimal_pairs=[str(data / "order")],
         minimal_pairs_per_kind=10,
         criterion=criterion,
+        detection=True,
         tasks={
             "tags": {"how": "tags", "data": str(data)},
             "heads": {"how": "heads", "data": str(data)},
@@ -91,9 +93,21 @@ def test_all_measures_are_scored_paired_and_judged(
     page = (tmp_path / "out" / "compare.md").read_text()
     assert "* Criterion: Tags are better." in page
     assert "before the first score." in page
-    assert "| minus mlm | heads | tags | words | order | context-auc |" in page
+    assert "| minus mlm | heads | tags | words | order | context-auc | detection (minus rtd) |" in page
     mlm_row = next(line for line in page.splitlines() if line.startswith("| mlm |"))
-    assert mlm_row.split(" | ")[-2] != "-"  # the context AUC; the last column is the average
+    *_, of_context, of_detection, average = mlm_row.strip("| ").split(" | ")
+    assert of_context != "-"
+    assert (of_detection, average != "-") == ("-", True)  # mlm has no discriminator; the average needs none
+    assert {entry for entry, _, task in score_of if task == "detection"} == {"random", "rtd"}
+    assert "objectives without both have no score (-)" in page
+    pairs = page[page.index("| objective | pairs | margin | accuracy_token | accuracy_word |") :].split("\n\n")[0]
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[2:] for line in pairs.splitlines()[2:]}
+    assert list(rows) == ["random initialisation", "trigram model", "rtd", "mlm"]
+    assert rows["rtd"][1:] == ["-", "-"]  # the readouts of words are those of a masked language model
+    scores_of_mlm = [score_of["mlm", seed, "order"] for seed in (1, 2)]
+    for place, key in enumerate(["margin", "accuracy_token", "accuracy_word"]):
+        mean = sum(score["metrics"][key] for score in scores_of_mlm) / 2
+        assert rows["mlm"][place] == f"{mean:.3f}"
 
 
 def test_missing_data_are_named_with_their_key(make_comparison: Callable[..., Path], data: Path) -> None:

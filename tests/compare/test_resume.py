@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.run_records import EVAL
 
 from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
+from electra_dist.compare.heldout_measures import ContextMeasure
+from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER
 from electra_dist.compare.measures import TaskMeasure
 from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import GLUE, TextSpec
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.run.records import encode
 
 MakeComparison = Callable[..., Path]
 
@@ -40,9 +44,9 @@ class FakePretraining:
         self.interrupt_at = -1  # number of events after which the next one raises KeyboardInterrupt; -1: never
         real_score = TaskMeasure.score
 
-        def score(measure: TaskMeasure, encoder: Pretrained, progress: Any) -> Any:
+        def score(measure: TaskMeasure, encoder: Pretrained, *others: Any) -> Any:
             self._record(f"{encoder.name} {measure.name}")
-            return real_score(measure, encoder, progress)
+            return real_score(measure, encoder, *others)
 
         monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
         monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
@@ -129,6 +133,53 @@ def test_interrupts_between_runs_and_between_scores_change_neither_the_work_nor_
     assert pretraining.events == expected_events  # a finished comparison has nothing left to do
     assert {score["entry"] for score in expected_results["scores"]} == {"random", "trigram", "rtd", "mlm"}
     assert (out / "compare.png").exists()
+    assert "## Differences of the mean over the last 2 checkpoints" in (out / "compare.md").read_text()
+
+
+@pytest.mark.sample
+def test_interrupts_while_learning_rates_are_tried_repeat_no_short_run_and_choose_the_same(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every event is interrupted once: trigrams, each short run, the initial weights, the runs and their scores."""
+    loss_of = {0.001: 5.0, 0.002: 4.0}  # a lower loss, a higher context AUC
+    rates = list(loss_of)
+    file = make_comparison(
+        objectives=[{"name": "rtd", "lr": rates}, {"name": "mlm", "lr": rates}], evaluate_at=[1.0], steps=40
+    )
+    pretraining = FakePretraining(monkeypatch)
+    real_trigrams = ContextMeasure.score_trigrams
+
+    def pretrain(cell: Cell, ranks: int, pause: Any) -> str:
+        failure = pretraining.pretrain(cell, ranks, pause)
+        if SEARCH_FOLDER in Path(cell.config.run_dir).parts:
+            loss = loss_of[cell.config.optimizer.lr]
+            record = EVAL.model_copy(update={"step": 4, "mlm_loss": loss, "context_auc": 1 / loss})
+            Path(cell.config.run_dir).mkdir(parents=True, exist_ok=True)
+            (Path(cell.config.run_dir) / "metrics.jsonl").write_bytes(encode(record))
+        return failure
+
+    def score_trigrams(*arguments: Any) -> Any:
+        pretraining._record("trigrams")
+        return real_trigrams(*arguments)
+
+    monkeypatch.setattr(pretraining_runs, "pretrain", pretrain)
+    monkeypatch.setattr(ContextMeasure, "score_trigrams", score_trigrams)
+
+    expected_events = ["trigrams"]
+    expected_events += [f"{objective}-lr{rate:g}-seed1" for objective in ("rtd", "mlm") for rate in rates]
+    expected_events += [f"rtd-seed1 at 0 {task}" for task in ("fewer", "words")]
+    for run in make_plan(load_section(file, CompareConfig), file).cells:
+        expected_events += [run.name, *(f"{run.name} at {run.marks[-1]} {task}" for task in ("fewer", "words"))]
+    for num_events in range(len(expected_events)):
+        pretraining.interrupt_at = num_events
+        with pytest.raises(KeyboardInterrupt):
+            compare(file)
+    assert compare(file)
+
+    assert pretraining.events == expected_events
+    chosen = [(choice["entry"], choice["chosen"]) for choice in results(tmp_path / "out")["learning_rates"]]
+    assert chosen == [("rtd", 0.002), ("mlm", 0.002)]
+    assert len((tmp_path / "out" / RATES_FILE).read_text().splitlines()) == 2
 
 
 def test_a_failed_run_is_reported_its_checkpoints_are_scored_and_the_next_start_repeats_it(

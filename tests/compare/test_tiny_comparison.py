@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import make_plan
+from electra_dist.compare.comparison_plan import Plan, make_plan
+from electra_dist.compare.learning_rates import RateSearch
 from electra_dist.config.load import load_config, load_section
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -52,20 +53,55 @@ def test_the_two_temperatures_are_compared_in_runs_of_equal_length() -> None:
     assert {cell.config.log.eval_every_steps for cell in plan.cells} == {200}
 
 
-def test_the_four_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_their_names_say() -> None:
-    file = CONFIGS / "compare_worth.yaml"
+def worth(name: str, num_objectives: int | None = None) -> tuple[CompareConfig, Plan]:
+    """Return a comparison in configs/ and its runs, of its first objectives only."""
+    file = CONFIGS / name
     compare = load_section(file, CompareConfig)
-    plan = make_plan(compare, file)
+    compare = compare.model_copy(update={"objectives": compare.objectives[:num_objectives]})
+    return compare, make_plan(compare, file)
+
+
+def runs_of(compare: CompareConfig, plan: Plan) -> dict[str, str]:
+    """Return the identity of each run of a comparison, the short ones among them, by its name."""
+    search = RateSearch(compare, CONFIGS / "any.yaml").plan
+    assert search is not None
+    return {cell.name: cell.config.identity_sha256() for cell in (*search.cells, *plan.cells)}
+
+
+def test_arms_that_are_added_behind_others_change_no_run_of_these() -> None:
+    everything = runs_of(*worth("compare_worth.yaml"))
+    for num_objectives in (2, 4):
+        fewer = runs_of(*worth("compare_worth.yaml", num_objectives))
+        assert len(fewer) == num_objectives * (3 + 3)  # learning rates and seeds
+        assert fewer.items() <= everything.items()
+
+
+def test_the_comparison_of_an_evening_makes_runs_of_the_whole_one() -> None:
+    evening = runs_of(*worth("compare_worth_evening.yaml"))
+
+    assert set(evening) == {
+        *(f"{objective}-lr{rate}-seed1" for objective in ("rtd", "mlm") for rate in ("0.0005", "0.001", "0.002")),
+        "rtd-seed1",
+        "mlm-seed1",
+    }
+    assert evening.items() <= runs_of(*worth("compare_worth.yaml")).items()
+
+
+def test_the_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_their_names_say() -> None:
+    compare, plan = worth("compare_worth.yaml")
     base = load_config(CONFIGS / "compare_worth_base.yaml")
 
     assert all(len(entry.lr) >= 3 for entry in compare.objectives)
-    rtd, mlm, falling, joint = (cell.config for cell in plan.cells[:4])
+    rtd, mlm, falling, joint, rtd_muon, mlm_muon = (cell.config for cell in plan.cells[:6])
     assert rtd.objective == base.objective
     assert (rtd.objective.temperature, rtd.objective.mask_prob) == (1.0, 0.2)
     assert mlm.objective == base.objective.model_copy(update={"name": "mlm"})
     assert falling.objective.model_copy(update={"mask_prob": 0.2}) == mlm.objective
     assert joint.objective == base.objective.model_copy(update={"discriminator_mlm_weight": 1.0})
     assert joint.model == base.model.model_copy(update={"sharing": "gdes"})
+    for by_muon, by_adamw in ((rtd_muon, rtd), (mlm_muon, mlm)):
+        assert by_muon.optimizer == by_adamw.optimizer.model_copy(update={"name": "muon"})
+        assert (by_muon.objective, by_muon.model) == (by_adamw.objective, by_adamw.model)
     for cell in plan.cells:
         assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
         assert cell.config.model.architecture == "modern"
