@@ -153,7 +153,9 @@ def test_the_second_head_of_joint_mlm_is_exported_as_a_model_that_fills_masks(
     layout = derive(ids, special)
     mask = SdpaMask(attention_bias(layout, torch.float32))
     with torch.no_grad():
-        states = towers.discriminator(towers.embed_discriminator(ids, layout), mask, DropoutKeys.off(ids))
+        states = towers.discriminator(
+            getattr(towers, "discriminator_embeddings", towers.embeddings)(ids, layout), mask, DropoutKeys.off(ids)
+        )
         logits = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
     best = logits[0, 3].softmax(-1).topk(3)
     assert [one["token"] for one in predicted] == best.indices.tolist()
