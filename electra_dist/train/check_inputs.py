@@ -22,12 +22,18 @@ from electra_dist.corpus.build_report import (
     remarks_on_unknown_tokens,
     unknown_tokens_of_report,
 )
-from electra_dist.data.corpora import Corpora, check_corpus_fits, describe_tokenizer, open_corpora
+from electra_dist.data.corpora import (
+    Corpora,
+    check_corpus_fits,
+    describe_tokenizer,
+    open_corpora,
+    with_corpus_vocabulary,
+)
 from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
 from electra_dist.engine.engine import check_precision
 from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.pretrained.weights import check_generator_vocabulary, check_source
+from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, with_generator_digest
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -97,6 +103,17 @@ def check_inputs(
     if not from_scratch:
         check_recorded_inputs(Path(config.run_dir), inputs.heldout_digest)
     return inputs
+
+
+def with_facts_of_inputs(config: Config, patience: Patience | None = None) -> tuple[Config, list[str]]:
+    """Return the config with what its inputs decide, and log lines about it; `check_inputs` takes such a config.
+
+    The corpus decides the size of the vocabulary, and a frozen generator's weights the digest of the generator.
+    """
+    config, notes = with_corpus_vocabulary(config, patience)
+    if config.objective.generator == "frozen":
+        config = with_generator_digest(config, patience=patience)
+    return config, notes
 
 
 def open_training_corpora(config: Config, patience: Patience | None = None) -> Corpora:

@@ -30,7 +30,6 @@ from electra_dist.checkpoint.restore import set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
-from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_micro_batch
@@ -44,7 +43,7 @@ from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.weights import load_recorded_source, read_frozen_generator, with_generator_digest
+from electra_dist.pretrained.weights import load_recorded_source, read_frozen_generator
 from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,
@@ -58,7 +57,7 @@ from electra_dist.run.process_table import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
-from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora
+from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora, with_facts_of_inputs
 from electra_dist.train.guard import SkipList
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
@@ -94,10 +93,8 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = config.for_ranks(place.world_size)
     try:
-        config, vocabulary_notes = with_corpus_vocabulary(config, patience)
-        notes += vocabulary_notes
-        if config.objective.generator == "frozen":
-            config = with_generator_digest(config, patience=patience)
+        config, notes_on_inputs = with_facts_of_inputs(config, patience)
+        notes += notes_on_inputs
         inputs = check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience=patience)
     except StorageLost as error:
         if place.rank == 0:

@@ -9,12 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from support.small_models import frozen_weights
 
 from electra_dist.compare import pretraining_runs
+from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
 from electra_dist.compare.pretraining_runs import pretrain
-from electra_dist.config.load import load_section
+from electra_dist.config.load import load_config, load_section
+from electra_dist.pretrained.export import export_tower
+from electra_dist.run.folder import begin_run_folder
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.train.check_inputs import check_inputs, with_facts_of_inputs
 
 
 @pytest.fixture
@@ -110,3 +117,24 @@ def test_an_error_that_an_earlier_start_has_written_to_the_log_is_not_reported_a
     failure = pretrain(cell, 1, lambda: None)
 
     assert failure.startswith(f"the run ended with exit code 1: {reported}; read ")
+
+
+def test_a_comparison_whose_generator_is_frozen_recognises_its_runs(
+    make_comparison: Callable[..., Path], tiny_corpus: Path, tmp_path: Path
+) -> None:
+    """The identity of such a run holds the digest of the generator's weights, which no config file names."""
+    file = make_comparison(objectives=["rtd", "rtd_masked_only"])
+    base = yaml.safe_load((tmp_path / "base.yaml").read_text())
+    base["objective"] = {**base.get("objective", {}), "generator": "frozen"}
+    base["train"]["init_generator_from"] = str(tmp_path / "generator")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    config = load_config(tmp_path / "base.yaml", [])
+    vocabulary = Vocabulary.read(tiny_corpus / "vocab.txt")
+    export_tower(frozen_weights(config.model), config.model, "generator", vocabulary, True, tmp_path / "generator")
+    cell = make_plan(load_section(file, CompareConfig), file).cells[0]
+    config, _ = with_facts_of_inputs(cell.config)
+    inputs = check_inputs(config, 1)
+    tokenizer = inputs.corpora.tokenizer.model_dump_json()
+    begin_run_folder(config, inputs.identity, tokenizer, vocabulary.text.encode(), {})
+
+    Comparison(load_section(file, CompareConfig), file, None)
