@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from electra_dist.run.metrics import StepRecord
+from electra_dist.run.metrics import EvalRecord, StepRecord
 
 GUESSED_REPLACED = "guessed_replaced"  # share of the replaced tokens that a random guess finds
 CONSTANT_GUESS_LOSS = "constant_guess_loss"  # loss of the best guess that is the same for every token
@@ -171,6 +171,20 @@ def guessed_replaced(record: StepRecord) -> float:
     rightly_called = replaced * record.replaced_accuracy
     wrongly_called = (1 - replaced) * (1 - record.original_accuracy)
     return rightly_called + wrongly_called
+
+
+def guessed_by_recall(evaluation: EvalRecord) -> float:
+    """Return the share of all tokens that the discriminator called replaced in an evaluation, as `guessed_replaced`.
+
+    NaN if precision, recall and accuracy do not determine it: if all or none of its decisions were right.
+    """
+    precision, recall = evaluation.precision, evaluation.recall
+    # With f the share of replaced tokens, wrong decisions are f * (1 - recall) of all tokens, which were missed, and
+    # f * recall * (1 - precision) / precision, which were falsely called. Rightly called are f * recall.
+    wrong_per_called = precision * (1 - recall) + recall * (1 - precision)  # times f / precision, all wrong decisions
+    if not wrong_per_called > 0:
+        return math.nan
+    return recall * (1 - evaluation.accuracy) / wrong_per_called
 
 
 def constant_guess_loss(replaced_fraction: float) -> float:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from electra_dist.report.pages import Tile, percent
-from electra_dist.report.panels import constant_guess_loss, guessed_replaced
+from electra_dist.report.panels import constant_guess_loss, guessed_by_recall, guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.goodput import Goodput
 from electra_dist.run.metrics import EvalRecord, StepRecord
@@ -79,11 +79,21 @@ def _training_losses(metrics: MetricsHistory) -> list[Tile]:
 
 
 def _found_figures(metrics: MetricsHistory) -> list[Tile]:
+    """Return the share of replaced tokens found in the newest evaluation or, without one, in the newest 20 records."""
+    if metrics.evals:
+        last = metrics.evals[-1]
+        if not math.isfinite(last.recall):
+            return []  # the objective detects no replaced tokens
+        return [("Replaced tokens found, held out", percent(last.recall), _guess_remark(guessed_by_recall(last)))]
     if metrics.newest is None:
         return []
     guess = statistics.fmean(guessed_replaced(record) for record in metrics.recent)
-    remark = f"a random guess finds {percent(guess)}" if math.isfinite(guess) else "in training"
-    return [("Replaced tokens found", percent(mean(metrics.recent, "replaced_accuracy")), remark)]
+    remark = f"mean of {len(metrics.recent)} records{_guess_remark(guess, '; ')}"
+    return [("Replaced tokens found, training", percent(mean(metrics.recent, "replaced_accuracy")), remark)]
+
+
+def _guess_remark(guess: float, separator: str = "") -> str:
+    return f"{separator}a random guess finds {percent(guess)}" if math.isfinite(guess) else ""
 
 
 def _speed_figures(metrics: MetricsHistory) -> list[Tile]:

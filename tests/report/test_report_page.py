@@ -22,7 +22,7 @@ from electra_launcher.cli.main import app
 from electra_launcher.pretrain import _write_report
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.run_records import STEP
+from support.run_records import EVAL, STEP
 from typer.testing import CliRunner
 
 from electra_dist.config.load import dump_yaml, load_config
@@ -30,7 +30,7 @@ from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts
 from electra_dist.report.curve_points import RunCurves, columns_of, smooth_curve, smoothed, thinned
 from electra_dist.report.curves import draw_panel, write_curves_png
-from electra_dist.report.panels import PANELS, baselines
+from electra_dist.report.panels import PANELS, baselines, guessed_by_recall
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
@@ -163,12 +163,13 @@ def test_eight_tiles_show_what_matters_and_a_table_shows_the_other_figures(run_d
         "ROC-AUC, held out",
         "RTD loss, held out",
         "MLM loss, held out",
-        "Replaced tokens found",
+        "Replaced tokens found, held out",
         "Tokens seen",
         "Tokens per second",
         "Goodput",
     ]
     text = parsed_page(page).text
+    assert "40.2 %" in text and "38.1 %" not in text  # the recall of the evaluation, not the accuracy in training
     further = text[text.index("Further figures") :]
     for name in ("RTD loss, training", "Original tokens kept", "Waiting for data", "Discriminator", "Energy"):
         assert name in further, name
@@ -338,6 +339,15 @@ def test_baselines_are_what_guesses_reach_on_random_labels():
 
     assert guesses["guessed_replaced"] == pytest.approx(guess[is_replaced].mean(), abs=0.005)
     assert guesses["constant_guess_loss"] == pytest.approx(min(losses), abs=1e-4)
+    evaluation = EVAL.model_copy(
+        update={
+            "accuracy": (is_replaced == called_replaced).mean(),
+            "precision": is_replaced[called_replaced].mean(),
+            "recall": called_replaced[is_replaced].mean(),
+        }
+    )
+    assert guessed_by_recall(evaluation) == pytest.approx(called_replaced.mean(), abs=1e-9)
+    assert np.isnan(guessed_by_recall(EVAL.model_copy(update={"precision": 0.0, "recall": 0.0})))
     without_replaced = baselines(record.model_copy(update={"replaced_fraction": 0.0}))
     assert np.isnan(without_replaced["guessed_replaced"])
 
