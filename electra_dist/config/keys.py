@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -9,6 +11,45 @@ from pydantic.fields import FieldInfo
 
 Tree = dict[str, Any]
 _ELEMENTS: dict[Any, str] = {tuple: "[]", dict: ".*"}  # how a key names any element of a list or a mapping
+# Name in Hugging Face's Trainer or google-research/electra -> key of a run, key of fine-tuning. A key of one
+# kind only stands alone.
+NAMES_ELSEWHERE = {
+    "adam_beta1": ("optimizer.beta1", "beta1"),
+    "adam_beta2": ("optimizer.beta2", "beta2"),
+    "adam_epsilon": ("optimizer.eps", "eps"),
+    "batch": ("train.global_batch", "batch"),
+    "batch_size": ("train.global_batch", "batch"),
+    "bf16": ("train.precision",),
+    "eval_steps": ("log.eval_every_steps",),
+    "fp16": ("train.precision",),
+    "gradient_accumulation_steps": ("train.global_batch",),
+    "gradient_checkpointing": ("engine.activation_checkpointing",),
+    "layerwise_lr_decay": ("layer_decay",),
+    "learning_rate": ("optimizer.lr", "lr"),
+    "logging_steps": ("log.every_steps",),
+    "max_grad_norm": ("optimizer.clip_norm", "clip_norm"),
+    "max_len": ("data.seq_len", "max_length"),
+    "max_length": ("data.seq_len", "max_length"),
+    "max_position_embeddings": ("model.max_positions",),
+    "max_seq_len": ("data.seq_len", "max_length"),
+    "max_seq_length": ("data.seq_len", "max_length"),
+    "max_steps": ("train.num_steps",),
+    "mlm_probability": ("objective.mask_prob",),
+    "num_epochs": ("train.num_steps", "epochs"),
+    "num_train_epochs": ("train.num_steps", "epochs"),
+    "num_train_steps": ("train.num_steps",),
+    "output_dir": ("run_dir",),
+    "per_device_train_batch_size": ("train.micro_batch", "batch"),
+    "save_steps": ("checkpoint.every_steps",),
+    "save_total_limit": ("checkpoint.keep_last",),
+    "seq_len": ("data.seq_len", "max_length"),
+    "seq_length": ("data.seq_len", "max_length"),
+    "steps": ("train.num_steps",),
+    "train_batch_size": ("train.global_batch", "batch"),
+    "warmup": ("optimizer.warmup_steps", "warmup_fraction"),
+    "warmup_ratio": ("optimizer.warmup_steps", "warmup_fraction"),
+    "warmup_steps": ("optimizer.warmup_steps", "warmup_fraction"),
+}
 
 
 def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -26,6 +67,24 @@ def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
             place = key + _ELEMENTS.get(get_origin(field.annotation), "")
             found |= {f"{place}.{inner_key}": inner_field for inner_key, inner_field in fields(section).items()}
     return found
+
+
+def nearest_key(section: str, name: str, known: Collection[str]) -> str | None:
+    """Return the key of `known` that is probably meant by `name` in `section` ("": none); None if there is none.
+
+    It is the key that has this role under another tool's name, the only key of this name outside of inner sections, or
+    a key of the same section with a similar name.
+    """
+    for key in NAMES_ELSEWHERE.get(name, ()):
+        if key in known:
+            return key
+    same_name = [key for key in known if key.endswith(f".{name}") and not set(key) & {"[", "*"}]
+    outer = [key for key in same_name if key.count(".") == 1]
+    if len(outer) == 1:
+        return outer[0]
+    names = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"{section}.{similar[0]}".removeprefix(".") if similar else None
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:

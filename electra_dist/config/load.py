@@ -13,7 +13,6 @@ Limits: this module must not import torch, because commands on a login node load
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from electra_dist.config.config import Config
-from electra_dist.config.keys import Tree, fields, flattened
+from electra_dist.config.keys import Tree, fields, flattened, nearest_key
 from electra_dist.config.schedule import NUMBER_TAG, SCHEDULE_TAG
 from electra_dist.config.secrets import without_secret_arguments, without_secrets
 from electra_dist.config.sections.base import Section
@@ -118,14 +117,17 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message about an unknown key, with the key of a similar name or all keys of its section."""
+    """Return the message about an unknown key, with the key that is probably meant or all keys of its section."""
     unknown = ".".join(location)
     section, _, name = _general_key(root, location).rpartition(".")
     valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    nearest = nearest_key(section, name, fields(root))
     message = f"unknown key `{unknown}`"
     if nearest:
-        return f"{message}; did you mean `{'.'.join([*location[:-1], nearest[0]])}`?"
+        nearest_section, _, nearest_name = nearest.rpartition(".")
+        if nearest_section == section:  # it is named as the user wrote it, with the number of an element
+            nearest = ".".join([*location[:-1], nearest_name])
+        return f"{message}; did you mean `{nearest}`?"
     if valid:
         return f"{message}; remove it or use one of {', '.join(valid)}"
     return f"{message}; remove it"
@@ -300,9 +302,10 @@ def read_yaml(path: Path) -> Tree:
     except yaml.YAMLError as error:
         raise UserError(_explain_yaml_error(path, error)) from None
     if not isinstance(tree, dict):
+        found = "the file is empty" if tree is None else f"found a value of type {type(tree).__name__}"
         raise UserError(
-            f"{path}: expected sections such as `train:`, found {type(tree).__name__}; write the keys of a config "
-            f"(configs/ has examples)"
+            f"{path}: expected sections such as `train:`, but {found}; write the keys of a config (configs/ has "
+            "examples)"
         )
     return tree
 

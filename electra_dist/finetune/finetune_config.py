@@ -15,7 +15,6 @@ those of Hugging Face's models (`head`).
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from electra_dist.config import NonNegative, Positive, Probability, Section
+from electra_dist.config.keys import nearest_key
 from electra_dist.config.load import parse_yaml
 from electra_dist.errors import UserError
 
@@ -210,11 +210,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not equals:
         raise UserError(f"--set {text}: expected key=value; write it as in --set lr=3e-4")
     if key not in FinetuneConfig.model_fields:
-        similar_keys = difflib.get_close_matches(key, FinetuneConfig.model_fields, n=1, cutoff=0.5)
-        if similar_keys:
-            hint = f"did you mean `{similar_keys[0]}`?"
-        else:
-            hint = f"use one of {', '.join(FinetuneConfig.model_fields)}"
+        nearest = nearest_key("", key, FinetuneConfig.model_fields)
+        hint = f"did you mean `{nearest}`?" if nearest else f"use one of {', '.join(FinetuneConfig.model_fields)}"
         raise UserError(f"--set {text}: unknown key `{key}`; {hint}")
     try:
         parsed = parse_yaml(value)

@@ -37,6 +37,12 @@ def test_shipped_files_resolve_and_read_back_equal(path: Path) -> None:
     [
         ("train.micro_bacth=3", ["unknown key `train.micro_bacth`", "did you mean `train.micro_batch`"]),
         ("trian.micro_batch=3", ["unknown key `trian`", "did you mean `train`"]),
+        ("lr=1e-4", ["unknown key `lr`", "did you mean `optimizer.lr`"]),
+        ("train.lr=1e-4", ["unknown key `train.lr`", "did you mean `optimizer.lr`"]),
+        ("learning_rate=1e-4", ["did you mean `optimizer.lr`"]),
+        ("batch_size=4", ["did you mean `train.global_batch`"]),
+        ("train.max_steps=4", ["did you mean `train.num_steps`"]),
+        ("name=rtd", ["unknown key `name`", "use one of run_dir, seed, model"]),  # two sections have this key
         ("objective.mask_prob=25", ["objective.mask_prob", "less than 1", "25", "0.25 means 25 %"]),
         ("train.micro_batch=many", ["train.micro_batch", "valid integer", "many"]),
         ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 16"]),
@@ -60,7 +66,8 @@ def test_mistakes_name_the_file(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     for text, words in [
         ("run_dir: [", ["broken.yaml:", "not valid YAML"]),
-        ("- a\n- b\n", ["expected sections"]),
+        ("- a\n- b\n", ["expected sections", "but found a value of type list"]),
+        ("# nothing\n", ["expected sections", "but the file is empty"]),
         ("extends: nowhere.yaml\n", ["broken.yaml", "extends", "there is no file", "nowhere.yaml"]),
         ("extends: [defaults.yaml]\n", ["broken.yaml", "extends", "['defaults.yaml']"]),
         ("run_dir: x\n", ["missing key `model`"]),

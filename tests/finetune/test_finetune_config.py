@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from electra_dist.config import Config
+from electra_dist.config.keys import NAMES_ELSEWHERE, fields
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
 
@@ -43,10 +45,20 @@ def test_the_identity_has_all_settings_on_which_results_depend() -> None:
     assert set(FinetuneConfig().identity({"max_length"})) == {"max_length"}
 
 
+def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
+    known = {*fields(Config), *FinetuneConfig.model_fields}
+
+    for name, keys in NAMES_ELSEWHERE.items():
+        assert known.issuperset(keys), name
+
+
 @pytest.mark.parametrize(
     ("override", "expected_message"),
     [
         ("lrr=1", "unknown key `lrr`; did you mean `lr`"),
+        ("learning_rate=1", "unknown key `learning_rate`; did you mean `lr`"),
+        ("per_device_train_batch_size=1", "did you mean `batch`"),
+        ("warmup_steps=1", "did you mean `warmup_fraction`"),
         ("lr=-1", "greater than 0"),
         ("lr", "expected key=value"),
         ("max_length=900", "more than the 512 positions of the model"),
