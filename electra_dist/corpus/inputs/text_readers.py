@@ -111,13 +111,14 @@ class DocumentStream:
         Arrow file, or in a table that the user gave by its name.
         """
         for position, file in enumerate(self._files, self._first_file):
+            if not file.size:
+                continue  # the search has counted it as left out
             try:
                 for number, document in enumerate(self._documents_of_file(file)):
                     document.file = position
                     document.number = number
                     yield document
-                if file.size:  # the search has counted an empty file
-                    self.counts.add_file(file.name, file.source, file.size)
+                self.counts.add_file(file.name, file.source, file.size)
             except NoTextColumn as error:
                 self._skip_table(file, error)
             except DAMAGED_FILE_ERRORS as error:
@@ -140,6 +141,9 @@ class DocumentStream:
         """Yield the documents of all members with texts; count tables without the text column as left out."""
         archive = ArchiveReader(name, self._text_field, self.counts)
         for member in archive.members(stream, file_format):
+            if not member.data:
+                archive.skip("empty_file", member.name)
+                continue
             try:
                 yield from self._documents_of_member(member)
             except NoTextColumn:

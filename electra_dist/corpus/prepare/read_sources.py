@@ -177,6 +177,8 @@ def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Rea
     """Yield the pages of an HTML or WARC file in order; raise UserError if it is damaged or cut off."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
+    if not file.size:
+        return  # the search has counted it as left out
     try:
         with local_path(file, endpoint_url) as path, open_regular(path) as raw:
             stream = decompressed(raw, kind.compression)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from electra_dist.corpus.inputs import json_values
+from electra_dist.corpus.inputs.file_kinds import FORMATS
 from electra_dist.corpus.inputs.find_inputs import find_inputs, num_with_content, search_inputs
 from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
@@ -178,17 +180,33 @@ def test_the_error_for_a_table_without_a_row_of_names_is_short_and_on_one_line(t
     assert len(str(error.value)) < 600
 
 
-def test_a_file_without_a_byte_is_counted_as_left_out(tmp_path: Path) -> None:
-    for name in ("a.jsonl.gz", "b.txt", "c.json", "d.csv"):
+def test_a_file_without_a_byte_is_counted_as_left_out_and_not_read(tmp_path: Path) -> None:
+    names = sorted(f"empty{ending}" for ending in (*FORMATS, ".txt.gz", ".jsonl.zst", ".tar.xz"))
+    for name in names:
         (tmp_path / name).touch()
+    (tmp_path / "good.txt").write_text("one")
 
     found = search_inputs([tmp_path])
     stream = DocumentStream(found.files)
 
-    assert list(stream) == []
-    assert found.skipped.skipped_names == {"empty_file": ["a.jsonl.gz", "b.txt", "c.json", "d.csv"]}
-    assert num_with_content(found.files) == 0
-    assert not stream.counts.files
+    assert [document.data for document in stream] == [b"one"]
+    assert found.skipped.skipped_names == {"empty_file": names}
+    assert num_with_content(found.files) == 1
+    assert stream.counts.files == {".txt": {"files": 1, "bytes": 3}}
+
+
+def test_members_of_an_archive_without_a_byte_are_counted_as_left_out_and_not_read(tmp_path: Path) -> None:
+    members = [f"empty{number}{ending}" for number, ending in enumerate(FORMATS) if ending not in (".tar", ".zip")]
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in members:
+            archive.writestr(name, b"")
+        archive.writestr("good.txt", b"one")
+
+    stream = DocumentStream(find_inputs([tmp_path]))
+
+    assert [document.data for document in stream] == [b"one"]
+    assert stream.counts.skipped_names == {"empty_file": [f"a.zip: {name}" for name in members]}
+    assert stream.counts.members == {".txt": 1}
 
 
 def test_a_markdown_file_is_one_document(tmp_path: Path) -> None:
