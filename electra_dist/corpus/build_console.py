@@ -240,7 +240,8 @@ def remarks(report: BuildReport) -> list[str]:
     if not report.documents_heldout:
         lines.append(
             "no document is held out, so a run has nothing to be evaluated on, unless data.heldout names another "
-            "corpus; raise corpus.heldout_fraction (more for few documents), and build again into another folder"
+            "corpus; raise corpus.heldout_fraction (more for few documents), and build again into another folder, or "
+            "train without evaluation: --set data.heldout=null"
         )
     return lines
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections import Counter
 from typing import Annotated, Any, Literal
 
@@ -168,9 +169,11 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     next_step = "restore corpus.json or build the corpus again"
     manifest = find_document((store, MANIFEST_KEY), CorpusManifest, next_step, ManifestMismatch)
     if manifest is None:
+        is_relative = "://" not in url and not os.path.isabs(url)
+        place = f" (relative to the current folder, {os.getcwd()})" if is_relative else ""
         raise StoreMissing(
             f"{url}: no finished corpus; build it with `electra-dist corpus build --input TEXT --config CONFIG "
-            f"--output {store.url}`, or correct {key}"
+            f"--output {store.url}`, or correct {key}{place}"
         )
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")

@@ -29,10 +29,10 @@ from electra_dist.data.corpora import (
     open_corpora,
     with_corpus_vocabulary,
 )
-from electra_dist.data.manifest import CorpusManifest, read_corpus_vocabulary, read_manifest
+from electra_dist.data.manifest import CorpusManifest, heldout_of, read_corpus_vocabulary, read_manifest
 from electra_dist.engine.engine import check_precision
 from electra_dist.engine.optimizer import choose_implementation
-from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, with_generator_digest
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.interface import Store
@@ -151,7 +151,15 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
 def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -> Corpora:
     """Open the held-out corpus; raise ManifestMismatch if its tokenizer is not that of the training corpus."""
     assert config.data.heldout
-    heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size, patience)
+    try:
+        heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size, patience)
+    except StoreMissing:
+        if config.data.heldout != heldout_of(config.data.corpus):
+            raise
+        raise StoreMissing(  # a build makes both corpora, so the advice to build this one would be wrong
+            f"data.heldout {config.data.heldout}: {config.data.corpus} has no held-out rows; build the corpus again "
+            "with a higher corpus.heldout_fraction, or train without evaluation: --set data.heldout=null"
+        ) from None
     tokenizer = describe_tokenizer(heldout.tokenizer)
     training_tokenizer = describe_tokenizer(corpora.tokenizer)
     if tokenizer != training_tokenizer:

@@ -124,6 +124,7 @@ def test_a_changed_number_in_the_records_of_a_build_is_refused(half_built: Build
 
 CHANGED_SETTINGS = [  # settings of a second build, and the key that its error must name
     ({"seq_len": 32}, "seq_len"),
+    ({"seq_len": 32, "shard_size_mb": 4.0}, "seq_len"),  # not the bytes of a chunk, which follow from those of a shard
     ({"seed": 4}, "seed"),
     ({"packing": "none"}, "packing"),
     ({"lowercase": False}, "lowercase"),

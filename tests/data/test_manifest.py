@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,9 @@ def test_missing_manifest_and_one_that_is_not_json_are_refused(tmp_path: Path) -
     store = open_store(str(tmp_path))
     with pytest.raises(StoreMissing, match=r"no finished corpus.*electra-dist corpus build"):
         read_manifest(store)
+    place = re.escape(f"correct data.corpus (relative to the current folder, {os.getcwd()})")
+    with pytest.raises(StoreMissing, match=place):
+        read_manifest(open_store("no/corpus"))
     for garbage in (b"{", b"\xff\xfe", b""):
         store.write("corpus.json", garbage)
         with pytest.raises(ManifestMismatch, match="not JSON"):

@@ -66,6 +66,18 @@ def test_mistake_in_config_or_corpus_is_refused_in_one_line(
     assert_refused(one_rank(tiny_config(), *overrides), tmp_path / "run", *words)
 
 
+def test_a_corpus_without_held_out_rows_is_no_reason_to_evaluate_on_its_training_text(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(str(corpus), [20])
+    config = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", str(corpus))
+
+    done = one_rank(config)
+
+    words = [f"{corpus} has no held-out rows", "corpus.heldout_fraction", "--set data.heldout=null"]
+    assert_refused(done, tmp_path / "run", *words)
+    assert "corpus build --input" not in done.stderr
+
+
 def test_a_vocabulary_that_the_corpus_does_not_name_is_refused(tmp_path: Path) -> None:
     write_corpus(str(tmp_path / "corpus"), [20])
     config = write_tiny_config(

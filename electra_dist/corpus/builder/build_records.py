@@ -369,8 +369,12 @@ class BuildRecords:
 
     def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
         """Raise ManifestMismatch if a given parameter differs from the stored one, or is not stored."""
-        given = json.loads(canonical_json(given))
-        difference = first_difference({key: stored.get(key) for key in given}, given)
+        values = json.loads(canonical_json(given))
+        # Only a user who has set nothing else sees chunk_bytes, which follows from corpus.shard_size_mb.
+        names = sorted(given, key=lambda name: name == "chunk_bytes")
+        difference = first_difference(
+            {name: stored.get(name) for name in names}, {name: values[name] for name in names}
+        )
         if difference is not None:
             key, stored_value, value = difference
             raise ManifestMismatch(

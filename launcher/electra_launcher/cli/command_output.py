@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
+
 from electra_dist.console import Console
+from electra_dist.errors import EXIT_STOPPED
 from electra_dist.escapes import printable
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
@@ -121,6 +125,16 @@ def progress_bar(out: Console) -> Iterator[Callable[[str, int, int], None]]:
             bar.update(bar_id, completed=done, total=total)
 
         yield report
+
+
+@contextmanager
+def resumable(kept: str) -> Iterator[None]:
+    """On Ctrl-C within the `with` block, print how to go on and what is `kept`, and end with exit code 75."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; run the same command again to go on; {kept}", file=sys.stderr)
+        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def tracked(shards: Iterable[int], activity: str) -> Iterator[int]:

@@ -51,14 +51,16 @@ def test_build_trains_a_vocabulary_and_a_second_build_does_nothing(config: Path,
     command = ["build", "--input", text, "--output", tmp_path / "corpus", "--config", config, "--workers", 1]
     output = run(*command)
     assert "training a vocabulary of 120 entries" in output
-    assert "built; 1 shards" in output
+    assert "built; 1 shard\n" in output
     assert "documents in" in output
+    assert f"vocabulary {tmp_path / 'corpus/vocab.txt'}\n" in output
+    assert output.splitlines()[-1].startswith(f"next: electra-dist train {config} --set data.corpus={tmp_path}/corpus")
     manifest = json.loads((tmp_path / "corpus/corpus.json").read_text())
     assert manifest["tokenizer"]["vocab_size"] == 120
     again = run(*command)
     assert "already built, nothing to do" in again
-    assert output.splitlines()[-1] == again.splitlines()[-1]
-    assert output.splitlines()[-1].startswith("fingerprint ")
+    assert output.splitlines()[-3:] == again.splitlines()[-3:]
+    assert output.splitlines()[-3].startswith("fingerprint ")
 
 
 def test_build_reports_what_it_reads_and_leaves_out_and_info_shows_it_again(
@@ -86,7 +88,7 @@ def test_build_reports_what_it_reads_and_leaves_out_and_info_shows_it_again(
         assert [line for line in output.splitlines() if line.startswith("left out")] == remarks
         assert "read: .md" in output
         assert "wiki" in output
-        assert lines[-1] in output, "the fingerprint"
+        assert lines[-3] in output, "the fingerprint"
 
 
 def test_info_of_an_indexed_corpus_has_no_report_and_of_an_unfinished_one_is_an_error(
@@ -102,7 +104,7 @@ def test_info_of_an_indexed_corpus_has_no_report_and_of_an_unfinished_one_is_an_
     shown = run("info", tmp_path / "c")
 
     assert "no report of the inputs" in shown
-    assert "1 shards" in shown
+    assert "1 shard" in shown
 
 
 def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
@@ -114,7 +116,7 @@ def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
         "build", "--input", text, "--output", tmp_path / "c", "--config", config, "--vocab", vocab, "--workers", 1,
         "--set", "corpus.packing=none",
     )  # fmt: skip
-    assert "built; 1 shards" in output
+    assert "built; 1 shard\n" in output
     assert (tmp_path / "c/vocab.txt").read_bytes() == vocab.read_bytes()
     with pytest.raises(UserError, match=r"120 entries, more than model\.vocab_size \(119\)"):
         run(
@@ -144,7 +146,7 @@ def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_bui
     (tmp_path / "theirs.tar").rename(tmp_path / "theirs/a.tar")
     output = run("index", tmp_path / "theirs", "--vocab", tmp_path / "ours/vocab.txt")
     ours, theirs = (json.loads((tmp_path / name / "corpus.json").read_text()) for name in ("ours", "theirs"))
-    assert "1 shards" in output
+    assert "1 shard" in output
     assert theirs["totals"]["tokens"] == ours["totals"]["tokens"]
     assert theirs["tokenizer"] == ours["tokenizer"]
 

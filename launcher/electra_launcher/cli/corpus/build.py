@@ -6,6 +6,7 @@ A corpus is a folder or S3 prefix with rows of token ids, which are split into t
 from __future__ import annotations
 
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +15,15 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.command_output import open_console, tracked
+from electra_launcher.cli.command_output import open_console, resumable, tracked
 from electra_launcher.cli.options import Corpus, EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
+    from electra_dist.config import Config
     from electra_dist.corpus.build_report import BuildReport
     from electra_dist.corpus.builder.join_parts import JoinedCorpus
 
+_KEPT = "inputs that were read and shards that were written are kept"  # of a build that is interrupted
 _DEFAULT_STATS = Path("corpus_stats.html")
 
 Inputs = Annotated[
@@ -117,9 +120,15 @@ def build(
         prepared=find_preparations(inputs, settings.data.endpoint_url),
     )
     if chosen_part is None:
-        _print_result(output, build_corpus(request, BuildConsole(console)), console)
+        with resumable(_KEPT):
+            result = build_corpus(request, BuildConsole(console))
+        _print_result(output, result, console)
+        if vocab is None:
+            console.print(f"vocabulary {output.rstrip('/')}/{VOCAB_FILE}", soft_wrap=True)
+        console.print(f"next: {_train_command(config, settings, output, result)}", soft_wrap=True)
         return
-    resumed_shards = build_part(request, chosen_part, BuildConsole(console))
+    with resumable(_KEPT):
+        resumed_shards = build_part(request, chosen_part, BuildConsole(console))
     if resumed_shards is None:
         console.print(f"{output}: already built, nothing to do", soft_wrap=True)
     else:
@@ -152,15 +161,27 @@ def merge(
     _print_result(corpus, result, open_console(soft_wrap=False))
 
 
+def _train_command(config: Path, settings: Config, output: str, result: JoinedCorpus) -> str:
+    """Return the command that trains the run of a config on a corpus that was built."""
+    from electra_dist.data.manifest import heldout_of
+
+    command = ["electra-dist", "train", str(config)]
+    if settings.data.corpus.rstrip("/") != output.rstrip("/"):
+        command += ["--set", f"data.corpus={output}"]
+    if settings.data.heldout == heldout_of(settings.data.corpus) and result.heldout is None:
+        command += ["--set", "data.heldout=null"]
+    return shlex.join(command)
+
+
 def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
     """Print counts, build report and fingerprint of a finished corpus, and whether it was built by an earlier call."""
-    from electra_dist.corpus.build_console import summary
+    from electra_dist.corpus.build_console import plural, summary
 
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
     _print_report(result.report, console)
-    console.print(f"{output}: {_outcome(result)}; {len(manifest.shards)} shards", soft_wrap=True)
+    console.print(f"{output}: {_outcome(result)}; {plural(len(manifest.shards), 'shard')}", soft_wrap=True)
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
 
@@ -168,7 +189,8 @@ def _outcome(result: JoinedCorpus) -> str:
     if result.was_there:
         return "already built, nothing to do"
     if result.resumed_shards:
-        return f"built ({result.resumed_shards} shards were finished before)"
+        number = "1 shard was" if result.resumed_shards == 1 else f"{result.resumed_shards:,} shards were"
+        return f"built ({number} finished before)"
     return "built"
 
 
@@ -193,7 +215,7 @@ def info(
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
-    from electra_dist.corpus.build_console import summary
+    from electra_dist.corpus.build_console import plural, summary
     from electra_dist.corpus.build_report import read_report
     from electra_dist.data.manifest import heldout_of, read_manifest
     from electra_dist.store.open_store import open_store
@@ -208,7 +230,7 @@ def info(
         console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
     _print_report(read_report(store), console)
     console.print(
-        f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
+        f"{corpus}: {plural(len(manifest.shards), 'shard')}, {manifest.num_rows:,} rows of {manifest.seq_len}, "
         f"{manifest.num_tokens:,} tokens, vocabulary of {manifest.tokenizer.vocab_size}",
         soft_wrap=True,
     )
@@ -233,12 +255,13 @@ def index(
 
     store, vocabulary = open_store(corpus, endpoint_url), Vocabulary.read(vocab)
 
+    from electra_dist.corpus.build_console import plural
     from electra_dist.corpus.index_shards import index_corpus
 
     manifest = index_corpus(store, vocabulary, lowercase=not cased)
     console = open_console()
     console.print(
-        f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
+        f"{corpus}: {plural(len(manifest.shards), 'shard')}, {manifest.num_rows:,} rows of {manifest.seq_len}, "
         f"{manifest.num_tokens:,} tokens"
     )
     console.print(f"fingerprint {manifest.fingerprint}")
