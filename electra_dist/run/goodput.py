@@ -71,7 +71,8 @@ class Goodput:
     def described(self) -> str:
         """Return one line, such as "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost"."""
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
-        return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
+        starts = "1 start" if self.starts == 1 else f"{self.starts:,} starts"
+        return f"{', '.join(parts)}; {starts}, {self.steps_lost:,} steps lost"
 
 
 def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Goodput:

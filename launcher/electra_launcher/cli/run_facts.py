@@ -167,6 +167,12 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
         return run / CONFIG_FILE
     if newest_script and newest_script.with_suffix(".yaml").exists():
         return newest_script.with_suffix(".yaml")
+    failure = newest_failure(read_failures(run))
+    if failure is not None:
+        raise UserError(
+            f"{run}: the first start was refused before it recorded a config: {failure.account}: {failure.line}; "
+            f"correct this and start again; more: electra-dist why {shlex.quote(str(run))}"
+        )
     raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
 
 

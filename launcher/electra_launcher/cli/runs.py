@@ -5,6 +5,7 @@ Modules that a command needs are imported when it runs, so that `--help` answers
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,12 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
     if not (ledger or failures or is_run_folder(run) or (run / SLURM_DIR).is_dir()):
         raise UserError(f"{run}: not a run folder, because it has no config.yaml; give the run_dir of a run")
     known = account_of_end(run, ledger, failures)
+    if known["state"] in ("stopped", "done") and known["class"] is None:
+        from electra_launcher.cli.run_facts import facts, gather
+
+        # In the way in which the run was started: by hand or by Slurm. The account needs no config that can be read.
+        with contextlib.suppress(UserError):
+            known["next"] = facts(gather(run))["next"]
     if as_json:
         print_json(known)
         return

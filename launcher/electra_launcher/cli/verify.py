@@ -120,7 +120,9 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: C
     """Print the number of receipts, the skipped steps, and the verdict: how often rows were used, or the deviation."""
     last = result.last
     assert last is not None
-    out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
+    num_starts = _num_starts(run)
+    starts = "1 start" if num_starts == 1 else f"{num_starts:,} starts"
+    out.print(f"{run}: {result.num_marks:,} receipts checked, {starts}, step {last.step:,}")
     skipped_steps = [step for step in expected.skipped if step < last.step]
     if skipped_steps:
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))

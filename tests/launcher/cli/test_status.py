@@ -41,6 +41,18 @@ WAITING = QueuedJob(job="8", state="PENDING", reason="Resources", nodes="")
 HELD = QueuedJob(job="7", state="PENDING", reason="launch failed requeued held", nodes="")
 
 
+def test_a_folder_that_a_refused_first_start_left_names_the_refusal(tmp_path: Path) -> None:
+    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 0, "error": "refused"}
+    record_failure(tmp_path, 0, Failure(**fields, line="corpus/corpus.json: no finished corpus"), {})
+
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+
+    assert isinstance(result.exception, UserError)
+    message = str(result.exception)
+    assert f"{tmp_path}: the first start was refused" in message and "no finished corpus" in message
+    assert f"electra-dist why {tmp_path}" in message and "not a run folder" not in message
+
+
 @pytest.fixture
 def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A submitted run of 20 steps that is at step 12 with checkpoint 10; `queue` sets what Slurm answers."""

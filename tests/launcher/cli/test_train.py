@@ -124,6 +124,7 @@ def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one
     assert "stopped (stop: interrupted (Ctrl-C)" in status, status
     why = CliRunner().invoke(app, ["why", str(run)]).output
     assert "interrupted (Ctrl-C)" in why and "SIGTERM" not in why, why
+    assert why.endswith(f"next:\n    electra-dist train {run}\n"), why
 
     done = subprocess.run([*TRAIN, str(run)], capture_output=True, text=True, timeout=300)
 
