@@ -145,7 +145,7 @@ def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column)
         texts.label.append(line.name(label).strip())
         texts.line.append(number)
     if not texts.a:
-        column_names = ", ".join(map(str, columns))
+        column_names = ", ".join(dict.fromkeys(map(str, columns)))  # without labels, the label's column is the text's
         raise UserError(f"{file}: no examples; add at least one line with all columns ({column_names})")
     return texts._replace(skipped=skipped)
 

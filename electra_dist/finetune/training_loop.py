@@ -172,9 +172,9 @@ def fit(
 
     The loss is the mean over the last tenth of the steps, rounded down, but at least one step. The model is left in
     training mode; the state of torch's global generator is the same afterwards as before. `num_layers` is the number
-    of the encoder's layers. `progress` is called every 16 steps, and after the last, with ("train", steps done, steps
-    in total). Raises Diverged if the loss became NaN or infinite; it is checked every 16 steps only, because each
-    check waits for the device.
+    of the encoder's layers. `progress` is called every 16 steps, and after the last, with a text that names epochs and
+    examples, the steps done and the steps in total. Raises Diverged if the loss became NaN or infinite; it is checked
+    every 16 steps only, because each check waits for the device.
 
     With the setting `early_stopping`, `score` is called after each epoch, with the model in evaluation mode, and the
     model ends with the weights of the highest score, the first of equal ones.
@@ -183,6 +183,8 @@ def fit(
     steps_per_epoch = max(1, len(examples.ids) // settings.batch)
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
+    epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
+    activity = f"train for {epochs} of {len(examples.ids):,} examples, steps of {settings.batch}"
     optimizer = layerwise_adamw(model, num_layers, settings)
     endless_rows = row_sequence(len(examples.ids), seed)
     losses: list[torch.Tensor] = []  # one scalar per step, on the device
@@ -202,7 +204,7 @@ def fit(
             is_last = step == num_steps - 1
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
-                progress("train", step + 1, num_steps)
+                progress(activity, step + 1, num_steps)
             if best is not None and ((step + 1) % steps_per_epoch == 0 or is_last):
                 _check_finite(losses)
                 best.update()

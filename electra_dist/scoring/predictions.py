@@ -15,6 +15,8 @@ import csv
 import hashlib
 import io
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +32,7 @@ from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
 from electra_dist.finetune.text_task import LabelTargets, encode_texts, text_metrics, text_outputs
 from electra_dist.finetune.word_files import read_words
+from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.tables import TABLE_SUFFIXES, JsonLine, Table, read_table, split_lines
@@ -71,6 +74,12 @@ class TunedModel:
         """Read the settings in a model's folder; in an output folder of fine-tuning, those of its best seed."""
         if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
             folder = folder / "best"
+        if is_run_folder(folder) and not (folder / "config.json").exists():
+            name = shlex.quote(str(folder))
+            raise UserError(
+                f"{folder}: a pretrained run, which knows no task; tune it first: electra-dist finetune "
+                f"--model {name} --data TEXTS.csv --output tuned"
+            )
         self.folder = folder
         self.config = _read_json(folder / "config.json")
         architecture = str((self.config.get("architectures") or [""])[0])
@@ -139,7 +148,12 @@ def open_predictions(
     used if the file has it; otherwise the column of the text is searched for.
     """
     notes, predict = _open(model, file, text_a, text_b, label, delimiter)
-    return lambda progress: predict(progress)._replace(notes=notes)
+
+    def with_notes(progress: Progress) -> Predictions:
+        predictions = predict(progress)
+        return predictions._replace(notes=[*notes, *predictions.notes])
+
+    return with_notes
 
 
 def _open(
@@ -290,7 +304,17 @@ def _predict_texts(
         objects.append({**one, "probabilities": probabilities} if targets.labels else one)
         rows.append({**one, **{f"p({name})": value for name, value in probabilities.items()}})
     metrics = {} if target_N1 is None else text_metrics(targets, output_NL[labelled], target_N1)
-    return Predictions(objects, rows, metrics)
+    num_cut = _num_cut(texts, ids, encoder, settings.max_length)
+    notes = [f"{num_cut:,} of {len(ids):,} texts were cut to {settings.max_length} tokens"] if num_cut else []
+    return Predictions(objects, rows, metrics, notes)
+
+
+def _num_cut(texts: Texts, ids: Sequence[Sequence[int]], encoder: Pretrained, max_length: int) -> int:
+    """Return how many texts have more tokens than their rows of token ids; only nearly full rows are examined."""
+    full = [index for index, row in enumerate(ids) if len(row) >= max_length - 1]
+    second = None if texts.b is None else [texts.b[index] for index in full]
+    whole = encode_texts([texts.a[index] for index in full], second, encoder.tokenizer, encoder.special, sys.maxsize)
+    return sum(len(row) > len(ids[index]) for index, row in zip(full, whole, strict=True))
 
 
 def _predict_tags(

@@ -286,13 +286,30 @@ def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_w
     assert float(rows[0]["p(animal)"]) == objects[0]["probabilities"]["animal"]
     assert "accuracy" in written.output and "p.tsv: 40 predictions" in written.output
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     for model, data, message in (
         (tmp_path / "best", "other.csv", "no column is clearly the text; name one of a, b with --text-a"),
         (tmp_path / "best", "nowhere.csv", "nowhere.csv: no such file"),
+        (tmp_path / "best", "empty.txt", r"empty.txt: no examples; add at least one line with all columns \(text\)"),
+        (tmp_path / "run", "other.csv", "run: a pretrained run, .* electra-dist finetune --model .*run --data"),
         (tmp_path / "nowhere", "other.csv", "no such file; name the folder of a tuned model"),
     ):
         with pytest.raises(UserError, match=message):
             open_predictions(TunedModel(model), tmp_path / data)
+
+
+def test_texts_that_were_cut_are_counted_and_those_that_just_fit_are_not(encoder: Pretrained, tmp_path: Path) -> None:
+    write_texts(tmp_path / "train.csv", 0, 40)
+    tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv")
+    fits = "dog " * (SETTINGS.max_length - 2)  # beside [CLS] and [SEP]
+    assert len(encoder.tokenizer.encode([fits])[0]) == SETTINGS.max_length - 2
+    (tmp_path / "texts.txt").write_text(f"{fits}\n{fits} dog\ndog\n{fits * 3}\n")
+
+    predictions = open_predictions(TunedModel(tmp_path), tmp_path / "texts.txt")(lambda *_: None)
+
+    assert f"2 of 4 texts were cut to {SETTINGS.max_length} tokens" in predictions.notes
 
 
 def test_the_commands_at_the_top_of_the_page_run(

@@ -5,6 +5,7 @@ Modules that the command needs are imported when it runs, so that `--help` answe
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -125,7 +126,9 @@ def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: in
         out.print(f"  model card     {card}")
     out.print("next:")
     discriminator = exported.folders["discriminator"]
-    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained({str(discriminator)!r}))"
+    # JSON puts the path in double quotes, which a shell takes as they are between single ones.
+    path = json.dumps(str(discriminator))
+    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained({path}))"
     out.print(f"  python -c {shlex.quote(load_model)}")
     out.print(f"  electra-dist finetune --model {shlex.quote(str(discriminator))} --data TEXTS.csv --output tuned")
 

@@ -16,7 +16,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_launcher.cli.command_output import open_console, progress_bar, write_json
+from electra_launcher.cli.command_output import open_console, progress_bar, resumable, write_json
 from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def finetune(
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     if device.type == "cpu":
         _advise_on_threads(out, parallel)
-    with progress_bar(Console(stderr=True)) as progress:
+    kept = "seeds whose result was printed are kept, the others begin again"
+    with resumable(kept), progress_bar(Console(stderr=True)) as progress:
         processes = SeedProcesses(
             parallel,
             ModelRequest(spec=located, tower=tower.value, vocab=vocab, step=step),
@@ -258,8 +259,8 @@ def predict(
     model: Annotated[
         str,
         typer.Argument(
-            help="folder of a tuned model, such as tuned/best, or of one for a task in transformers, or ORG/NAME of "
-            "one on the Hub"
+            help="the --output of finetune, whose best seed is used, the folder of a tuned model, such as "
+            "tuned/seed-0, or of one for a task in transformers, or ORG/NAME of one on the Hub"
         ),
     ],
     file: Annotated[
@@ -282,7 +283,8 @@ def predict(
     """Write what a tuned model predicts for new texts, words or questions, and score it where there are labels.
 
     The predictions are classes with their probabilities, numbers, tags with their spans, or answers with their places
-    in the passage. Those for the development data are the ones that `finetune` has written.
+    in the passage; `index` is the row of FILE, from 0. Those for the development data are the ones that `finetune`
+    has written.
     """
     from electra_dist.hub import model_folder
     from electra_dist.scoring.predictions import TunedModel, open_predictions

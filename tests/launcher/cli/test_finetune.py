@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
+from electra_dist.finetune import run_seeds
 from electra_dist.pretrained.encoder import Pretrained
 
 
@@ -106,6 +107,21 @@ def test_a_wrong_command_gives_an_error_of_one_line(tmp_path: Path, arguments: l
     assert message in str(result.exception) and "\n" not in str(result.exception)
 
 
+def test_ctrl_c_says_how_to_go_on_and_what_is_kept(
+    model_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_seeds, "run_all", interrupted)
+    (tmp_path / "train.csv").write_text("text,label\n" + "a b,x\nb a,y\n" * 20)
+
+    result = CliRunner().invoke(app, ["finetune", *model_arguments, "--data", str(tmp_path / "train.csv")])
+
+    assert result.exit_code == 75
+    assert "interrupted; run the same command again to go on; seeds whose result was printed are kept" in result.stderr
+
+
 def test_a_file_of_base64_is_named_before_training_and_before_prediction(
     model_arguments: list[str], tmp_path: Path
 ) -> None:
@@ -133,7 +149,7 @@ def test_progress_is_a_line_on_stderr_where_no_terminal_shows_a_bar(
     arguments = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path), "--seeds", "2"]
     arguments += ["--set", "epochs=8", "--output", str(tmp_path / "out"), "--parallel", parallel]
     tuned = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    what = "train: 2 of 2" if parallel == "1" else "seeds: 2 of 2"
+    what = "steps of 32: 2 of 2" if parallel == "1" else "seeds: 2 of 2"
     assert what in tuned.stderr and what not in tuned.stdout
     (tmp_path / "new.csv").write_text("sentence1,sentence2\nthe dog saw,the bird\n")
     command = ["predict", str(tmp_path / "out" / "best"), str(tmp_path / "new.csv")]
