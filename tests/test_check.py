@@ -99,12 +99,13 @@ def test_the_files_of_the_fast_set_exist() -> None:
 @pytest.mark.parametrize(
     ("codes", "ran", "expected"),
     [
-        ({"a": 0, "b": 0}, ["a", "b"], 0),
-        ({"a": 1, "b": 0}, ["a", "b"], 1),
-        ({"a": NO_TESTS, "b": NO_TESTS}, ["a", "b", FAST[0]], 0),
+        ({}, ["c", "a", "b"], 0),
+        ({"a": 1}, ["c", "a"], 1),
+        ({"c": 1}, ["c"], 1),
+        (dict.fromkeys("abc", NO_TESTS), ["c", "a", "b", FAST[0]], 0),
     ],
 )
-def test_near_files_run_before_those_beside_them_and_the_fast_set_where_nothing_ran(
+def test_the_nearest_files_run_first_until_one_fails_and_the_fast_set_where_nothing_ran(
     monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], ran: list[str], expected: int
 ) -> None:
     calls: list[str] = []
@@ -114,8 +115,15 @@ def test_near_files_run_before_those_beside_them_and_the_fast_set_where_nothing_
         return codes.get(files[0], 0)
 
     monkeypatch.setattr(check, "run_tests", run)
-    assert run_nearest_first({"b": 2, "a": 1}, 60.0) == expected
+    assert run_nearest_first({"b": 2, "a": 1, "c": 0}, 60.0) == expected
     assert calls == ran
+
+
+def test_a_changed_test_file_runs_however_little_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, float]] = []
+    monkeypatch.setattr(check, "run_tests", lambda files, seconds: calls.append((files[0], seconds)) or 0)
+    assert run_nearest_first({"c": 0, "a": 1}, 0.0) == 0
+    assert calls == [("c", check.LONGEST_CHANGED_S)]
 
 
 class _Tests:

@@ -258,7 +258,7 @@ def gpu_branch() -> Iterator[list[Launch]]:
         """Take the place of `JITFunction.run`: check the arguments and record the launch."""
         launches.append(_checked_launch(kernel, args, grid, options))
 
-    def take_triton(backend: str, device: str) -> str:
+    def take_triton(backend: str, device: str, *, in_cuda_library: bool = True) -> str:
         """Take the place of `backend_choice.resolve`."""
         return "triton"
 

@@ -32,7 +32,7 @@ from electra_dist.corpus.prepare.stages import Stage, make_stages
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.atomic_files import make_folder
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import find_document
+from electra_dist.store.json_file import find_document, first_difference
 from electra_dist.store.open_store import open_store
 
 # Key of a file -> what it is, and where it comes from.
@@ -119,9 +119,12 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
     report = find_document((store, REPORT_FILE), REPORT, next_step)
     if report is None:
         return None
-    if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
+    # A key that is missing in the report counts as null: the release that wrote it may not have had that key.
+    difference = first_difference(report["config"], json.loads(json.dumps(preparation.plan.identity)))
+    if difference is not None:
         raise UserError(
-            f"{store.url}/{REPORT_FILE}: is the result of another preparation; set another `output`, or delete the "
+            f"{store.url}/{REPORT_FILE}: is the result of another preparation ({difference.key} was "
+            f"{json.dumps(difference.old)}, is {json.dumps(difference.new)}); set another `output`, or delete the "
             f"files in this folder"
         )
     return report

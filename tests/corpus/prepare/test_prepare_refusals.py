@@ -202,7 +202,24 @@ def test_another_result_in_the_output_is_refused(write: Write, tmp_path: Path):
     counts = dict.fromkeys(("format", "documents_in", "documents_dropped", "documents_out"), 1)
     other = {**counts, "sources": {}, "dropped": {}, "inputs_skipped": {}, "outputs": [], "config": {}}
     (tmp_path / "out" / "prepare.json").write_text(json.dumps(other))
-    assert "is the result of another preparation; set another `output`" in refusal(write())
+    assert "is the result of another preparation (" in refusal(write())
+
+
+def test_a_result_of_a_release_without_a_key_that_is_not_set_is_complete(write: Write, tmp_path: Path):
+    from electra_dist.corpus.prepare.preparation import check, finished_report
+
+    preparation = check(load_section(write(), PrepareConfig))
+    config = json.loads(json.dumps(preparation.plan.identity))
+    assert config["filters"].pop("drop_pattern") is None
+    counts = dict.fromkeys(("format", "documents_in", "documents_dropped", "documents_out"), 1)
+    report = {**counts, "sources": {}, "dropped": {}, "inputs_skipped": {}, "outputs": [], "config": config}
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "prepare.json").write_text(json.dumps(report))
+    assert finished_report(preparation) == report
+    config["filters"]["drop_pattern"] = "x"
+    (tmp_path / "out" / "prepare.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match=r"another preparation \(filters.drop_pattern was \"x\", is null\)"):
+        finished_report(preparation)
 
 
 def test_a_damaged_input_ends_the_preparation_with_one_line(write: Write, tmp_path: Path):
