@@ -73,7 +73,7 @@ def comparison_page(
         tiles=_tiles(results, runs, failures),
         colors=variables,
         remark=REMARK,
-        forests=_forests(results, variables),
+        tables_of_differences=_difference_tables(results, variables),
         standard_errors=_standard_errors(results),
         head=head,
         rows=[[row[0], *map(unbroken, row[1:])] for row in rows],
@@ -130,51 +130,56 @@ def _standard_errors(results: ComparisonResults) -> float:
     return _STANDARD_ERRORS if criterion is None or not criterion.standard_errors else criterion.standard_errors
 
 
-def _forests(results: ComparisonResults, variables: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the two tables of differences, with bars on an axis each; a table without differences is left out."""
-    forests = [("at the end of the runs", results.differences, True)]
+def _difference_tables(results: ComparisonResults, variables: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the two tables of differences, each with bars on its own axis; one without differences is left out."""
+    tables = [("at the end of the runs", results.differences, True)]
     if results.num_last > 1:
         when = f"of the mean over the last {results.num_last} checkpoints"
-        forests.append((when, results.mean_differences, False))
+        tables.append((when, results.mean_differences, False))
     return [
-        {"title": f"Differences to {results.baseline} {when}", **_forest(results, differences, variables, is_judged)}
-        for when, differences, is_judged in forests
+        {"title": f"Differences to {results.baseline} {when}", **_bars(results, differences, variables, is_judged)}
+        for when, differences, is_judged in tables
         if differences
     ]
 
 
-def _forest(
+def _bars(
     results: ComparisonResults, differences: Sequence[Difference], variables: Mapping[str, str], is_judged: bool
 ) -> dict[str, Any]:
-    """Return the axis of a table of differences, and its bars grouped by measure, each group with its heading."""
-    reach_of = {id(one): _standard_errors(results) * (one.standard_error or 0.0) for one in differences}
-    ends = [one.mean + sign * reach_of[id(one)] for one in differences for sign in (-1, 1)]
-    ticks = MaxNLocator(_NUM_TICKS).tick_values(100 * min(0.0, *ends), 100 * max(0.0, *ends))
-    first, last = float(ticks[0]), float(ticks[-1])
+    """Return the axis of a table of differences, in points, and its bars by measure; positions are in % of the axis."""
+    reach = 100 * _standard_errors(results)
+    low_high = [
+        (100 * difference.mean - reach * error, 100 * difference.mean + reach * error)
+        for difference in differences
+        for error in [difference.standard_error or 0.0]
+    ]
+    ends = [0.0, *(end for both in low_high for end in both)]
+    ticks = [float(tick) for tick in MaxNLocator(_NUM_TICKS).tick_values(min(ends), max(ends))]
 
-    def position(difference: float) -> float:
-        return round(100 * (100 * difference - first) / (last - first), 2)
+    def position(points: float) -> float:
+        return round(100 * (points - ticks[0]) / (ticks[-1] - ticks[0]), 2)
 
-    is_single = len(variables) == 2  # one objective besides the baseline
+    is_single = len(variables) == 2  # one objective besides the baseline, so the measures label the bars
     groups: dict[str, list[_Bar]] = {}
-    for one in differences:
-        low, high = one.mean - reach_of[id(one)], one.mean + reach_of[id(one)]
+    for difference, (low, high) in zip(differences, low_high, strict=True):
+        remarks = [_judgement(results, difference) if is_judged else "", _seeds_text(results, difference)]
         bar = _Bar(
-            label=one.task if is_single else one.entry,
-            color=variables[one.entry],
+            label=difference.task if is_single else difference.entry,
+            color=variables[difference.entry],
             left=position(low),
             width=round(position(high) - position(low), 2),
-            point=position(one.mean),
-            excludes_zero=one.standard_error is not None and low * high > 0,
-            text=difference_text(one),
-            mark=", ".join(filter(None, (_judgement(results, one) if is_judged else "", _seeds_text(results, one)))),
+            point=position(100 * difference.mean),
+            excludes_zero=difference.standard_error is not None and low * high > 0,
+            text=difference_text(difference),
+            mark=", ".join(filter(None, remarks)),
         )
-        title = difference_title(one.task, one.baseline, results.baseline)
-        heading = f"{one.entry} minus {one.baseline}" if is_single else title
+        heading = difference_title(difference.task, difference.baseline, results.baseline)
+        if is_single:
+            heading = f"{difference.entry} minus {difference.baseline}"
         groups.setdefault(heading, []).append(bar)
     return {
         "groups": groups,
-        "ticks": [(position(tick / 100), f"{tick:g}") for tick in ticks],
+        "ticks": [(position(tick), f"{tick:g}") for tick in ticks],
         "zero": position(0.0),
     }
 

@@ -2,8 +2,8 @@
 
 Guarantee: a curve keeps its shape although few of its points are drawn (`curve_points.py`). SVG colors are names of
 CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and
-in dark mode. Text is kept as text. No global state of matplotlib is changed: pyplot is not imported, and no backend is
-chosen.
+in dark mode. Text is kept as text. Global state of matplotlib is restored: pyplot is not imported, and no backend
+is chosen.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class SkipList:
         return len(self.streak) >= max_in_a_row
 
     def roll_back(self, config: Config) -> tuple[int, list[int]]:
-        """Count a return to a checkpoint, skip `streak` and the steps before it, and empty `streak`.
+        """Count a return to a checkpoint, skip `streak`, which must not be empty, and the steps before it; empty it.
 
         Returns the first step to skip, and the streak. Every rank calls this; rank 0 then reports the rollback, and
         after that calls `write`. Raises UserError if the run has gone back `guard.max_rollbacks` times already.

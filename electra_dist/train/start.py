@@ -15,7 +15,7 @@ from electra_dist.train.stop_request import StopRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What one start of a run makes once on this rank, and all its rounds share.
+    """Objects that a start creates once on this rank and that all its rounds share.
 
     A round leads from a restored checkpoint to the last step, a stop, or a rollback, after which another one begins.
     """

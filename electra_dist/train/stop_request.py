@@ -5,7 +5,7 @@ step's all-reduce (`train/step.py`), so that a signal to any one rank stops all 
 checkpoint, and exit code 75.
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
-    INTERRUPT_SIGNAL                     stop        as after Ctrl-C, of which the supervisor tells the ranks so
+    INTERRUPT_SIGNAL                     stop        reported as Ctrl-C, which the supervisor passes on by it
     SIGHUP (the terminal was closed)     stop        unless the run was started with nohup, which ignores it
     RUN/stop                             stop        create it (touch); removed once the run has saved and stops
     RUN/save                             save now    create it (touch); removed when the save begins
@@ -31,12 +31,16 @@ from electra_dist.errors import StoreError
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 from electra_dist.store.atomic_files import read_regular
 
-# Passed on by a supervisor that was interrupted. It is not SIGINT, because a rank that gets SIGINT a second time ends
-# without a save, and if all processes of a job are sent SIGINT, it would. No library in use claims this signal.
+# Passed on by a supervisor that was interrupted. It is not SIGINT, because Ctrl-C often reaches the ranks directly,
+# too, and a second SIGINT ends a rank without a save. No library in use claims this signal.
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 6
 INTERRUPTED = "interrupted (Ctrl-C)"  # the reason of such a stop, and the content of the file `stop` that asks for it
 STOP_SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
     INTERRUPT_SIGNAL,
 )
 _JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds

@@ -190,7 +190,7 @@ def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
     return lines
 
 
-def refuse_nothing_kept(report: PrepareReport, output: str) -> list[str]:
+def lines_of_lost_sources(report: PrepareReport, output: str) -> list[str]:
     """Return a line for each source that has lost all documents, with the steps that dropped them, most first.
 
     Raises UserError with these lines if no document of any source is kept.
@@ -200,8 +200,8 @@ def refuse_nothing_kept(report: PrepareReport, output: str) -> list[str]:
         if source["documents_out"] == 0 and source["documents_in"]:
             drops: Counter[str] = Counter()
             for step, reasons in report["dropped"].items():
-                for reason, number_of_source in reasons.items():
-                    drops[f"{step} ({reason})"] = number_of_source.get(name, 0)
+                for reason, count_of_source in reasons.items():
+                    drops[f"{step} ({reason})"] = count_of_source.get(name, 0)
             steps = ", ".join(f"{step} {number:,}" for step, number in drops.most_common(_NAMED_DROPS) if number)
             lines.append(f"source {name}: none of {source['documents_in']:,} documents is kept; dropped by {steps}")
     if report["documents_out"] == 0:

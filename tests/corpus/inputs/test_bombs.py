@@ -161,7 +161,7 @@ def test_headers_of_a_wet_file_that_are_too_long_or_ask_for_too_much_are_errors(
 
 def test_a_named_pipe_that_takes_the_place_of_an_input_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.touch()
+    path.write_text("a text")
     files = find_inputs([path])
     path.unlink()
     os.mkfifo(path)

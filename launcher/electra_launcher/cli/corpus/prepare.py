@@ -53,7 +53,7 @@ def prepare(
         raise missing_packages("corpus prepare", "corpus")
     from electra_dist.corpus.inputs.find_inputs import num_with_content
     from electra_dist.corpus.prepare import preparation as steps
-    from electra_dist.corpus.prepare.prepare_report import refuse_nothing_kept, remarks_on_shapes
+    from electra_dist.corpus.prepare.prepare_report import lines_of_lost_sources, remarks_on_shapes
 
     out = open_console(soft_wrap=False)
     preparation = steps.check(config)
@@ -78,7 +78,7 @@ def prepare(
         report = steps.finished_report(preparation)
         assert report is not None
     _print_report(report, out)
-    for line in [*refuse_nothing_kept(report, config.output), *remarks_on_shapes(report)]:
+    for line in [*lines_of_lost_sources(report, config.output), *remarks_on_shapes(report)]:
         out.print(line, soft_wrap=True)
     documents = shlex.quote(f"{config.output.rstrip('/')}/documents")
     out.print(f"{config.output}: prepared; next: electra-dist corpus build --input {documents}", soft_wrap=True)
