@@ -146,7 +146,7 @@ def _difference_tables(results: ComparisonResults, variables: Mapping[str, str])
 def _bars(
     results: ComparisonResults, differences: Sequence[Difference], variables: Mapping[str, str], is_judged: bool
 ) -> dict[str, Any]:
-    """Return the axis of a table of differences, in points, and its bars by measure; positions are in % of the axis."""
+    """Return the axis of a table of differences and its bars by measure, with positions in % of the width."""
     reach = 100 * _standard_errors(results)
     low_high = [
         (100 * difference.mean - reach * error, 100 * difference.mean + reach * error)
