@@ -242,9 +242,12 @@ def _owner(seen: Gathered) -> dict[str, Any] | None:
 
 
 def _failure(seen: Gathered) -> dict[str, Any] | None:
-    """Return why the newest failed start has failed; None if the run is finished or no start has failed."""
-    failure = None if seen.state == "finished" else newest_failure(seen.failures)
-    if failure is None:
+    """Return why the newest failed start has failed; None if none has, or if the run has saved or ended since then."""
+    failure = newest_failure(seen.failures)
+    if failure is None or seen.state == "finished":
+        return None
+    progress = ("checkpoint", "stop")
+    if any(event.event in progress and event.unix_s > failure.unix_s for event in seen.ledger):
         return None
     return {**failure.fields(), "account": failure.account, "fault": failure.kind.fault}
 

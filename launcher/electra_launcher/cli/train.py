@@ -7,6 +7,7 @@ ends them at once.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -108,7 +109,14 @@ class _Start(NamedTuple):
         from electra_dist.run.folder import CONFIG_FILE
         from electra_launcher.entry import read_config
 
-        file = file / CONFIG_FILE if file.is_dir() else file
+        if file.is_dir():
+            folder, file = file, file / CONFIG_FILE
+            named = Path(read_config(str(file), overrides)[0].run_dir)
+            is_elsewhere = named.resolve() != folder.resolve()
+            if is_elsewhere and not any(override.startswith("run_dir=") for override in overrides):
+                line = f"{folder} was moved or copied: its config names run_dir {named}; the run goes on in {folder}"
+                print(printable(line), file=sys.stderr)
+                overrides = [*overrides, f"run_dir={json.dumps(str(folder))}"]
         arguments = ["--config", str(file)]
         for override in overrides:
             arguments += ["--set", override]

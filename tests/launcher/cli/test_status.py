@@ -215,8 +215,8 @@ def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Pat
     assert shown(run)[0].endswith(": dead (4 starts in a row)")
 
 
-def test_why_the_newest_start_has_failed_is_shown_until_the_run_is_finished(run: Path):
-    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 3, "error": "device-assert"}
+def test_why_the_newest_start_has_failed_is_shown_until_the_run_saves_again_or_is_finished(run: Path):
+    fields = {"time": event("crash", 60)["time"], "start": "s", "node": "n7", "rank": 3, "error": "device-assert"}
     record_failure(run, 7, Failure(**fields, step=12, repeated=True), {})
     (line,) = [line for line in shown(run) if line.startswith("  failure ")]
     assert line.startswith(
@@ -225,8 +225,9 @@ def test_why_the_newest_start_has_failed_is_shown_until_the_run_is_finished(run:
     assert "code, not node; not restarted a second time" in line and f"electra-dist why {run}" in line
     known = json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["failure"]
     assert (known["rank"], known["fault"], known["repeated"]) == (3, "code", True)
-    ledger(run, event("done", 0, step=20))
-    assert not [line for line in shown(run) if line.startswith("  failure ")]
+    for end in (event("stop", 5, step=15, why="SIGTERM"), event("done", 0, step=20)):
+        ledger(run, end)
+        assert not [line for line in shown(run) if line.startswith("  failure ")]
 
 
 def test_the_reason_of_a_job_is_not_shown_for_a_run_that_was_continued_without_slurm(run: Path):

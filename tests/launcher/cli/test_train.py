@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,8 +90,10 @@ def test_the_command_of_deepspeed_is_shown(
     def shown(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["train", *arguments, "--show-command"])
         assert done.exit_code == 0, done.exception
-        return done.output.strip()
+        warnings.append(done.stderr)
+        return done.stdout.strip()
 
+    warnings: list[str] = []
     module = f"--module electra_launcher.pretrain --config {config}"
     assert shown(config, "--gpus", "3") == f"deepspeed --num_gpus 3 {module}"
     assert (
@@ -100,6 +103,13 @@ def test_the_command_of_deepspeed_is_shown(
     assert shown(config, "--hostfile", "hostfile", "--nodes", "1").startswith(
         "deepspeed --hostfile hostfile --num_nodes 1 "
     )
+    run = tmp_path / "a run"
+    run.mkdir()
+    shutil.copy(config, run / "config.yaml")  # as in a copy of the run folder that the config names
+    assert shown(str(run), "--gpus", "1").endswith(f" --config '{run}/config.yaml' --set 'run_dir=\"{run}\"'")
+    assert "was moved or copied: its config names run_dir" in warnings[-1] and not any(warnings[:-1])
+    assert load_config(run / "config.yaml", [f'run_dir="{run}"']).run_dir == str(run)
+    assert shown(str(run), "--gpus", "1", "--set", "run_dir=other").endswith("--set run_dir=other")
     assert not load_config(config).run_dir.startswith("runs") and not Path(load_config(config).run_dir).exists()
 
 
