@@ -171,7 +171,9 @@ def _open(
         notes = remarks_on_texts(str(file), map(" ".join, words))
         return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
+    has_named_text = text_a is not None
     text_a, text_b, label = _columns_of(model, table, text_a, text_b, label)
+    trained_column = (model.data.get("columns") or {}).get("text_a")
     if label:
         table = _with_empty_labels(table, label)
     texts = texts_of(table, text_a, text_b, label or text_a)
@@ -183,6 +185,11 @@ def _open(
     targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
     labelled = [row for row, name in enumerate(texts.label) if label and name]
     notes = texts.remarks()
+    if is_table and not has_named_text and trained_column not in (None, text_a):
+        notes.append(
+            f"{file}: there is no column `{trained_column}`, so the text is the column `{text_a}`; name another one "
+            f"with --text-a, or the file .txt if it has no header and one text on each line"
+        )
     if labelled and targets.labels and not set(texts.label) & set(targets.labels):
         known = ", ".join(targets.labels[:_SHOWN_LABELS])
         notes.append(f"{file}: no label in `{label}` is one of the model's ({known}), so none is scored")

@@ -165,6 +165,12 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
     result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
     assert result.metrics == {} and "no label in `label` is one of the model's (animal, none)" in result.notes[-1]
 
+    table[["text"]].rename(columns={"text": "message"}).to_csv(tmp_path / "renamed.csv", index=False)
+    chosen = "there is no column `text`, so the text is the column `message`; name another one with --text-a"
+    for columns, is_chosen in (({}, True), ({"text_a": "message"}, False)):
+        result = open_predictions(TunedModel(tmp_path), tmp_path / "renamed.csv", **columns)(lambda *_: None)
+        assert any(chosen in note for note in result.notes) == is_chosen
+
 
 def test_a_model_of_pairs_does_not_predict_from_the_first_texts_alone(encoder: Pretrained, tmp_path: Path) -> None:
     lines = [f"{a},{b},{'same' if a == b else 'other'}" for a in WORDS[:6] for b in WORDS[:6]]
