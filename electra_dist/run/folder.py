@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import time
@@ -173,6 +174,16 @@ def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> No
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
+
+
+def override_of_moved_run(folder: Path, run_dir: str) -> str | None:
+    """Return the override by which a run goes on in `folder`, or None if its config names this folder as `run_dir`.
+
+    They differ after a run folder was moved or copied, or for a relative `run_dir` seen from another working folder.
+    """
+    if Path(run_dir).resolve() == folder.resolve():
+        return None
+    return f"run_dir={json.dumps(str(folder))}"
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:

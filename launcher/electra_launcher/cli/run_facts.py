@@ -19,7 +19,14 @@ from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.failures import Failure, newest_failure, read_failures
-from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
+from electra_dist.run.folder import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SLURM_DIR,
+    STOP_FILE,
+    override_of_moved_run,
+)
 from electra_dist.run.goodput import goodput
 from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
 from electra_dist.run.history import STARTS, Link, RunEvidence, State, links, run_state, since_submission, starts
@@ -384,4 +391,6 @@ def _next_commands(seen: Gathered, nodes_out: Sequence[str]) -> list[str]:
     if len(set(seen.ranks_of_hosts.values())) == 1:
         return [write_hostfile, f"electra-dist train {run} --hostfile {run}/hostfile"]
     program = f"--module electra_launcher.pretrain --config {run}/{CONFIG_FILE}"
+    move = override_of_moved_run(seen.run, seen.config.run_dir)
+    program += f" --set {shlex.quote(move)}" if move else ""
     return [write_hostfile, f"deepspeed --hostfile {run}/hostfile {program}"]

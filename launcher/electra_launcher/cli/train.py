@@ -7,7 +7,6 @@ ends them at once.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -106,17 +105,17 @@ class _Start(NamedTuple):
 
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str], accept_new_numerics: bool) -> _Start:
-        from electra_dist.run.folder import CONFIG_FILE
+        from electra_dist.run.folder import CONFIG_FILE, override_of_moved_run
         from electra_launcher.entry import read_config
 
         if file.is_dir():
             folder, file = file, file / CONFIG_FILE
-            named = Path(read_config(str(file), overrides)[0].run_dir)
-            is_elsewhere = named.resolve() != folder.resolve()
-            if is_elsewhere and not any(override.startswith("run_dir=") for override in overrides):
+            named = read_config(str(file), overrides)[0].run_dir
+            move = override_of_moved_run(folder, named)
+            if move is not None and not any(override.startswith("run_dir=") for override in overrides):
                 line = f"{folder} was moved or copied: its config names run_dir {named}; the run goes on in {folder}"
                 print(printable(line), file=sys.stderr)
-                overrides = [*overrides, f"run_dir={json.dumps(str(folder))}"]
+                overrides = [*overrides, move]
         arguments = ["--config", str(file)]
         for override in overrides:
             arguments += ["--set", override]

@@ -302,6 +302,10 @@ def test_the_command_that_goes_on_starts_as_many_ranks_as_before(
     write_environment(run, world_size, [host for host, num_ranks in hosts.items() for _ in range(num_ranks)])
     assert commands(shown(run)) == [command.format(run=run) for command in expected]
 
+    moved = run.rename(run.with_name("moved"))
+    command = commands(shown(moved))[-1]
+    assert command.startswith("electra-dist train ") or command.endswith(f" --set 'run_dir=\"{moved}\"'")
+
 
 def test_a_node_with_a_strike_is_shown_with_its_reason(run: Path):
     add_strike(run, Strike(time=NOW - 3600, node="n3", device="GPU 2", reason="ECC", by="preflight"))
