@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 
 Tree = dict[str, Any]
 _ELEMENTS: dict[Any, str] = {tuple: "[]", dict: ".*"}  # how a key names any element of a list or a mapping
-# Name in Hugging Face's Trainer or google-research/electra -> key of a run, key of fine-tuning. A key of one
-# kind only stands alone.
+# Name in Hugging Face's Trainer or google-research/electra -> our keys for it: of a run, of fine-tuning, or of both.
 NAMES_ELSEWHERE = {
     "adam_beta1": ("optimizer.beta1", "beta1"),
     "adam_beta2": ("optimizer.beta2", "beta2"),
@@ -70,10 +69,10 @@ def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def nearest_key(section: str, name: str, known: Collection[str]) -> str | None:
-    """Return the key of `known` that is probably meant by `name` in `section` ("": none); None if there is none.
+    """Return the key that somebody who wrote `name` has probably meant; None if no key of `known` is near.
 
-    It is the key that has this role under another tool's name, the only key of this name outside of inner sections, or
-    a key of the same section with a similar name.
+    It is the key for which another tool has this name, the only key of this name outside of inner sections, or a key
+    of `section` ("" for a key without a section) with a similar name.
     """
     for key in NAMES_ELSEWHERE.get(name, ()):
         if key in known:
