@@ -101,7 +101,10 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(file: str, overrides: Sequence[str] = ()) -> tuple[Config, Patience]:
-    """Load a config file, and return it with its patience; if its storage does not respond, wait for that."""
+    """Load a config file; return it, and the `Patience` with which its run waits for storage.
+
+    While the storage of the file itself does not respond, this call waits, too.
+    """
     # Imported here, because the command line, which reads no config for `--help`, should start in a moment.
     from electra_dist.config import ClusterConfig
     from electra_dist.config.load import load_config

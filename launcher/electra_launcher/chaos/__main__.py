@@ -195,7 +195,10 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Make the run with faults; return the result of each fault, and why the drill failed ([] if it passed)."""
+    """Train in `run_dir` under the `planned` faults; return the result of each, and why the drill failed ([]: passed).
+
+    The checkpoints in `reference` tell how large the disk must be that the fault `disk` fills.
+    """
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))

@@ -337,5 +337,4 @@ class Stuck(Exception):
 
 
 def _resumed_step(ledger: Sequence[LedgerEvent]) -> int:
-    """Return the step from which the last started ranks continued, or 0 if there was no checkpoint."""
     return starts(ledger)[-1].first_step

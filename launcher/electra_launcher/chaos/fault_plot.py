@@ -26,7 +26,7 @@ _GROUPS = {
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
-    """Write the figure of `fault_figure` as a PNG on white."""
+    """Draw the losses of both runs and their difference (`fault_figure`) into the PNG `out`."""
     fault_figure(reference, interrupted, hits).savefig(out, dpi=160, facecolor="white")
 
 

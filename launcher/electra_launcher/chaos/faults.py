@@ -49,7 +49,7 @@ class Victim:
 
     @property
     def filled_folder(self) -> Path:
-        """Return the folder whose disk is filled when the drill injects a full disk (`fill_disk`)."""
+        """Return the folder whose disk `fill_disk` fills."""
         return self.disk or self.checkpoints
 
     def pids(self) -> list[int]:
@@ -122,7 +122,7 @@ class Fault:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a function that inflicts a fault: it sends signal `number` to one random rank of a run."""
+    """Return a fault's action that sends signal `number` to one random rank of the run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         ranks = victim.ranks()
@@ -134,7 +134,7 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a function that inflicts a fault: it sends signal `number` to the supervisor of a run."""
+    """Return a fault's action that sends signal `number` to the supervisor of the run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         send_signal([victim.supervisor], number)
@@ -195,7 +195,7 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 
 
 def tear_tail(name: str) -> Act:
-    """Return a function that kills the run and appends an unfinished line to the file `name` in the run folder.
+    """Return a fault's action that kills the run and appends an unfinished line to the file `name` of its folder.
 
     A power loss in the middle of a write leaves such a line. The next start of the run must remove that line and
     nothing else. The file must hold at least one line of JSON.

@@ -344,7 +344,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
-    """Find one of the two checkpoints to compare and read its manifest; raise UserError if a step of this fails."""
+    """Open a checkpoint that `diff` compares; raise UserError if it is missing, damaged or another run's."""
     checkpoint = find_checkpoint(path, endpoint_url)
 
     from electra_dist.checkpoint.reader import CheckpointReader
@@ -384,7 +384,7 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_owner(path: str) -> Owner | None:
-    """Return the run that must have written the checkpoints of a run folder; None if `path` is no folder of a run."""
+    """Return the run that must have written the checkpoints of a run folder; None (any run) for another `path`."""
     from electra_dist.checkpoint.checkpoint import owner_of
     from electra_dist.run.folder import is_run_folder, open_run, read_identity
     from electra_dist.store.open_store import REMOTE_SCHEMES

@@ -42,7 +42,7 @@ def print_json(tree: object) -> None:
 
 
 def write_json(path: Path, tree: dict[str, object]) -> None:
-    """Write JSON for other programs to read; make the folder."""
+    """Write `tree` to the file `path` as indented JSON; make its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
 
@@ -69,7 +69,10 @@ class _ProgressLines:
         self._done_before = 0  # parts that were done when the activity began
 
     def report(self, activity: str, done: int, total: int | None) -> None:
-        """Print how far the activity is, unless the newest line is too recent; `total` None is unknown."""
+        """Print how many parts are done and about how long the rest takes, unless the newest line is too recent.
+
+        If `total` is None, the number of parts is not known, and the time is left out.
+        """
         now = time.monotonic()
         if activity != self._activity:
             self._activity, self._activity_began, self._done_before = activity, now, done
@@ -138,7 +141,7 @@ def resumable(kept: str) -> Iterator[None]:
 
 
 def tracked(shards: Iterable[int], activity: str) -> Iterator[int]:
-    """Yield the numbers of shards, and show on stderr how many of them are done."""
+    """Yield the numbers `shards`, and show on stderr, with the name `activity`, how many of them are done."""
     numbers = list(shards)
     with progress_bar(Console(stderr=True)) as report:
         for num_done, number in enumerate(numbers):
@@ -148,7 +151,10 @@ def tracked(shards: Iterable[int], activity: str) -> Iterator[int]:
 
 @contextmanager
 def byte_progress(out: Console, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show how many bytes are verified while the `with` block runs; yield a function that adds bytes."""
+    """Show how many bytes are verified while the `with` block runs; `total` None means that nobody knows their number.
+
+    Yields a function to call with the number of bytes verified since its last call.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     if not out.is_terminal:

@@ -224,7 +224,10 @@ def _rows_of_steps(run: Path) -> dict[int, int]:
 
 
 def _names_by_tokens(run: Path, rows_of_step: dict[int, int]) -> dict[int, str]:
-    """Return names such as chck_10M by the tokens that were read, padding not counted, in three figures."""
+    """Return step -> name of the checkpoint by the tokens read until then, such as chck_10M.
+
+    `rows_of_step` has the rows read until each step. Padding does not count, and three figures are given.
+    """
     from electra_dist.report.model_card import tokens_seen
     from electra_dist.run.metrics import newest_metrics
     from electra_dist.run.number_formats import format_count

@@ -186,7 +186,7 @@ def compare(
 
 
 def _plan_table(plan: ComparisonPlan) -> Table:
-    """Return a table of the planned runs: steps, FLOPs, and the FLOPs in per cent of the budget (near 100)."""
+    """Return a table of a comparison's runs: steps, FLOPs, and these in per cent of the budget of a run (near 100)."""
     from rich.table import Table
 
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
@@ -232,7 +232,10 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Rank the texts of each group, highest score first, ties by line; return (index in `texts`, rank from 1)."""
+    """Rank the texts of each group: the highest score first, equal scores by line.
+
+    Returns (index in `texts`, rank from 1) of every text, group by group.
+    """
     order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
     ranked = []
     rank = 0

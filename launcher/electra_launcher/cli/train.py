@@ -36,7 +36,7 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s#=]+)(?:\s+slots=(?P<slots>[1-9]\d*))?\s*
 
 
 class Host(NamedTuple):
-    """A line of a hostfile."""
+    """Host of a run, from a line of a hostfile such as `node1 slots=8`."""
 
     name: str  # as ssh takes it
     slots: int | None  # number of ranks; None if the line has none
@@ -105,6 +105,7 @@ class _Start(NamedTuple):
 
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str], accept_new_numerics: bool) -> _Start:
+        """Read the config `file`, or that of the run folder `file`; a run whose folder was moved goes on in it."""
         from electra_dist.run.folder import CONFIG_FILE, override_of_moved_run
         from electra_launcher.entry import read_config
 
@@ -179,7 +180,7 @@ def _hosts(file: Path, most: int | None) -> list[Host]:
 
 
 def _slots(hosts: Sequence[Host]) -> int:
-    """Return the ranks that each line of the hostfile gives; raise UserError if they differ or are missing."""
+    """Return how many ranks each host has by its line of the hostfile; raise UserError unless all have the same."""
     numbers = {host.slots for host in hosts}
     (number, *others) = numbers
     if others or number is None:
@@ -237,10 +238,7 @@ def _codes_of(supervisors: Sequence[subprocess.Popen[bytes]], run_dir: Path) -> 
 
 
 def _print_next(out: Console, run_dir: str, place: Sequence[str], code: int) -> None:
-    """Print the command that comes next, if this one ended without an error.
-
-    `place` has this command's options about where to run.
-    """
+    """Print the command to run next, if the run is finished or has stopped; `place`: options on where it runs."""
     from electra_dist.run.folder import REPORT_FILE
 
     if code == EXIT_DONE:

@@ -91,7 +91,7 @@ def _num_starts(run: Path) -> int:
 
 
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
-    """Return (URL, run state) of each complete, undamaged checkpoint of the run, and a line for each damaged one."""
+    """Return (URL, run state) of each complete checkpoint of the run, and a line of text for each damaged one."""
     owner = owner_of(config, read_identity(Path(config.run_dir)))
     states = []
     damaged = []

@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_and_report(args: argparse.Namespace, place: RankPlace) -> int:
-    """Make the checks of the rank at `place`, print the findings, record a strike; return the exit code."""
+    """Make the checks of the rank at `place`, print the findings, and record a strike (a fault of this node).
+
+    Returns the exit code.
+    """
     node = node_name()
     is_first_of_node = place.local_rank == 0
     config = _with_cache_folder(load_config(args.config, whole_overrides(args.set)), args.nodes)

@@ -29,7 +29,7 @@ _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of one check.
+    """Result of one check of a node before a run.
 
     The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error" (the
     user must fix something before any start).

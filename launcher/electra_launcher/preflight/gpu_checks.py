@@ -138,7 +138,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault if a GPU has fewer active NVLinks than `most_links`, else a warning if it has inactive ones."""
+    """Yield a fault if a GPU has fewer active NVLinks than `most_links`, the most of its node, or inactive ones."""
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
     if num_active < most_links:

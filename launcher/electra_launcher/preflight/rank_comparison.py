@@ -175,7 +175,10 @@ def _backend() -> str:
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
-    """Measure this rank, and return the reports of all ranks, ordered by rank. `own`: findings so far. Collective."""
+    """Measure this rank, exchange reports with all ranks, and return all reports, ordered by rank. Collective.
+
+    `own` are the findings about this rank so far; its report includes them.
+    """
     rank = dist.get_rank()
     nodes = gather(node)  # the node of each rank
     device = torch.device("cpu")
@@ -325,7 +328,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing. A rank that has no partner in a turn calls it in place of an exchange of data."""
+    """Do nothing, in place of an exchange of data, in a turn in which this rank has no partner."""
 
 
 def all_reduce(device: torch.device) -> float:

@@ -308,7 +308,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return the need without the bytes that its folder holds already; the number of files is not reduced."""
+    """Return what is still needed: the bytes that the folder holds already are subtracted, its files are not."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,

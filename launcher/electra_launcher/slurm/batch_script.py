@@ -76,7 +76,7 @@ class Submission:
 
     @property
     def config_file(self) -> Path:
-        """Return the path of the config that the jobs read."""
+        """Return where the resolved config is written, beside the batch script. The submitted jobs read it there."""
         return self.script_file.with_suffix(".yaml")
 
 

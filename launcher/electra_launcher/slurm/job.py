@@ -109,7 +109,7 @@ def begin(args: argparse.Namespace, config: Config, *, patience: Patience) -> No
 
 
 def _numbers(session: str) -> dict[str, str | int]:
-    """Split the name of a start into the fields of its record in jobs.jsonl."""
+    """Split a session, such as job-4711-0, into fields of its record in jobs.jsonl: job, restart and replacements."""
     match = re.fullmatch(r"job-(\d+)-(\d+)(?:-(\d+))?", session)
     if match is None:
         raise UserError(f"--session {session}: no name of a start of a job; give one such as job-4711-0")
@@ -186,7 +186,10 @@ def _current_time(jobs: Sequence[JobRecord], session: str) -> float:
 
 
 def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
-    """Return whether scancel or a preemption ended the job: the script got TERM long before the time limit (30 s)."""
+    """Return whether scancel or a preemption ended the job: its script got TERM over 30 s before the time limit.
+
+    `end_time` is the time limit's end and `now` the current time, both Unix time; a job without a limit has none.
+    """
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
     # Slurm sends TERM at the time limit, too. A job that received USR1 was not cancelled.

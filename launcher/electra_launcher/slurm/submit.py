@@ -74,7 +74,7 @@ def check(
 
 
 def _check_run(config: Config, options: JobOptions, command: str) -> Submission:
-    """Check one run; return all that its batch script is made from, except the archive of the environment."""
+    """Check that a run can be submitted; return what its batch script is made from, except the packed environment."""
     check_time_limit(options.time_limit)
     check_ranks(config, options.num_nodes, options.ranks_per_node)
     run_dir = Path(config.run_dir)
@@ -312,7 +312,6 @@ def _parse_option(option: str) -> list[tuple[str, str]]:
 
 
 def _as_folder_name(value: str) -> str:
-    """Replace each sequence of characters other than ASCII letters, digits, ".", "_" and "-" by a dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value)
 
 
@@ -323,7 +322,7 @@ def _as_folder_name(value: str) -> str:
 
 
 class PackedFile(NamedTuple):
-    """One file of the Python packages, to be packed into the archive."""
+    """File of an installed Python package, to be packed into the archive that every node unpacks."""
 
     path: Path  # where it is on this machine
     name: str  # its path in the archive, relative to the folder that will be in PYTHONPATH

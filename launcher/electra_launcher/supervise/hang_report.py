@@ -57,7 +57,7 @@ class HangReport:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, why: str, stacks: Sequence[str], state: Path) -> None:
-        """Write this node's file of the report, and copy the NCCL records that torch has written to `state` by now."""
+        """Write `why` and the `stacks` into this node's file of the report; copy NCCL's records from `state` to it."""
         with self._logging_failures():
             for trace in sorted(state.glob(f"{_NCCL_TRACE}*")):
                 shutil.copyfile(trace, self._folder / f"nccl-{trace.name.removeprefix(_NCCL_TRACE)}")
@@ -101,6 +101,6 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Ask torch to write the NCCL records of this node's ranks. Writing takes seconds; this call does not wait."""
+    """Ask torch to write NCCL's records of this node's ranks into the folder `state`; return before it has."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
         write_to_pipe(pipe, b"1\n")

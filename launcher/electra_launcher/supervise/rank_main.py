@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> None:
-    """Write the stacks at each request until the supervisor has ended; then make this rank save and stop."""
+    """Write stacks on request until the supervisor, given by its pid, has ended; then make this rank save and stop."""
     _answer_while_runs(supervisor, requests, stack_file)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):
@@ -80,7 +80,7 @@ def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> N
 
 
 def _answer_while_runs(parent: int, requests: int, stack_file: BinaryIO) -> None:
-    """Append all stacks to `stack_file` whenever bytes arrive in the pipe `requests`, until `parent` has ended."""
+    """Append all stacks to `stack_file` when bytes arrive in the pipe `requests`, until `parent` has ended."""
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     with contextlib.suppress(OSError, AttributeError):  # It has ended already, or kernel or Python are too old for it.

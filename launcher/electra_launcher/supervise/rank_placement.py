@@ -16,7 +16,7 @@ _LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Place of this node's ranks in the run: numbers of nodes and ranks, own number, and where all ranks meet."""
+    """Place of one node's ranks in a run: the node's number, the numbers of nodes and ranks, and where all meet."""
 
     node: int  # number of this node, from 0
     num_nodes: int
@@ -91,5 +91,5 @@ class Placement:
 
 
 def local_devices(root: Path = Path("/")) -> int:
-    """Return the number of visible GPUs, at least 1. The GPU driver is not used, because a faulty one can hang."""
+    """Return the number of GPUs that CUDA would show, at least 1, without the driver: a faulty one can hang."""
     return max(1, len(visible_devices(os.environ, root)))

@@ -94,7 +94,7 @@ class RankProcesses:
         return {rank: output.text() for rank, output in self._outputs.items()}
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code of the ranks that have ended; -N if signal N ended it."""
+        """Return rank -> exit code of the ranks that have ended; -N for a rank that signal N has ended."""
         ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
         return {rank: self._processes[rank].returncode for rank in ended}
 
@@ -152,7 +152,7 @@ class RankProcesses:
         return lines
 
     def close(self) -> list[int]:
-        """Kill all processes, delete the state folder, and return the pids that still exist. Call this last."""
+        """Kill all processes of the ranks and delete the folder `state`; return the pids that could not be killed."""
         left = kill_marked(self._mark, self.alive().values())
         for process in self._processes.values():
             if process.pid not in left:
@@ -169,10 +169,10 @@ def is_lost(code: int) -> bool:
 
 
 def kill_marked(mark: str, also: Iterable[int] = ()) -> list[int]:
-    """Send SIGKILL to all processes with a mark, of every start of the ranks, and to `also`, until none is left.
+    """Send SIGKILL to all processes whose variable MARK is `mark`, and to the pids `also`, until none is left.
 
-    Returns the pids of processes that still exist after 30 s: they are blocked in the kernel on a device, and only a
-    reboot ends them.
+    All starts of a run's ranks on a node have the same mark. Returns the pids of processes that still exist after
+    30 s: they are blocked in the kernel on a device, and only a reboot ends them.
     """
     deadline = time.monotonic() + _KILL_WAIT_S
     # A process that is ending has lost its environment, and so its mark, before it has closed its files and devices.
@@ -241,12 +241,11 @@ class _Output(threading.Thread):
                         data = data[os.write(2, data) :]
 
     def text(self) -> str:
-        """Return what is kept."""
         return self._kept.decode(errors="replace")
 
 
 class _StackFile:
-    """File to which a rank appends its stacks; `growth` counts from the time when this object was made."""
+    """File to which a rank appends its stacks; what it held when this object was made does not count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -102,7 +102,7 @@ class Rendezvous:
 
     @waits
     def begin(self) -> None:
-        """Begin to take part: node 0 adds the session to a file; other nodes delete their report of an older job."""
+        """Join this job: node 0 lists the job's name in a file, another node deletes its report of an older job."""
         with writable(self._sessions):
             if self._node != 0:
                 self._file(self._node).unlink(missing_ok=True)
@@ -223,7 +223,7 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Choose one of the 64 ports from `first` on for start `number`: never the last start's; if possible, free."""
+        """Choose the port of start `number` among the 64 from `first` on: not the last start's, if possible free."""
         # The port of the start before is the next one if that start skipped ports in use, so it is left out.
         turn = number % NUM_PORTS
         ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
@@ -234,7 +234,10 @@ class Rendezvous:
         return other_ports[0]
 
     def _collect_news(self) -> str:
-        """On node 0, return the first reason found in the other nodes' files, and pass it on in this node's file."""
+        """Return why all ranks must end, or "", from the files of the other nodes. Only node 0 calls this.
+
+        It writes the reason into its own file, which the other nodes read.
+        """
         if self._own.why:
             return self._own.why
         for node, report in self._others().items():
@@ -249,7 +252,10 @@ class Rendezvous:
         return ""
 
     def _others(self) -> dict[int, NodeReport]:
-        """Return the reports of other nodes that can be read now, by node: on node 0 all, elsewhere only node 0's."""
+        """Return node -> report of the nodes that this one follows: on node 0 all others, elsewhere only node 0.
+
+        A report that cannot be read now is left out.
+        """
         nodes = [0] if self._node != 0 else []
         if self._node == 0:
             with contextlib.suppress(OSError):  # The folder does not exist yet, or cannot be read now.

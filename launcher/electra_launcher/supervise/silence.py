@@ -90,17 +90,19 @@ class SilenceWatch:
 
 
 class FirstSeen:
-    """Dates each heartbeat, and each phase of a rank, by the time at which this process first saw it."""
+    """Record of when this process first saw each rank's newest heartbeat and its phase, by `time.monotonic`."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as dated
 
     def date(self, beats: Iterable[Beat], now: float) -> list[Beat]:
-        """Return heartbeats that were read at `now`, with the times at which they and their phases were first read."""
+        """Return heartbeats, read at `now`, with the times at which they and their phases were first seen.
+
+        These times replace those of the ranks' own clocks, which may jump or differ.
+        """
         return [self._date(beat, now) for beat in beats]
 
     def _date(self, beat: Beat, now: float) -> Beat:
-        """Return a heartbeat with times of this process's clock in place of those of the rank's clock."""
         phase_since = now
         is_first_of_phase = beat.phase_since == beat.time
         if not is_first_of_phase:

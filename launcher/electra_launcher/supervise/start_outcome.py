@@ -83,9 +83,10 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether to read the ledger again: all ranks ended well, but their last event is not in it yet.
+    """Return whether all ranks of this node ended well, but the ledger lacks the event that says how the run ended.
 
-    Rank 0, which may run on another node, writes this event before it ends. A shared file system may show it late.
+    The ledger should then be read again: rank 0, perhaps on another node, has written this event before it ended, and
+    a shared file system may show it late.
     """
     all_have_ended = len(end.codes) == end.num_ranks
     all_ended_well = all_have_ended and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}

@@ -260,7 +260,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return how the ranks ended; if all ended well, wait up to 60 s until the ledger says so."""
+        """Return how the ranks ended; if all ended well, wait up to 60 s until the ledger has the event for it."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -269,7 +269,6 @@ class Supervisor:
         return end
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return what is known about the end of the ranks: exit codes, new ledger events, and new faults of nodes."""
         new_strikes = read_strikes(self._run_dir, patience=self._patience)[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         # The only node of a run is always at fault.
@@ -309,7 +308,7 @@ class Supervisor:
             record_failure(self._run_dir, self._placement.node, failure, start.outputs, patience=self._patience)
 
     def _strike_node_at_fault(self) -> str:
-        """Record and return a fault of this node that only the output of a rank shows; return "" if there is none."""
+        """Record and return the fault of this node that the output of its failed ranks shows; return "" for none."""
         failure = self._failure
         if failure is None or failure.kind.restart != "elsewhere":
             return ""

@@ -128,7 +128,10 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log ranks that were killed or crashed. After the first of them or the first `news`, others have 10 s."""
+        """Log newly lost ranks (killed or crashed) and `news` of ranks that ended elsewhere.
+
+        The first of either sets the time, 10 s later, after which the other ranks of this node are killed.
+        """
         lost = sorted(rank for rank, code in codes.items() if is_lost(code))
         if lost and lost != self._lost:
             self._lost = lost
@@ -144,7 +147,7 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Report that ranks of this node hang (the likely culprit first), and wait up to 10 s for the other nodes."""
+        """Report that ranks of this node hang, the likely culprit first, and wait up to 10 s for the other nodes."""
         self._report.begin()
         culprit, *others = hung_ranks
         silent_too = [other.rank for other in others]

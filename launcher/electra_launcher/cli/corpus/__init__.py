@@ -1,1 +1,1 @@
-"""The commands of `electra-dist corpus`: `group.py` has their list."""
+"""The commands of `electra-dist corpus`, which `cli/main.py` lists."""

@@ -174,7 +174,7 @@ def _train_command(config: Path, settings: Config, output: str, result: JoinedCo
 
 
 def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
-    """Print counts, build report and fingerprint of a finished corpus, and whether it was built by an earlier call."""
+    """Print counts, build report and fingerprint of the corpus at `output`, and whether an earlier call built it."""
     from electra_dist.corpus.build_console import plural, summary
 
     manifest = result.manifest

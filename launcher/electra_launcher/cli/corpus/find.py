@@ -142,7 +142,11 @@ def _search(search: RowSearch, query: Query, corpora: Corpora, least: int | None
 
 
 def _with_tokens(texts: EvaluationTexts, corpora: Corpora) -> tuple[EvaluationTexts, list[list[list[int]]]]:
-    """Return the texts that have a token, with their forms; the others count as texts of too few words."""
+    """Return the texts that have a token in the corpora's vocabulary, and the forms of each: lists of token ids.
+
+    A text has a form for each way to tokenize it, at the beginning of a document or within. Texts without a token are
+    counted with those of too few words.
+    """
     from electra_dist.corpus.find.row_search import tokens_of_texts
 
     forms = tokens_of_texts([text.text for text in texts.texts], corpora)

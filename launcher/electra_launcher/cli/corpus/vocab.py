@@ -172,7 +172,7 @@ class _Training:
         return lines
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
-        """Fill `sample` with random documents of `files`, and show how many MB are read."""
+        """Fill `sample` with random documents of `files`; the progress bar shows how many MB are read."""
         ends = [0]
         for file in files:
             ends.append(ends[-1] + file.size)
@@ -183,7 +183,10 @@ class _Training:
             )
 
     def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
-        """Yield the file number, the number within the file, and the text of each usable document."""
+        """Yield of each document the number of its file, its number in the file, and its text.
+
+        Documents without a text, or with one that cannot be decoded, are left out.
+        """
         from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
         from electra_dist.corpus.inputs.text_readers import DocumentStream
 
