@@ -24,6 +24,7 @@ import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.models import mean_state
 from electra_dist.finetune.seed_folder import write_seed_folder
 from electra_dist.finetune.stored_scores import Measured, best_layer, digest_of
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
@@ -182,9 +183,7 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
     """Return for each row its [CLS] state and the mean state of all tokens but padding, concatenated: fp32 [B, 2H]."""
     wide_state_BSH = state_BSH.float()
     cls_state_BH = wide_state_BSH[:, 0]
-    is_token_BS1 = is_token_BS.unsqueeze(-1)
-    mean_state_BH = (wide_state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1)
-    return torch.cat([cls_state_BH, mean_state_BH], -1)
+    return torch.cat([cls_state_BH, mean_state(wide_state_BSH, is_token_BS)], -1)
 
 
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:

@@ -29,7 +29,6 @@ from electra_dist.errors import UserError
 
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
-_NO_IDENTITY = ("max_unk_rate",)  # fields on which no result depends
 
 
 class FinetuneConfig(Section):
@@ -89,6 +88,12 @@ class FinetuneConfig(Section):
         "paper. They are one linear layer for texts and, for SQuAD, ends that depend on the start and a classifier of "
         "answerability. Of such a model only the predictions are written. The head of tags is the same in both",
     )
+    pooling: Literal["cls", "mean"] = Field(
+        default="cls",
+        description="classification and regression: the states that the head reads. cls: that of the first token, "
+        "[CLS], as in the paper; mean: the mean over all tokens, which can be better after a short pretraining. "
+        "mean needs a ModernBERT or head paper, because transformers' class for ELECTRA reads [CLS] only",
+    )
     head_dropout: Probability = Field(
         default=0.1, description="dropout probability before each linear layer of the head for texts"
     )
@@ -147,9 +152,11 @@ class FinetuneConfig(Section):
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return the settings, or those named in `only`, that become part of a result's digest, as JSON values.
 
-        `max_unk_rate` is left out, because no result depends on it.
+        `max_unk_rate` is left out, because no result depends on it, and the `pooling` of versions without this key, so
+        that their results are found.
         """
-        return self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
+        excluded = {"max_unk_rate"} | ({"pooling"} if self.pooling == "cls" else set())
+        return self.model_dump(mode="json", include=None if only is None else set(only), exclude=excluded)
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:

@@ -257,8 +257,13 @@ class PairModel(TaskModel):
 
     def _vectors(self, ids_BS: torch.Tensor) -> torch.Tensor:
         state_BSH = self.network(ids_BS).float()
-        is_token_BS1 = (ids_BS != self.special.pad).unsqueeze(-1)
-        return F.normalize((state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1), dim=-1)
+        return F.normalize(mean_state(state_BSH, ids_BS != self.special.pad), dim=-1)
+
+
+def mean_state(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
+    """Return each row's mean state over the tokens that `is_token_BS` marks, which are all but padding: [B, H]."""
+    is_token_BS1 = is_token_BS.unsqueeze(-1)
+    return (state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1)
 
 
 def _on(output: torch.Tensor, weight_N: torch.Tensor | None) -> torch.Tensor | None:

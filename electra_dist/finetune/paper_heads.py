@@ -1,6 +1,7 @@
 """Define the heads of google-research/electra, which reproduce the paper's tables; transformers has no such classes.
 
-- Texts: dropout and one linear layer on the state of [CLS].
+- Texts: dropout and one linear layer on the state of [CLS] or, with `pooling: mean`, which the reference lacks, on the
+  mean of all states.
 - SQuAD: three outputs. Start logits: Dense(H -> 1) over all states. End logits: Dense(2H -> W), GELU, Dense(W -> 1)
   over [state of the start ; state of the token]. The start is the true one in training, and each of the K most
   probable ones (the beam) in prediction. Both are lowered by 1000 at positions outside the passage, so that these have
@@ -24,7 +25,7 @@ from torch import nn
 from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.models import OUTSIDE, AnswerModel, Network, SpanScores, init_head
+from electra_dist.finetune.models import OUTSIDE, AnswerModel, Network, SpanScores, init_head, mean_state
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -42,18 +43,21 @@ class PaperNetwork(Network):
 
 
 class PaperClassifier(PaperNetwork):
-    """Encoder with one linear layer on the state of [CLS]."""
+    """Encoder with one linear layer on the state of [CLS] or, with `pooling: mean`, on the mean of all states."""
 
     def __init__(self, encoder: Pretrained, num_outputs: int, settings: FinetuneConfig, seed: int) -> None:
         """Copy the weights of `encoder`; draw the weights of the head with `seed`."""
         head = nn.Sequential(nn.Dropout(settings.head_dropout), nn.Linear(encoder.tower.hidden_size, num_outputs))
         init_head(head.named_parameters(), seed)
         super().__init__(encoder, head, settings)
+        self.takes_mean = settings.pooling == "mean"
+        self.pad = encoder.special.pad
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of each row, [B, N], or the numbers [B, 1] that a regression predicts."""
         state_BSH = self.backbone(ids_BS, dropout_keys)
-        logit_BN: torch.Tensor = self.head(state_BSH[:, 0])
+        pooled_BH = mean_state(state_BSH, ids_BS != self.pad) if self.takes_mean else state_BSH[:, 0]
+        logit_BN: torch.Tensor = self.head(pooled_BH)
         return logit_BN
 
 

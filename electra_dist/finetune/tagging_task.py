@@ -133,6 +133,8 @@ class TaggedRow(NamedTuple):
 class TaggingTask(Task):
     """Tagging of words, scored by accuracy (`tagging`) or by the F1 of the spans that BIO tags mark (`ner`)."""
 
+    optional_settings = ("class_weights",)
+
     def __init__(self, name: str, data: Path, dev_share: float = 0.1, split_seed: int = 0) -> None:
         """Read the train and dev files in `data`; `name` is "ner" (needs BIO tags, such as B-PER) or "tagging".
 
@@ -210,6 +212,7 @@ class TaggingTask(Task):
 
     @override
     def check(self, settings: FinetuneConfig) -> None:
+        super().check(settings)
         self._weights(settings)
 
     def _weights(self, settings: FinetuneConfig) -> list[float] | None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 
+_OF_SOME_TASKS = {"class_weights": "has no classes", "pooling": "has no choice of the states that are read"}
+
+
 class TextFile(NamedTuple):
     """File with predictions: its name, relative to the folder of the model, and its content."""
 
@@ -51,11 +54,14 @@ class Task(abc.ABC):
     digest: str  # sha256 of the data and of how they are read
     notes: list[str]  # remarks about the data for the user, one line each
     data: dict[str, Any]  # how the data were read, as JSON for finetune.json
+    optional_settings: Sequence[str] = ()  # those of `_OF_SOME_TASKS` that this task obeys
 
     def check(self, settings: FinetuneConfig) -> None:
-        """Raise UserError if the settings do not fit the task."""
-        if settings.class_weights != "none":
-            raise UserError(f"--set class_weights: {self.name} has no classes; leave it out")
+        """Raise UserError if the settings do not fit the task, such as one that would have no effect."""
+        for key, reason in _OF_SOME_TASKS.items():
+            is_changed = getattr(settings, key) != type(settings).model_fields[key].default
+            if is_changed and key not in self.optional_settings:
+                raise UserError(f"--set {key}: {self.name} {reason}; leave it out")
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:

@@ -256,6 +256,7 @@ class TextTask(Task):
 
         self._label_targets = LabelTargets.of(spec, self.train)
         self.labels = self._label_targets.labels  # empty for a regression
+        self.optional_settings = ("pooling", "class_weights") if self.labels else ("pooling",)
 
         # The digest covers the bytes of the files and the way in which they are read.
         digested = "".join(texts.sha256 for texts in files) + repr(spec)
@@ -346,10 +347,9 @@ class TextTask(Task):
 
     @override
     def check(self, settings: FinetuneConfig) -> None:
+        super().check(settings)
         if self.labels:
             self._weights(settings)
-        else:
-            super().check(settings)
 
     def _weights(self, settings: FinetuneConfig) -> list[float] | None:
         return label_weights(Counter(self.train.label), self.labels, settings.class_weights)
@@ -369,7 +369,12 @@ class TextTask(Task):
                 **labels_config(self.labels or ["LABEL_0"]),
             }
             if encoder.model.architecture == "modern":
-                config["classifier_pooling"] = "cls"
+                config["classifier_pooling"] = settings.pooling
+            elif settings.pooling == "mean":
+                raise UserError(
+                    "--set pooling=mean: transformers' class for ELECTRA reads [CLS] only; leave it out, or add "
+                    "--set head=paper, which writes predictions but no model"
+                )
             network = StockNetwork(encoder, "SequenceClassification", config, settings, seed)
         span = None if self.labels else self._label_targets.span
         return Classifier(network, encoder.special, span, self._weights(settings))

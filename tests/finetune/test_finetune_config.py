@@ -41,7 +41,8 @@ def test_overrides_come_last_and_a_model_with_fewer_positions_lowers_the_length(
 
 
 def test_the_identity_has_all_settings_on_which_results_depend() -> None:
-    assert set(FinetuneConfig().identity()) == set(FinetuneConfig.model_fields) - {"max_unk_rate"}
+    assert set(FinetuneConfig().identity()) == set(FinetuneConfig.model_fields) - {"max_unk_rate", "pooling"}
+    assert FinetuneConfig(pooling="mean").identity() == {**FinetuneConfig().identity(), "pooling": "mean"}
     assert set(FinetuneConfig().identity({"max_length"})) == {"max_length"}
 
 

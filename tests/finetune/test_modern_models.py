@@ -102,14 +102,17 @@ def our_ids(encoder: Pretrained, text: str) -> torch.Tensor:
     return torch.tensor([[encoder.special.cls, *encoder.tokenizer.encode([text])[0], encoder.special.sep]])
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
 @torch.no_grad()
 def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_regression(
-    modern_encoder: Pretrained, tmp_path: Path
+    modern_encoder: Pretrained, tmp_path: Path, pooling: str
 ) -> None:
+    settings = FAST.model_copy(update={"pooling": pooling})
     for name, labels, kind in (("c", ["a", "b", "c"], "classification"), ("r", ["-2", "6"], "regression")):
         task = text_task(tmp_path / name, labels, kind)
-        model = with_trained_head(task.model(modern_encoder, FAST, seed=0))
+        model = with_trained_head(task.model(modern_encoder, settings, seed=0))
         save(tmp_path / "m", task, model, modern_encoder)
+        assert json.loads((tmp_path / "m" / "config.json").read_text())["classifier_pooling"] == pooling
 
         theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")

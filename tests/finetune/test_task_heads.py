@@ -62,6 +62,19 @@ def test_a_classifier_is_one_or_two_dense_layers_on_the_state_of_cls_with_cross_
     assert loss.item() == pytest.approx(cross_entropy, abs=1e-6)
 
 
+def test_the_papers_classifier_reads_the_mean_of_all_states_but_padding_where_it_is_asked_to(
+    encoder: Pretrained,
+) -> None:
+    settings = SETTINGS.model_copy(update={"pooling": "mean"})
+    model = Classifier(PaperClassifier(encoder, 3, settings, seed=1), encoder.special).eval()
+
+    states = encoder.backbone().eval()(IDS).detach().double().numpy()
+    weight, bias = (parameter.detach().double().numpy() for parameter in head_parameters(model))
+    means = np.stack([states[0].mean(0), states[1, :6].mean(0)])  # the second row has six tokens
+
+    np.testing.assert_allclose(model.predict(IDS).detach().numpy(), means @ weight.T + bias, atol=1e-6)
+
+
 def test_the_loss_of_a_regression_is_the_mean_squared_error_of_one_output(encoder: Pretrained) -> None:
     model = Classifier(PaperClassifier(encoder, 1, SETTINGS, seed=1), encoder.special, (0.0, 1.0)).eval()
 

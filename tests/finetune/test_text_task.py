@@ -12,6 +12,7 @@ import pytest
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import GLUE, TextSpec
+from electra_dist.finetune.tagging_task import TaggingTask
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -183,3 +184,21 @@ def test_a_missing_file_is_an_error_with_both_searched_paths_and_an_unknown_labe
     write_train_and_dev(tmp_path / "CoLA", "gj04\t1\t\tYes.\ngj04\tmaybe\t\tNo.\n")
     with pytest.raises(UserError, match=r"CoLA/train\.tsv:2: unknown label `maybe`; one of 0, 1"):
         TextTask(GLUE["cola"], tmp_path)
+
+
+def test_the_mean_of_the_states_is_refused_where_it_has_no_effect_and_where_transformers_has_no_class_for_it(
+    encoder: Pretrained, modern_encoder: Pretrained, tmp_path: Path
+) -> None:
+    write_train_and_dev(tmp_path, "text\tkind\nthe dog\t1\nthe bird\t2\n")
+    write_train_and_dev(tmp_path / "words", "the O\nking B-PER\n", "txt")
+    mean = FinetuneConfig(pooling="mean")
+    with pytest.raises(UserError, match=r"^--set pooling: ner has no choice of the states that are read; leave"):
+        TaggingTask("ner", tmp_path / "words").check(mean)
+    for spec in (CUSTOM, REGRESSION):
+        task = TextTask(spec, tmp_path)
+        task.check(mean)
+        with pytest.raises(UserError, match=r"^--set pooling=mean: .* ELECTRA reads \[CLS\] only; .* head=paper"):
+            task.model(encoder, mean, seed=0)
+        task.model(modern_encoder, mean, seed=0)
+    with pytest.raises(UserError, match=r"^--set class_weights: custom has no classes; leave it out$"):
+        TextTask(REGRESSION, tmp_path).check(FinetuneConfig(class_weights="balanced"))
