@@ -20,11 +20,11 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
 def resolve(backend: str, device: str, *, in_cuda_library: bool = True) -> str:
-    """Return the implementation that `backend` selects on a device such as "cuda:3": "triton", "cuda" or "reference".
+    """Return which implementation of an operation runs on a device: "triton", "cuda", or "reference" (plain PyTorch).
 
-    For "cuda" the CUDA library is loaded, so that a missing library is reported before the first operation runs. An
-    operation that is not `in_cuda_library` takes "cuda" for "auto".
-    BackendUnavailable: the implementation cannot run on this machine.
+    `backend` is the config's `kernels.backend`, one of BACKENDS; `device` is a name such as "cuda:3". An operation
+    that is not `in_cuda_library` takes "cuda" for "auto". For "cuda" the library is loaded, so that a missing one is
+    reported before the first operation. BackendUnavailable: the implementation cannot run on this machine.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
     if backend == "cuda" and not in_cuda_library:
@@ -67,5 +67,4 @@ def _require_cuda(on_gpu: bool) -> None:
 
 
 def _has_triton() -> bool:
-    """Return whether the package `triton` is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None

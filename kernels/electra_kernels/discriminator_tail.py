@@ -53,10 +53,11 @@ def rtd_loss(
     *,
     backend: str = "auto",
 ) -> RtdOutput:
-    """Compute the loss of replaced-token detection from `dense_TH`, the output of the dense layer WITHOUT its bias.
+    """Compute the loss of replaced-token detection, the sigmoid cross-entropy of logits w . gelu(dense + bias) + b.
 
-    The first four arguments have gradients. `out_bias` has one element. Labels (1 where the token was replaced) and
-    masks (weights in the loss, 0 on padding) are bool or numbers. The results are fp32, or fp64 for fp64 input.
+    `dense_TH` is the output of the head's dense layer without its bias; w and b are `out_weight_H` and `out_bias`,
+    which has one element. These four have gradients. Labels (1 where the token was replaced) and masks (weights in
+    the loss, 0 on padding) are bool or numbers. The results are fp32, or fp64 for fp64 input.
     """
     compute_dtype = torch.promote_types(dense_TH.dtype, torch.float32)
     label_T = label_T.to(compute_dtype)
@@ -83,7 +84,7 @@ def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: to
 
 
 def _import_passes(implementation: str) -> Any:
-    """Return the module with the kernels, imported only here, because a machine without a GPU may lack Triton."""
+    """Import the module that runs the "triton" or "cuda" kernels; late, because a machine may lack Triton."""
     if implementation == "triton":
         from electra_kernels.triton import discriminator_tail as triton_passes
 
@@ -101,7 +102,7 @@ def rtd_losses_reference(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token in plain PyTorch; this is the definition that kernels must meet.
+    """Return each token's loss, times its mask, and logit, in plain PyTorch: the definition that kernels must meet.
 
     Labels, masks, computation and results are all in one dtype, fp32 or fp64.
     """
@@ -147,7 +148,7 @@ class _RtdLosses(torch.autograd.Function):
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Return the sums over all tokens; `loss_T` is already multiplied by the mask."""
+    """Add up the losses, which are already multiplied by the mask, and count the right predictions of each class."""
     predicted_replaced_T = logits_T > 0
     replaced_T = label_T * mask_T
     original_T = (1 - label_T) * mask_T

@@ -29,7 +29,8 @@ _NUMBERS_OF_A_CALL = 4  # random numbers that one call of Philox gives
 def keyed_dropout(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
     """Return `x_BSH` with dropped elements set to 0 and the others multiplied by 1 / (1 - probability), [B, S, H].
 
-    `dropout.probability` must be above 0. The random bits do not depend on its layer and site.
+    `dropout.probability` must be above 0. The random numbers depend on the seed and step of `dropout` and on each
+    row's number in the global batch, but not on the layer and the place in it that `dropout` names.
     """
     if dropout.backend == "triton":
         return _KeyedDropout.apply(x_BSH, dropout.key_3, dropout.row_B.contiguous(), dropout.probability)
@@ -37,7 +38,7 @@ def keyed_dropout(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
 
 
 def keyed_dropout_reference(x_BSH: torch.Tensor, dropout: LayerDropout) -> torch.Tensor:
-    """Return `x_BSH` after dropout in plain PyTorch, in fp32 or wider; this is the definition of `keyed_dropout`."""
+    """Return `x_BSH` after dropout, computed in fp32 or wider in plain PyTorch: the definition of `keyed_dropout`."""
     seed, step, _layer = dropout.key_3.tolist()
     num_elements = x_BSH.shape[1] * x_BSH.shape[2]
     num_drawn = -(-num_elements // _NUMBERS_OF_A_CALL) * _NUMBERS_OF_A_CALL
@@ -81,8 +82,9 @@ class _KeyedDropout(torch.autograd.Function):
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
     """Return the dropout factors of the attention probabilities of B rows, fp32 [B, size]: 0 or 1 / (1 - probability).
 
-    Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one. `size` is a
-    multiple of 4. `key_3` holds seed, step and layer number, and is read on the host.
+    `key_3` holds seed, step and number of the layer, and is read on the host; `row_B` are the row numbers within the
+    global batch. Layer i uses the random numbers i * size to (i + 1) * size - 1 of each row's sequence, so no two
+    layers share one. `size` is a multiple of 4.
     """
     seed, step, layer = key_3.tolist()
     return keep_grid(

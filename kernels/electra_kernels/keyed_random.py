@@ -101,7 +101,8 @@ def bits_grid(
 ) -> torch.Tensor:
     """Return 32 random bits for each row and position, [R, num_positions] int64 in [0, 2**32), on the rows' device.
 
-    `first_position` is a multiple of 4.
+    The bits are a function of seed, purpose, step, row number and position. `rows` are the R row numbers within the
+    global batch. Positions are counted from `first_position`, a multiple of 4.
     """
     assert first_position % 4 == 0, f"the first position is {first_position}: pass a multiple of 4"
     num_rows = rows.numel()
@@ -129,8 +130,8 @@ def keep_grid(
 ) -> torch.Tensor:
     """Return the factors of dropout for each row and position, fp32 [R, num_positions], on the rows' device.
 
-    A factor is 0 with probability `drop`, in [0, 1): where the bits of `bits_grid` are below drop * 2**32. All others
-    are 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
+    A factor is 0 with probability `drop`, in [0, 1): where the bits that `bits_grid` returns for the same arguments
+    are below drop * 2**32. All others are 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
     """
     assert num_positions % 4 == 0, f"the number of positions is {num_positions}: pass a multiple of 4"
     threshold = drop_threshold(drop)
@@ -150,8 +151,8 @@ def keep_grid(
 def device_keys(seed: int, step: int, device: torch.device, num_layers: int = 1) -> torch.Tensor:
     """Return seed, step and number of each layer, int64 [num_layers, 3], on the device where kernels read them.
 
-    Each layer's begin at a multiple of 16 bytes, so that Triton compiles a kernel once for all layers. The caller must
-    not change the result. Its parts are cached on the device, so a new step copies only its number.
+    The three numbers of a layer begin at a multiple of 16 bytes, so that Triton compiles a kernel once for all layers.
+    The result is cached, so the caller must not change it. For a new step, only the step is copied to the device.
     """
     return (_numbered_seed(seed, device, num_layers) + _step_in_row(step, device))[:, :3]
 
@@ -184,9 +185,10 @@ def drop_threshold(probability: float) -> int:
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Fill `grid` by calls of `fill` on its rectangles, in as many threads as torch uses.
+    """Fill a grid with keyed random numbers by calls of `fill` on rectangles of it, in as many threads as torch uses.
 
-    The values do not depend on the rectangles. Threads run in parallel because `fill` releases the interpreter lock.
+    The grid is [R, 4 * blocks], and `first_block` is its first position divided by 4. The values do not depend on the
+    rectangles. Threads run in parallel because `fill` releases the interpreter lock.
     """
     num_rows = len(rows)
     num_blocks = grid.shape[1] // 4
@@ -205,7 +207,10 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill the int64 grid [R, 4 * blocks] with random bits by NumPy, for machines without the C library."""
+    """Fill an int64 grid, [R, 4 * blocks], with random bits by NumPy, for machines without the C library.
+
+    `first_block` is the grid's first position divided by 4.
+    """
     num_blocks = grid.shape[1] // 4
     blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
     # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.

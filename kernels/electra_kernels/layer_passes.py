@@ -51,17 +51,18 @@ from electra_kernels.operation_types import SITES, LayerDropout
 
 
 class TokenSums:
-    """Sums over all tokens that the backward passes of a layer collect one after another, each a parameter's gradient.
+    """Gradients of a layer's biases and norms, each a sum over all tokens, which the layer's backward passes collect.
 
-    Under Triton the kernels write their partial sums into one buffer, so that one sum over the strips gives them all.
+    Under Triton each program of a kernel writes its partial sums as one row of a common buffer, so that a single
+    launch adds up the rows and gives all gradients.
     """
 
     partials_PC: torch.Tensor | None  # fp32 buffer of the kernels; None for the plain-PyTorch reference
 
     def __init__(self, backend: str, grad: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the buffer for sums of the given widths, which are collected in this order.
+        """Allocate the buffer for sums of these widths, which will be collected in this order.
 
-        `grad` is the gradient of a LayerNorm's output; its shape determines the number of strips.
+        `grad`, the gradient of a LayerNorm's output, only tells the number of partial sums by its shape.
         """
         self._widths = list(widths)
         self._sums: list[torch.Tensor] = []
@@ -75,17 +76,17 @@ class TokenSums:
             self.partials_PC = torch.empty(strips, sum(widths), device=grad.device)
 
     def add(self, *sums: torch.Tensor) -> None:
-        """Collect sums that the reference has computed."""
+        """Collect gradients of parameters that the plain-PyTorch reference has summed over all tokens."""
         self._sums += sums
 
     def take_columns(self, width: int) -> int:
-        """Reserve the next `width` columns of the buffer for a kernel, and return the index of the first."""
+        """Reserve the next `width` columns of the buffer of partial sums for a kernel; return the first's index."""
         first_column = self._next_column
         self._next_column += width
         return first_column
 
     def totals(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return all sums in `dtype`, in the order of collection; under Triton they share memory."""
+        """Return the collected gradients in `dtype`, in the order of collection; under Triton they share memory."""
         if self.partials_PC is None:
             return [each.to(dtype) for each in self._sums]
         assert self._next_column == sum(self._widths), (
@@ -158,7 +159,10 @@ def _backward(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, residual, weight and bias: contiguous, in the inputs' dtypes, sharing no storage."""
+    """Return the gradients of x, residual, weight and bias of `dropout_add_norm`: contiguous, in the inputs' dtypes.
+
+    They share no storage. The arguments are those of `dropout_add_norm`, its statistics, and its output's gradient.
+    """
     dropout = _dropout(x_BSH, row_B, key_3, site, probability, backend)
     x_BSH = x_BSH.contiguous()
     residual_BSH = residual_BSH.contiguous()
@@ -202,7 +206,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the inputs; the upstream gradient of the statistics is unused, as no loss needs them."""
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
     return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
@@ -219,7 +222,7 @@ def _dropout(
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
-    """Allocate the statistics: [2, T] for Triton, and an empty [2, 0] for the reference, which keeps none."""
+    """Allocate mean and variance of each token: [2, T] for Triton, and [2, 0] for the reference, which keeps none."""
     num_rows, seq_len, _ = x_BSH.shape
     uses_triton = resolve(backend, x_BSH.device.type, in_cuda_library=False) == "triton"
     return x_BSH.new_empty(2, num_rows * seq_len if uses_triton else 0, dtype=torch.float32)
@@ -236,9 +239,9 @@ def norm_forward(
     eps: float,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, Kept]:
-    """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `norm_backward` needs; outside autograd.
+    """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and the tensors that `norm_backward` needs.
 
-    The inputs, [B, S, H] or [T, H], are contiguous and of one dtype.
+    Autograd does not record this. `x` and `residual`, [B, S, H] or [T, H], are contiguous and of one dtype.
     """
     if dropout.backend == "triton":
         from electra_kernels.triton.layer_passes import forward_pass
@@ -257,11 +260,11 @@ def norm_backward(
     sums: TokenSums,
     in_layer: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and the residual in the dtype of `grad`, and add sums over the tokens to `sums`.
+    """Return the gradients of x and residual in LayerNorm(residual + dropout(x)), in the dtype of contiguous `grad`.
 
-    The sums, [H] each, are the gradients of weight and bias. With `in_layer`, a third sum is the gradient of a bias
-    that was added to x, and the gradient of x may overwrite x. Without dropout, both returned gradients are the same
-    tensor. `grad` is contiguous.
+    `kept` comes from `norm_forward`. The gradients of the LayerNorm's weight and bias, [H] each, are added to `sums`.
+    With `in_layer`, so is that of a bias that was added to x, and the gradient of x may overwrite x. Without dropout,
+    both returned gradients are the same tensor.
     """
     if dropout.backend == "triton":
         from electra_kernels.triton.layer_passes import backward_strips
@@ -281,7 +284,7 @@ def norm_backward(
 
 
 class KeptForBackward(NamedTuple):
-    """Tensors of the forward pass that `reference_backward` needs, in the precision of the computation."""
+    """What LayerNorm(residual + dropout(x)) keeps in plain PyTorch for its backward pass, in fp32 or wider."""
 
     summed: torch.Tensor  # residual + dropout(x), [..., H]
     mean: torch.Tensor  # of each token, [..., 1]
@@ -297,7 +300,10 @@ def reference_forward(
     eps: float,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, KeptForBackward]:
-    """Return `norm_forward` in plain PyTorch; this is the definition of `dropout_add_norm`."""
+    """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `reference_backward` needs.
+
+    This is the definition of `dropout_add_norm` in plain PyTorch; it computes in fp32 or wider.
+    """
     hidden = x.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     dropped = x.to(compute_dtype)
@@ -318,9 +324,8 @@ def reference_backward(
     grad: torch.Tensor, kept: KeptForBackward, weight_H: torch.Tensor, bias_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of LayerNorm(residual + dropout(x)): of x, the residual, the weight and the bias.
-    They have the precision of the computation.
 
-    Without dropout, the gradients of x and of the residual are the same tensor object.
+    They are fp32 or wider. Without dropout, the gradients of x and of the residual are the same tensor object.
     """
     compute_dtype = kept.summed.dtype
     wanted_grads = [True, True, True]  # input, weight, bias
@@ -342,9 +347,9 @@ def reference_backward(
 def keep_scale(shape: torch.Size, dropout: LayerDropout) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    Seed, step and row number determine a sequence of random numbers. A site is a place in the network that applies
-    dropout. With n = S * H, a multiple of 4, site i uses the n numbers from index i * n on, so no two sites share one.
-    The key is read on the host.
+    Seed, step and a row's number in the global batch determine a sequence of random numbers. With n = S * H, a
+    multiple of 4, the network's i-th place that applies dropout uses the n numbers from index i * n on, so no two
+    places share one. The key, `dropout.key_3`, is read on the host.
     """
     seed, step, layer = dropout.key_3.tolist()
     site = SITES * layer + dropout.site
@@ -363,7 +368,7 @@ def keep_scale(shape: torch.Size, dropout: LayerDropout) -> torch.Tensor:
 
 
 def gelu_gradient(grad_TI: torch.Tensor, x_TI: torch.Tensor, sums: TokenSums) -> torch.Tensor:
-    """Return the gradient of GELU's input, [T, I], and collect its sum over the tokens.
+    """Return the gradient of GELU's input `x_TI`, and collect its sum over the tokens, a bias's gradient, in `sums`.
 
     `grad_TI`, contiguous, is the gradient of GELU's output and may be overwritten.
     """
@@ -377,7 +382,7 @@ def gelu_gradient(grad_TI: torch.Tensor, x_TI: torch.Tensor, sums: TokenSums) ->
 
 
 def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of GELU's input, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
+    """Return the gradient of GELU's input `x_TI`, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
     compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
     grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
     return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)
@@ -388,8 +393,8 @@ def join_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value in one tensor, [T, 3, N, D], and its sum over the tokens, [3 H].
 
-    The sum, in `sum_dtype`, is the gradient of the bias of the product that made them. `backend` is "triton" or
-    "reference"; under Triton one kernel reads the gradients once, and the sum is not rounded before its end.
+    The sum, in `sum_dtype`, is the gradient of the bias of the product that computed query, key and value. `backend`
+    is "triton" or "reference". Under Triton one kernel reads the gradients once, and the sum is rounded only once.
     """
     if backend == "triton":
         from electra_kernels.triton import qkv_gradient

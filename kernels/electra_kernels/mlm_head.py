@@ -134,7 +134,7 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
-    """Return the number of rows per chunk: `chunk`, or more if the last chunk would have less than an eighth of that.
+    """Return how many rows to compute at a time: `chunk`, or more if less than an eighth of it would be left over.
 
     ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 such rows give 4,160 here: one chunk
     instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
@@ -233,7 +233,7 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, best token and sampled token of each row; overwrite the logits by their gradient if wanted."""
+    """Compute loss, most likely and sampled token of each row; overwrite the logits by their gradient if wanted."""
     compute_dtype = weight_M.dtype
     z_MV = logits_MV[:, : options.vocab_size].to(compute_dtype) + bias_V.to(compute_dtype)
     forbidden_M = target_M if options.disallow_correct else None
@@ -259,7 +259,7 @@ def _row_block(
 
 
 class _MlmHead(torch.autograd.Function):
-    """Autograd function that computes its gradients in forward, because only then the logits exist."""
+    """Loss and samples of the masked-token head; gradients are computed in forward, because only then logits exist."""
 
     @staticmethod
     def forward(

@@ -43,9 +43,10 @@ def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rot
 
 
 def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return query and key rotated, and the value as it is; features f and f + D / 2 of a head form a pair.
+    """Return query and key rotated by their positions, and the value as it is, all in one tensor [B, S, 3, N, D].
 
-    This is the definition of `rotate_in_place`. Its gradients come from autograd.
+    Features f and f + D / 2 of a head form the pair that is rotated. This is the definition of `rotate_in_place` in
+    plain PyTorch. Its gradients come from autograd.
     """
     query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
     compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
@@ -74,8 +75,8 @@ def rotate_in_place(qkv: torch.Tensor, num_heads: int, rotation: Rotation, is_gr
 def geglu(expanded: torch.Tensor, backend: str) -> torch.Tensor:
     """Return gelu(inner) * gate, [..., I]; the first half of `expanded`, [..., 2 I], is inner, the second is gate.
 
-    With backend "triton", the backward pass writes the gradient over `expanded`, which nothing else may read then. In
-    layers that torch.compile traces, its own compiler fuses the reference.
+    With backend "triton", the backward pass writes the gradient over `expanded`, which nothing else may read then.
+    Under torch.compile the plain-PyTorch reference is traced, and the compiler fuses it.
     """
     if backend == "triton" and not torch.compiler.is_compiling():
         gated: torch.Tensor = _Geglu.apply(expanded)

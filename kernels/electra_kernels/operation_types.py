@@ -49,10 +49,10 @@ SITES = 2  # number of places in a layer that drop elements before a residual su
 
 
 class LayerDropout(NamedTuple):
-    """Dropout in one layer of a network: the key of its random numbers, and the place and probability of one use.
+    """Dropout at one place in a layer of a network: its probability and the key of its random numbers.
 
     An element's random number is a function of seed, step, layer, place, the row's number within the global batch, and
-    the element's place in the row.
+    the element's index in the row.
     """
 
     # Seed of the network, step, and number of the layer: contiguous int64 [3], on the device under Triton, else on the

@@ -13,7 +13,7 @@ import torch
 
 
 def add_product(total_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """Add `a_MK` @ `b_KN` to `total_MN` in place, accumulated in the precision of the sum."""
+    """Add `a_MK` @ `b_KN` to `total_MN` in place; the product is computed and added in the precision of the total."""
     if a_MK.dtype == total_MN.dtype:
         total_MN.addmm_(a_MK, b_KN)
     elif not a_MK.is_cuda and not a_MK.is_meta:

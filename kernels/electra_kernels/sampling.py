@@ -34,7 +34,8 @@ _MAX_BITS = (1 << 32) - 1
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     """Turn random bits, int64 in [0, 2**32), into standard Gumbel noise, fp32 of the same shape, always finite.
 
-    The relative error of E (see above) against exact arithmetic on the same bits is below 4e-7.
+    The noise is -log(E) for a draw E from the exponential distribution. The relative error of E against exact
+    arithmetic on the same bits is below 4e-7.
     """
     u = bits.float().add_(0.5).mul_(2.0**-32)
     # u + u^2/2 + u^3/3 + u^4/4 + u^5/5: at u = 1/32, the next term is 5e-9 of the sum.
@@ -70,7 +71,7 @@ def sample_reference(
 
 
 def block_rows(logits_MV: torch.Tensor) -> int:
-    """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small."""
+    """Return how many rows of logits to sample at a time, at least 1, so that temporary tensors stay small."""
     # On a CPU, malloc reuses temporaries of this size, while larger ones cause page faults every time. On a GPU, the
     # temporaries of this many logits take 1 GB.
     logits_per_block = 2**16 if logits_MV.device.type == "cpu" else 2**24

@@ -60,11 +60,13 @@ def mask_positions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the masked positions of each row without replacement, and build rows that show [MASK] there.
 
-    The results are the slots' positions, int64 [B, N], their weights (1 if used, else 0), fp32 [B, N], and the masked
-    rows, int64 [B, S]. `row_B` are the row numbers within the global batch. Element r of `wanted_R`, int64 [S + 1] on
-    the device of the ids, is the number of positions to mask in a row with r tokens that are not [PAD], at most
-    `num_slots`; a row with fewer candidates masks all of them. Of the used slots, the share `mask_token_prob` shows
-    [MASK], and the others show the original token. `step` is in [0, 2**32).
+    Every row has N = `num_slots` slots, places for one masked position each. The results are the slots' positions,
+    int64 [B, N], their weights (1 if used, else 0), fp32 [B, N], and the masked rows, int64 [B, S].
+
+    `row_B` are the row numbers within the global batch. Element r of `wanted_R`, int64 [S + 1] on the device of the
+    ids, is the number of positions to mask in a row with r tokens that are not [PAD], at most N; a row with fewer
+    tokens that may be masked masks all of them. Of the used slots, the share `mask_token_prob` shows [MASK], and the
+    others show the original token. `step` is in [0, 2**32).
     """
     shown = round(mask_token_prob * 2**32)
     if resolve(backend, ids_BS.device.type, in_cuda_library=False) == "triton":
@@ -87,8 +89,7 @@ def mask_positions_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`.
 
-    A masked position shows [MASK] if the 32 random bits of its slot are below `shown`, which is `mask_token_prob` *
-    2**32.
+    `shown` is the probability that a masked position shows [MASK], times 2**32.
     """
     candidate_BS = is_candidate(ids_BS, special)
     num_real_B = (ids_BS != special.pad).sum(1)
@@ -111,9 +112,10 @@ def show_masks(
     step: int,
     row_B: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rows with [MASK] at a random share `shown` / 2**32 of the masked positions, int64 [B, S].
+    """Return the rows with [MASK] at a random share `shown` / 2**32 of their masked positions, int64 [B, S].
 
-    A used slot shows [MASK] if its 32 random bits are below `shown`. Several slots may share a position.
+    Each row has N slots, each with a masked position, which several slots may share. A used slot shows [MASK] if its
+    32 random bits are below `shown`; otherwise the token stays.
     """
     keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, position_BN.shape[1])
     shows_mask_BN = is_used_BN & (keep_bits_BN < shown)
@@ -126,9 +128,9 @@ def show_masks(
 def _smallest_keys(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, num_slots: int) -> torch.Tensor:
     """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
 
-    A key is a 32-bit random word, followed by the token's position as its lowest `_POSITION_BITS` bits. The position
-    makes all keys of a row different, and it can be read from a sorted key. If a row has fewer than N candidates, its
-    last entries are meaningless, and the caller must not use them.
+    The candidates are sorted by keys. A key is the position's 32-bit random word, followed by the position itself as
+    its lowest bits; so all keys of a row differ, and the position can be read from a sorted key. If a row has fewer
+    than N candidates, its last entries are meaningless, and the caller must not use them.
     """
     S = bits_BS.shape[1]
     assert S <= 1 << _POSITION_BITS
@@ -154,10 +156,10 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
 
 
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of the hidden states, [B, S, H], in plain PyTorch; this defines what kernels must compute.
+    """Return the gradient of `gather_masked` by its hidden states, [B, S, H], in plain PyTorch, as kernels must.
 
-    The gradient of a position is the sum of the gradients of all slots at this position, in fp32 (fp64 for fp64). It
-    is 0 at a position without slots.
+    The gradient of a position is the sum of the rows of `grad_MH` that were gathered from this position, in fp32 (fp64
+    for fp64). It is 0 where none was.
     """
     num_rows = len(positions_BN)
     hidden = grad_MH.shape[1]
@@ -206,7 +208,8 @@ def replace_and_label(
     """Write sampled tokens into rows; return the rows and where their ids changed, int64 and bool [B, S].
 
     A row has N slots, each with a position in [0, S), a sampled token and a weight. A slot of weight 0 changes
-    nothing. Ids, positions and tokens are int64; `sampled_BN` may have any shape with B * N elements.
+    nothing; where slots share a position, the mean of their tokens is written, rounded down. Ids, positions and tokens
+    are int64; `sampled_BN` may have any shape with B * N elements.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
     if resolve(backend, ids_BS.device.type, in_cuda_library=False) == "triton":

@@ -109,10 +109,10 @@ _library = _load()
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid`, int64 [R, 4 * blocks], with the bits that `keyed_random.bits_grid` defines.
+    """Fill `grid`, int64 [R, 4 * blocks], with the random bits that `keyed_random.bits_grid` defines, in C.
 
-    Columns of the grid are adjacent; its rows may be part of a wider array. `first_block` is the first position
-    divided by 4; `rows` are contiguous.
+    Columns of the grid are adjacent; its rows may be part of a wider array. `first_block` is the grid's first position
+    divided by 4. `rows` are the row numbers, contiguous int64.
     """
     assert _library is not None
     assert grid.dtype == np.int64
@@ -141,7 +141,7 @@ def _fill_kept(
 def _grid_arguments(
     grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int
 ) -> tuple[Any, ...]:
-    """Return the first eight arguments of the C functions that fill a grid, after a check of the memory layout."""
+    """Return the arguments with which the C functions that fill a grid begin; the memory layout is asserted first."""
     assert grid.strides[1] == grid.itemsize, "the columns of the grid are not adjacent: pass a row-major array"
     assert rows.dtype == np.int64
     assert rows.flags.c_contiguous
@@ -188,6 +188,8 @@ def _row_checksums(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     assert _library is not None
     assert rows.flags.c_contiguous
     row_bytes = rows.shape[1] * rows.itemsize
+    assert keys.dtype == np.uint32
+    assert keys.flags.c_contiguous
     assert 4 * len(keys) >= row_bytes
     checksums = np.empty(len(rows), np.uint64)
     _library.electra_row_checksums(rows.ctypes.data, len(rows), row_bytes, keys.ctypes.data, checksums.ctypes.data)

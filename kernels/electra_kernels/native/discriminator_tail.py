@@ -114,7 +114,7 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token, fp32 [T] each, as `rtd_losses_reference` defines them.
+    """Return each token's loss, times its mask, and logit, fp32 [T] each, as `rtd_losses_reference` defines them.
 
     The dense output is contiguous bf16 or fp32; labels and masks are contiguous fp32. RuntimeError: CUDA did not start
     the kernel.
@@ -140,7 +140,7 @@ def backward_pass(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the dense output, its bias, the output weight and the output bias.
 
-    The first is in the dtype of the dense output, the others are fp32. `logits_T` is a result of `forward_pass`;
+    The first is in the dtype of the dense output, the others are fp32. `logits_T` comes from `forward_pass`;
     `upstream_T`, contiguous fp32, is the gradient of each token's masked loss.
     """
     num_tokens, hidden = dense_TH.shape

@@ -77,7 +77,7 @@ def scaled_exp(x, x_low, scale, scale_low):
 
 @triton.jit
 def precise_log(high, low):
-    """Return log(high + low) as a pair whose sum is the result, for numbers high + low of at least 1.
+    """Return log(high + low) as a pair of numbers whose sum is the result, for high + low of at least 1.
 
     The first number is an estimate, the logarithm of `high`. The second corrects it by one Newton step for exp(y) =
     high + low: (high + low) * exp(-estimate) - 1.
@@ -90,7 +90,7 @@ def precise_log(high, low):
 
 @triton.jit
 def precise_ratio(a, b, b_low):
-    """Return a / (b + b_low) as a pair whose sum is the result: the rounded quotient a / b, and its correction.
+    """Return a / (b + b_low) as a pair whose sum is the result: the rounded quotient a / b, and a correction.
 
     The correction is the remainder of the division, a - ratio * (b + b_low), divided by b. Fused multiply-adds compute
     the remainder without the rounding error of the product.
@@ -102,7 +102,7 @@ def precise_ratio(a, b, b_low):
 
 @triton.jit
 def precise_inverse_root(x):
-    """Return 1 / sqrt(x) as a pair whose sum is the result: the rounded value, and its correction by one Newton step.
+    """Return 1 / sqrt(x) as a pair whose sum is the result: the rounded value, and a correction by one Newton step.
 
     The correction is root / 2 * (1 - x * root^2). The product x * root is taken with its rounding error, because the
     difference is tiny.
@@ -116,8 +116,9 @@ def precise_inverse_root(x):
 
 @triton.jit
 def precise_sum(x, x_low, bound):
-    """Return the sum of the vector x + x_low as a pair; its elements are at least 0, and `bound` at least 2 * sum(x).
+    """Return the sum of the elements of x + x_low as a pair (high, low) whose sum is the result.
 
+    `x_low` has the rounding errors of `x`. All elements must be at least 0, and `bound` at least twice their sum.
     Adding and then subtracting `bound` rounds each x to a multiple of the last digit of `bound`. In decimal arithmetic
     of four digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is
     exact in any order. What the rounding took from each x is summed separately; that sum is small, so its own error is
@@ -130,7 +131,7 @@ def precise_sum(x, x_low, bound):
 
 
 def fits_fp32(dtype: torch.dtype) -> bool:
-    """Return whether fp32 holds the sum of two numbers of this dtype, at most a factor of 2**16 apart, unrounded.
+    """Return whether fp32 holds the sum of two numbers of `dtype` exactly if they are at most a factor of 2**16 apart.
 
     This is bf16, whose 8 significant bits leave 16 of fp32's 24; fp16 has 11, which leave room for 2**13 only.
     """

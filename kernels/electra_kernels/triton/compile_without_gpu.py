@@ -104,16 +104,20 @@ _ALSO_FP32 = ("head_train", "tail_forward", "sum_strips")
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
-    """Return the kernels to compile, in the order of the printed table, in bf16 or in all of `DTYPES`.
+    """Return the kernels to compile, in the order of the printed table, for models in bf16 or in all of `DTYPES`.
 
     Three kernels are always compiled in fp32, too: the training variant of the generator's head and the forward kernel
-    of the discriminator tail, whose code differs, and the sum of strips, whose result may be fp32 in a bf16 model.
+    of the discriminator tail, whose code differs, and `sum_strips`, whose result may be fp32 in a bf16 model.
     """
-    in_bf16 = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
-    in_bf16 += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case(), *_modern_cases()]
+    of_bf16_model = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
+    of_bf16_model += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case(), *_modern_cases()]
     if not all_dtypes:
-        return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in _ALSO_FP32]
-    return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
+        also_in_fp32 = [case for case in of_bf16_model if case.name in _ALSO_FP32]
+        return of_bf16_model + [in_dtype(case, "fp32") for case in also_in_fp32]
+    depend_on_dtype = [case for case in of_bf16_model if case.dtype == "bf16"]
+    in_fp16 = [in_dtype(case, "fp16") for case in depend_on_dtype]
+    in_fp32 = [in_dtype(case, "fp32") for case in depend_on_dtype]
+    return of_bf16_model + in_fp16 + in_fp32
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase]:
@@ -232,18 +236,21 @@ def _norm_cases() -> list[KernelCase]:
         **dict.fromkeys(("layer_quads", "site_quads", "limit"), "i32"),
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
-    kernels = {"norm_fwd": layer_passes.norm_forward_kernel, "norm_bwd": layer_passes.norm_backward_kernel}
+    kernels: dict[str, tuple[Any, dict[str, Any]]] = {
+        "norm_fwd": (layer_passes.norm_forward_kernel, {}),
+        "norm_bwd": (layer_passes.norm_backward_kernel, {"SUM_X": True}),
+    }
     warps_of_hidden = {256: 1, 1024: 4}
     drop_of_suffix = {"": True, "_p0": False}
     norm_cases = []
-    for name, kernel in kernels.items():
+    for name, (kernel, constants) in kernels.items():
         for hidden, num_warps in warps_of_hidden.items():
             for suffix, drop in drop_of_suffix.items():
                 case = KernelCase(
                     name=f"{name}_{hidden}{suffix}",
                     kernel=kernel,
                     types=types,
-                    constants={"DROP": drop, "BLOCK_H": hidden, **({"SUM_X": True} if name == "norm_bwd" else {})},
+                    constants=constants | {"DROP": drop, "BLOCK_H": hidden},
                     divisible=_SIZES,
                     num_warps=num_warps,
                 )

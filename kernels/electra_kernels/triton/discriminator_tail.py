@@ -99,10 +99,10 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write masked loss and logit for the tokens of one program, which handles every P-th tile of BLOCK_T tokens.
+    """Write the loss, times the mask, and the logit of each token of one program, out_weight . gelu(dense + bias) + b.
 
-    With PAIR, the rounding errors of dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and
-    at least H.
+    The program handles every P-th tile of BLOCK_T tokens, with P programs in all. With PAIR, the rounding errors of
+    dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and at least H.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -193,7 +193,7 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the masked loss and the logit of every token, fp32 [T] each, in one kernel launch.
+    """Return each token's loss, times its mask, and logit, fp32 [T] each, in one kernel launch.
 
     `discriminator_tail.rtd_losses_reference` defines both.
     """
@@ -230,7 +230,8 @@ def backward_pass(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the dense output, its bias, the output weight and the output bias.
 
-    The first is in the dtype of the dense output, the others are fp32.
+    The first is in the dtype of the dense output, the others are fp32. `logits_T` comes from `forward_pass`;
+    `upstream_T` is the gradient of each token's masked loss.
     """
     num_tokens, hidden = dense_TH.shape
     num_programs, tile_options = _launch_shape(num_tokens, hidden)
@@ -260,7 +261,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs and the launch options; BLOCK_H is H, rounded up to a power of 2."""
+    """Return how many programs to launch, and the launch options of both kernels, among them the size of a tile."""
     block_h = triton.next_power_of_2(hidden)
     block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
     num_tiles = triton.cdiv(num_tokens, block_t)

@@ -56,7 +56,10 @@ def keyed_dropout_kernel(
 
 
 def scale_kept(x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float) -> torch.Tensor:
-    """Apply dropout to contiguous values or gradients; `key` is an int64 tensor of seed and step on the device."""
+    """Return contiguous values or gradients after dropout of `probability`, in one kernel launch.
+
+    `key` is seed and step, int64 on the device; `row_B` are the row numbers within the global batch.
+    """
     out_BSH = torch.empty_like(x_BSH)
     num_rows, seq_len, hidden = x_BSH.shape
     num_elements = seq_len * hidden

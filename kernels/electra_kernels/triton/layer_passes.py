@@ -85,10 +85,10 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """Return normed = (summed - mean) / sqrt(variance) of a token, then root and root_low with sum 1 / sqrt(variance).
+    """Return normed = (summed - mean) / sqrt(variance) of a token, and two numbers whose sum is 1 / sqrt(variance).
 
     `variance` includes eps. `inside` is true for the H columns of the token, and false for those that fill the block
-    up to a power of 2, where `normed` is 0. The sum root + root_low is more accurate than the rounded value `root`.
+    up to a power of 2, where `normed` is 0. The two numbers are the rounded value and its correction.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -110,17 +110,14 @@ def norm_forward_kernel(
     seq_len,
     hidden,
     eps,
-    layer_quads,
+    layer_quads,  # this one and the next three are arguments of `keep_scale`, which draws the factors of dropout
     site_quads,
     limit,
     scale,
-    DROP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    DROP: tl.constexpr,  # false at probability 0, where no bits are drawn
+    BLOCK_H: tl.constexpr,  # power of 2, at least H
 ):
-    """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
-
-    `keep_scale` explains the arguments of dropout. DROP is false at probability 0, where no bits are drawn.
-    """
+    """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -162,20 +159,18 @@ def norm_backward_kernel(
     hidden,
     num_columns,
     first_column,
-    layer_quads,
+    layer_quads,  # this one and the next three are arguments of `keep_scale`, which draws the factors of dropout
     site_quads,
     limit,
     scale,
-    DROP: tl.constexpr,
-    SUM_X: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    DROP: tl.constexpr,  # false at probability 0: both inputs then have one gradient, written to `grad_residual_ptr`
+    SUM_X: tl.constexpr,  # whether the gradient of x is summed, too
+    BLOCK_H: tl.constexpr,  # power of 2, at least H
 ):
-    """Write the gradients of both inputs for one program's tokens, and the sums over them for the parameters.
+    """Write the gradients of x and residual in LayerNorm(residual + dropout(x)) for one program's tokens, and sums.
 
-    Program p handles every P-th token and writes its sums to row p of `partials_ptr`, from `first_column` on: H
-    columns for the LayerNorm's weight, H for its bias and, with SUM_X, H for the gradient of x. With DROP false, both
-    inputs have the same gradient and only `grad_residual_ptr` is written. `keep_scale` explains the arguments of
-    dropout.
+    Program p of P handles every P-th token and writes its sums to row p of `partials_ptr`, from `first_column` on: H
+    columns for the gradient of the LayerNorm's weight, H for that of its bias and, with SUM_X, H for that of x.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -259,9 +254,9 @@ def forward_pass(
 
 
 def num_strips(num_tokens: int, hidden: int, device: torch.device) -> int:
-    """Return the number of programs (thread blocks) P of a backward kernel for a gradient of T x H elements.
+    """Return how many programs (thread blocks) a backward kernel has for a gradient of T x H elements.
 
-    Each program sums over about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
+    Each of them sums over a strip of about `_TOKENS_PER_STRIP` tokens or more, so that partial sums take few bytes.
     """
     most_programs = resident_programs(device, _launch_options(hidden)["num_warps"])
     return min(most_programs, triton.cdiv(num_tokens, _TOKENS_PER_STRIP))
@@ -278,11 +273,12 @@ def backward_strips(
     first_column: int,
     in_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
+    """Return the gradients of x and residual in LayerNorm(residual + dropout(x)), and write sums over tokens.
 
-    `partials_PC` is fp32. Several kernels may share it, each with its own columns from `first_column` on, so that one
-    sum over P serves all. With `in_layer`, the gradient of x is summed as well, and it overwrites `x`, which a layer
-    does not need any more. At probability 0 both gradients are the same tensor.
+    Each of P programs sums the gradients of weight and bias over its tokens, and writes one row of `partials_PC`,
+    fp32, from `first_column` on. Several kernels may share it, each with its own columns, so that one sum over P
+    serves all. With `in_layer`, the gradient of x is summed as well, and it overwrites `x`, which a layer does not
+    need any more. At probability 0 both returned gradients are the same tensor.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
@@ -331,7 +327,10 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the kernels' arguments of dropout, explained in `keep_scale`; places use adjoining random numbers."""
+    """Return the arguments of dropout by which each place in each layer uses other random numbers of a row's sequence.
+
+    `keep_scale` explains them.
+    """
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {
@@ -363,9 +362,9 @@ def gelu_gradient_kernel(
     first_column,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite the gradient of GELU's output by the gradient of its input x, and write the latter's partial sums.
+    """Overwrite the gradient of GELU's output by that of its input x, and write sums of the new gradient over tokens.
 
-    Program (p, c) handles every P-th token in block c of the columns. It writes the sums over its tokens to row p of
+    Program (p, c) of P x C handles every P-th token in block c of the columns. It writes its sums to row p of
     `partials_ptr`, from `first_column` on. `width` is the number of columns of x.
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -388,7 +387,8 @@ def gradient_strips(
 ) -> torch.Tensor:
     """Overwrite `grad_TI`, the contiguous gradient of GELU's output, by the gradient of its input; return `grad_TI`.
 
-    Partial sums of the new gradient over the tokens fill I columns of `partials_PC`, fp32, from `first_column` on.
+    Each of P programs writes the sums of the new gradient over its tokens to one row of `partials_PC`, fp32, into I
+    columns from `first_column` on.
     """
     num_tokens, width = grad_TI.shape
     num_strips, num_columns = partials_PC.shape

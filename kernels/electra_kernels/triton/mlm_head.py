@@ -92,7 +92,7 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
 
-    The other arguments are those of `philox.four_way_bits`; `start` is a multiple of 4.
+    It is a function of seed (its low and high 32 bits), step, row number and token. `start` is a multiple of 4.
     """
     bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
@@ -133,10 +133,11 @@ def add_to_sums(z, z_low, index, top, top_index, total):
 
 @triton.jit
 def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
-    """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
+    """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as two numbers whose sum is the result.
 
-    Each lane (column of the block) has its own maximum `top` and sum `total`. The totals are first rescaled to the
-    row's maximum. No term is then above 1, so the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
+    Each lane (column of the block) has seen some of the logits: `top` is their maximum, and `total` the sum of their
+    exp(logit - top). The totals are first rescaled to the row's maximum. No term is then above 1, so the sum is at
+    most WIDTH; `precise_sum` needs a bound of twice that.
     """
     gap, gap_low = two_sum(top, -row_top)
     lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
@@ -160,10 +161,10 @@ def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
 
 @triton.jit
 def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
-    """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
+    """Return softmax * weight of logits z, (scale + scale_low) * exp(z + z_low - top), as a pair to be added.
 
-    A name with `_low` is the rounding error of the number before it; without PAIR that of z counts as 0. The result is
-    softmax * weight if `top` is the row's largest logit and scale is weight / sum of exp(logit - top).
+    `top` is the row's largest logit, and scale is weight / sum of exp(logit - top). A name with `_low` is the rounding
+    error of the number before it; without PAIR that of z counts as 0.
     """
     if PAIR:
         difference, difference_low = two_sum(z, -top)

@@ -85,7 +85,7 @@ def rotary_kernel(
 
 
 def rotate(qkv: torch.Tensor, num_heads: int, cos_BSF: torch.Tensor, sin_BSF: torch.Tensor, is_gradient: bool) -> None:
-    """Rotate query and key in contiguous `qkv`, [T, 3 H], in one launch; see `modern_layer.rotate_in_place`."""
+    """Overwrite query and key in `qkv`, contiguous [T, 3 H], by their rotations; gradients are rotated backwards."""
     num_tokens, width = qkv.shape
     num_pairs = cos_BSF.shape[-1]
     block_heads = triton.next_power_of_2(2 * num_heads)

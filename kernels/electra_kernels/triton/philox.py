@@ -18,7 +18,7 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
     """Return 32 random bits for each of BLOCK neighbouring positions of a row, as uint32 [BLOCK].
 
     One call of Philox gives four numbers, those of the positions 4 * quad to 4 * quad + 3. `first_quad` is the first
-    position, divided by 4; BLOCK is a power of 2 and at least 4.
+    position, divided by 4; BLOCK is a power of 2 and at least 4. The seed is given by its low and high 32 bits.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)

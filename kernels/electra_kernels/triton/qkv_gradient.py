@@ -39,7 +39,11 @@ def join_gradients_kernel(
     hidden,
     BLOCK: tl.constexpr,
 ):
-    """Copy the three gradients of one program's tokens into `joined_ptr`, and write the sums over these tokens."""
+    """Copy the gradients of query, key and value of one program's tokens into one tensor, and write their sums.
+
+    Program (p, c) of P x C handles every P-th token in block c of the columns, and writes the sums over its tokens to
+    row p of `partials_ptr`.
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
     query_sum = tl.zeros((BLOCK,), tl.float32)
@@ -67,7 +71,10 @@ def join_gradients_kernel(
 def join_gradients(
     query_TND: torch.Tensor, key_TND: torch.Tensor, value_TND: torch.Tensor, sum_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return three contiguous gradients in one tensor, [T, 3, N, D], and its sum over the tokens, [3 H]."""
+    """Join the contiguous gradients of query, key and value to one tensor, [T, 3, N, D]; return it and its sum, [3 H].
+
+    The sum is over the tokens, in `sum_dtype`.
+    """
     num_tokens, num_heads, head_width = query_TND.shape
     hidden = num_heads * head_width
     joined_T3ND = query_TND.new_empty(num_tokens, 3, num_heads, head_width)

@@ -134,9 +134,10 @@ def mask_positions(
     shown: int,
     key: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slots' positions and weights, [B, N] each, and the masked rows, [B, S], in one kernel launch.
+    """Draw the masked positions of rows; return positions and weights, [B, N], and the masked rows, [B, S].
 
-    `key` is seed and step on the device. `slots.mask_positions_reference` defines the results.
+    It takes one kernel launch. `key` is seed and step on the device; `slots.mask_positions_reference` explains the
+    other arguments and defines the results.
     """
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
@@ -180,7 +181,7 @@ def scatter_add_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
+    """Write the gradient of one position of one row: the sum of the gradients of the slots that point to it, or zeros.
 
     Slot n of row b points to positions[b, n], and its gradient is row b * N + n of `grad_ptr`. Program p handles
     position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least the number of slots and the
@@ -205,7 +206,7 @@ def scatter_add_kernel(
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
     """Return the gradient of the hidden states, [B, S, H], in one kernel launch.
 
-    Each position gets the sum of the gradients of the slots that point to it, as in `slots.scatter_add_reference`.
+    Row b * N + n of `grad_MH` is added at position `positions_BN[b, n]`, as in `slots.scatter_add_reference`.
     """
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]
@@ -239,10 +240,10 @@ def replace_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write corrupted token ids, and labels (true where the id changed), of BLOCK_S positions of one row.
+    """Write sampled tokens into BLOCK_S positions of one row, and labels, which are true where the id changed.
 
-    Program (row, block) handles the positions from block * BLOCK_S on, and reads the slots in groups of BLOCK_N, a
-    power of 2.
+    Each of the row's slots has a position, a sampled token and a weight; it writes if the weight is above 0. Program
+    (row, block) handles the positions from block * BLOCK_S on, and reads the slots in groups of BLOCK_N, a power of 2.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)

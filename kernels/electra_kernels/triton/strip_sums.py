@@ -35,7 +35,10 @@ def sum_strips_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the sums of BLOCK_C columns over all strips (rows of `partials`); programs are numbered by columns."""
+    """Add up BLOCK_C columns of partial sums over all their rows, BLOCK_P rows at a time; program c has block c.
+
+    A row has the sums over one strip, which is the tokens that one program of a backward kernel handled.
+    """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float64)
     for first in range(0, num_strips, BLOCK_P):
@@ -49,7 +52,7 @@ def sum_strips_kernel(
 
 
 def sum_of_strips(partials_PC: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the sum over P strips of contiguous partial sums, [C] in `dtype`."""
+    """Return the sum of contiguous partial sums over their P rows, [C] in `dtype`, added in fp64 in a fixed order."""
     num_strips, num_columns = partials_PC.shape
     total_C = torch.empty(num_columns, dtype=dtype, device=partials_PC.device)
     grid: Any = (triton.cdiv(num_columns, BLOCK["BLOCK_C"]),)
