@@ -59,7 +59,7 @@ PANELS = (
     ),
     Panel(
         name="rtd_accuracy",
-        title="Tokens that the discriminator classifies rightly",
+        title="Tokens that the discriminator classifies correctly",
         lines=(
             CurveLine(field="replaced_accuracy", label="replaced", is_second=True),
             CurveLine(field="original_accuracy", label="original"),

@@ -85,8 +85,8 @@ def _draw_difference(axes: Axes, expected: Sequence[StepRecord], found: Sequence
     axes.set_xlabel("training step")
     axes.set_ylabel("nats")
     if largest == 0:
-        axes.set_ylim(-1, 1)
-        axes.set_yticks([0])
+        axes.set_ylim(-1.5e-6, 1.5e-6)  # a scale on which a difference of float32 rounding could be seen
+        axes.set_yticks([-1e-6, 0, 1e-6], ["-0.000001", "0", "0.000001"])
 
 
 def _faults_in_groups(hits: Sequence[Hit]) -> str:
