@@ -31,7 +31,7 @@ def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], ou
 
 
 def fault_figure(reference: Path, interrupted: Path, hits: Sequence[Hit]) -> Figure:
-    """Return two diagrams: the losses of the two runs in predicting masked tokens, and the difference of all losses.
+    """Return two diagrams: the losses of the two runs in predicting masked tokens, and their difference.
 
     The loss that training minimises would be the natural one to show, but it may rise while both networks learn,
     because the discriminator's part grows as the generator's replacements become plausible.
@@ -72,15 +72,15 @@ def _draw_losses(axes: Axes, expected: Sequence[StepRecord], found: Sequence[Ste
 
 
 def _draw_difference(axes: Axes, expected: Sequence[StepRecord], found: Sequence[StepRecord]) -> None:
-    """Draw the interrupted run's total loss minus the reference run's, for each step that both runs logged."""
-    expected_losses = {record.step: record.loss for record in expected}
-    found_losses = {record.step: record.loss for record in found}
+    """Draw the interrupted run's loss minus the reference run's, for each step that both runs logged."""
+    expected_losses = {record.step: record.mlm_loss for record in expected}
+    found_losses = {record.step: record.mlm_loss for record in found}
     steps = sorted(expected_losses.keys() & found_losses.keys())
     differences = [found_losses[step] - expected_losses[step] for step in steps]
     largest = max(map(abs, differences), default=0.0)
     axes.plot(steps, differences, color=_INTERRUPTED_COLOR, linewidth=1)
     axes.set_title(
-        f"Difference of the total losses: {'exactly 0 at every step' if largest == 0 else f'up to {largest:g}'}"
+        f"Difference of the two curves: {'exactly 0 at every step' if largest == 0 else f'up to {largest:g}'}"
     )
     axes.set_xlabel("training step")
     axes.set_ylabel("nats")
