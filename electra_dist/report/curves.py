@@ -195,6 +195,8 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
             axes.set_title(panel.title, loc="left")
             if len(axes.get_legend_handles_labels()[0]) > 1:
                 axes.legend(loc="best")
+        for axes in figure.axes[2:]:  # the lower row
+            axes.set_xlabel("training step")
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)
 
